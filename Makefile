@@ -1,0 +1,62 @@
+# One command a job. The first run of any of them makes $(VENV); a second one starts at once.
+VENV   ?= .venv
+TORCH  ?= 2.13.0+cpu
+DEPLOY ?= deploy/local-cpu.yaml
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
+
+SHELL := /bin/bash
+PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+TORCH_INDEX = https://download.pytorch.org/whl/cpu
+EXTRAS_serve = $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),mooncake)
+EXTRAS_dev = dev,$(EXTRAS_serve)
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help serve venv test test-full lint bench clean
+
+help:
+	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
+	@echo "make test       the whole test suite"
+	@echo "make test-full  the same with every combination of the engine matrix"
+	@echo "make lint       formatting, lint, types and import rules"
+	@echo "make bench      measure the cluster that make serve started"
+	@echo "make venv       only install, with the development tools"
+	@echo "make clean      remove what these commands made in this folder"
+
+serve: $(VENV)/.serve
+	@exec $(VENV)/bin/python -m cluster.cli.foreground $(VENV)/bin/baton up $(DEPLOY)
+
+venv: $(VENV)/.dev
+
+test: $(VENV)/.dev
+	@$(VENV)/bin/pytest -m "not full"
+
+test-full: $(VENV)/.dev
+	@$(VENV)/bin/pytest -m "full or not full"
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.serve
+	@exec $(VENV)/bin/baton bench serve --num-requests 32 --concurrency 4 --input-len 512 --output-len 64
+
+clean:
+	rm -rf $(VENV) build dist baton.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# PyPI's torch brings CUDA along, so the CPU build is asked for by its full version: first from the configured
+# indexes, then from PyTorch's own. The constraints then keep it in place.
+$(VENV)/.serve $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Baton needs Python 3.11 or newer:  apt-get install -y python3 python3-venv" >&2; exit 1; }
+	@test -x $(VENV)/bin/pip || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is \
+	missing:  apt-get install -y $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
+	@test -x $(VENV)/bin/pip || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing PyTorch $(TORCH) (some 190 MB the first time)"
+	@$(PIP) "torch==$(TORCH)" 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) "torch==$(TORCH)"
+	@echo "installing Ray, transformers and the rest, as pinned in constraints.txt"
+	@$(PIP) --editable ".[$(EXTRAS_$*)]"
+	@touch $(if $(filter dev,$*),$(VENV)/.serve) $@

@@ -1,0 +1,232 @@
+"""The rank table over HTTP: JSON in and out, one bearer token on every route but /health.
+
+Routes and refusals are here, the rules are in table.py.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
+
+import msgspec
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from cluster.bootstrap.replies import ErrorDetail, ErrorReply, TableReply, view
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError
+from cluster.bootstrap.watch import WatchedTable
+from cluster.spec.clock import Clock, SystemClock
+from cluster.spec.errors import UserError
+from cluster.spec.ids import Incarnation, ReplicaId, parse_replica_id
+from cluster.spec.registry import Heartbeat, RankCoords, RankRow
+
+MAX_WATCH_S = 60.0
+
+_KEEP_ALIVE_S = 120
+"""Longer than any pause between a client's requests, so that connections are not closed under them."""
+_START_TIMEOUT_S = 20.0
+_CODES = {400: "bad_request", 401: "unauthorized", 404: "not_found"}
+
+Body = TypeVar("Body")
+
+
+def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
+    """The HTTP application; ``app.state.watched`` is its WatchedTable."""
+    app = FastAPI(title="Baton bootstrap", openapi_url=None)
+    app.state.watched = watched = WatchedTable(table, clock)
+    app.add_exception_handler(TableRefusedError, _refused)
+    app.add_exception_handler(StarletteHTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _bad_parameter)
+    for routes in (_row_routes(watched), _table_routes(watched)):
+        app.include_router(routes, dependencies=[Depends(_bearer(token))])
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    return app
+
+
+class BootstrapServer:
+    """The service in a thread of its own."""
+
+    def __init__(self, host: str, port: int, token: str, lease_s: float) -> None:
+        self._host = host
+        self._port = port
+        # A restarted service counts on from where the clock is, so that versions keep growing.
+        table = BootstrapTable(lease_s, first_version=int(time.time() * 1000))
+        self._app = create_app(table, token, SystemClock())
+        self._stopped = threading.Event()
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Listen; returns the base URL. Port 0 takes a free one.
+
+        Raises:
+            UserError: the address cannot be listened on.
+        """
+        listener = _listen(self._host, self._port)
+        self._port = listener.getsockname()[1]
+        self._server = server = _Server(self._app)
+        self._thread = threading.Thread(target=self._serve, args=(server, listener), name="bootstrap", daemon=True)
+        self._thread.start()
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not server.started and self._thread.is_alive() and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        assert server.started, "the bootstrap service did not start"
+        return f"http://{self._host}:{self._port}"
+
+    def run(self) -> None:
+        """Block until the service ends."""
+        self._stopped.wait()
+
+    def stop(self) -> None:
+        """Answer the watchers, close the connections, and end; safe to call twice."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+
+    def _serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            listener.close()
+            self._stopped.set()
+
+
+class _Server(uvicorn.Server):
+    """Sends the watchers home before it waits for the open requests."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._watched: WatchedTable = app.state.watched
+        super().__init__(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_KEEP_ALIVE_S)
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._watched.close()
+        await super().shutdown(sockets)
+
+
+def _row_routes(watched: WatchedTable) -> APIRouter:
+    routes = APIRouter(prefix="/replicas/{replica}")
+    table = watched.table
+
+    @routes.put("/ranks/{dp}/{cp}/{tp}/{pp}")
+    async def register(replica: str, dp: int, cp: int, tp: int, pp: int, request: Request) -> Response:
+        row = _decode(await request.body(), RankRow)
+        _check_path(f"{_replica(replica)} {RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)}", f"{row.replica} {row.coords}")
+        table.register(row)
+        watched.wake_if_changed()
+        return _json(row)
+
+    @routes.get("/ranks/{dp}/{cp}/{tp}/{pp}")
+    async def lookup(replica: str, dp: int, cp: int, tp: int, pp: int) -> Response:
+        return _json(table.lookup(_replica(replica), RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)))
+
+    @routes.post("/heartbeat")
+    async def heartbeat(replica: str, request: Request) -> Response:
+        beat = _decode(await request.body(), Heartbeat)
+        _check_path(_replica(replica), beat.replica)
+        table.heartbeat(beat, watched.now_s())
+        watched.wake_if_changed()
+        return Response(status_code=204)
+
+    @routes.delete("")
+    async def unregister(replica: str, incarnation: int, reaped: bool = False) -> Response:
+        table.unregister(_replica(replica), Incarnation(incarnation), reaped=reaped)
+        watched.wake_if_changed()
+        return Response(status_code=204)
+
+    return routes
+
+
+def _table_routes(watched: WatchedTable) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/table")
+    async def whole_table() -> Response:
+        snapshot = watched.table.snapshot(watched.now_s())
+        return _json(
+            TableReply(replicas={entry.replica: view(entry) for entry in snapshot.replicas}, snapshot=snapshot)
+        )
+
+    @routes.get("/watch")
+    async def watch(version: int, timeout_s: Annotated[float, Query(ge=0, le=MAX_WATCH_S)] = 30.0) -> Response:
+        snapshot = await watched.watch(version, timeout_s)
+        return Response(status_code=204) if snapshot is None else _json(snapshot)
+
+    @routes.post("/stop")
+    async def stop() -> Response:
+        watched.table.request_stop()
+        watched.wake_if_changed()
+        return Response(status_code=204)
+
+    return routes
+
+
+def _bearer(token: str) -> Callable[[Request], Awaitable[None]]:
+    expected = f"Bearer {token}".encode()
+
+    async def check(request: Request) -> None:
+        if not secrets.compare_digest(request.headers.get("authorization", "").encode(), expected):
+            raise HTTPException(401, "wrong or missing bearer token in the Authorization header")
+
+    return check
+
+
+def _replica(text: str) -> ReplicaId:
+    try:
+        return parse_replica_id(text)
+    except ValueError as exc:
+        raise HTTPException(400, str(exc)) from exc
+
+
+def _check_path(path: str, body: str) -> None:
+    if path != body:
+        raise HTTPException(400, f"the path names {path}, the body {body}")
+
+
+def _decode(body: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as exc:
+        raise HTTPException(400, f"the body is not a {kind.__name__}: {exc}") from exc
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=512)
+    except OSError as exc:
+        raise UserError(f"bootstrap service: cannot listen on {host}:{port}: {os.strerror(exc.errno or 0)}") from exc
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _error(status: int, code: str, message: str) -> Response:
+    body = ErrorReply(error=ErrorDetail(code=code, message=message))
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, TableRefusedError)
+    return _error(404 if error.code is RefusalCode.NOT_FOUND else 409, error.code, str(error))
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException)
+    return _error(error.status_code, _CODES.get(error.status_code, "refused"), str(error.detail))
+
+
+async def _bad_parameter(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    parts = [f"{part['loc'][-1]}: {part['msg']}, got {part.get('input')!r}" for part in error.errors()]
+    return _error(400, "bad_request", "; ".join(parts))

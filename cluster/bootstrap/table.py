@@ -1,0 +1,227 @@
+"""The rank table as a state machine: who is registered, whose lease runs, what is proven gone. No clock, no I/O.
+
+Soft state: everything in it comes back with the leaders' next heartbeats, except what only the supervisor knows
+(reaped incarnations, the request to stop), which it says again.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+from cluster.spec.errors import BatonError
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ranks import global_rank, world_size
+from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+
+
+class RefusalCode(StrEnum):
+    """Why the table does not do what it was asked."""
+
+    UNKNOWN_ROWS = "unknown_rows"
+    """The heartbeat names rows that the table does not hold: send all of them again."""
+    SUPERSEDED = "superseded"
+    """A later start of the replica is known, or this one has ended."""
+    MISMATCH = "mismatch"
+    """The row does not fit the other rows of its replica, or itself."""
+    NOT_FOUND = "not_found"
+    """No such row."""
+
+
+class TableRefusedError(BatonError):
+    """The rank table refused a request; the message says why in words."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[type["TableRefusedError"], tuple[RefusalCode, str]]:
+        """Pickled by what it was made of: it ends a rank in one process and is told in another."""
+        return TableRefusedError, (self.code, str(self))
+
+
+def rows_digest(rows: Iterable[RankRow]) -> str:
+    """Short hash of a replica's row set; the order in which rows are given does not matter."""
+    ordered = sorted(rows, key=lambda row: row.global_rank)
+    return hashlib.blake2b(msgspec.msgpack.encode(ordered), digest_size=16).hexdigest()
+
+
+class BootstrapTable:
+    """Every rank of every replica. Times are seconds of one monotonic clock, given by the caller.
+
+    A replica is ready when each position of its sizes is registered by its highest incarnation and the leader has
+    sent a heartbeat within the lease.
+    """
+
+    def __init__(self, lease_s: float, first_version: int = 0) -> None:
+        self._lease_s = lease_s
+        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._ended: dict[ReplicaId, Incarnation] = {}
+        self._reaped: dict[ReplicaId, Incarnation] = {}
+        self._stop_requested = False
+        self.version = first_version
+
+    def register(self, row: RankRow) -> None:
+        """Add one row; the same row again changes nothing, a higher incarnation replaces all rows of the lower one.
+
+        Raises:
+            TableRefusedError: superseded, or the row does not fit its replica.
+        """
+        _check_alone(row)
+        replica = self._current(row.replica, row.incarnation)
+        if replica is None:
+            self._replicas[row.replica] = replica = _Replica(row)
+            self.version += 1
+            return
+        known = replica.rows.get(row.coords)
+        _check_against(row, known, replica.first)
+        if known is None:
+            replica.rows[row.coords] = row
+            replica.digest = rows_digest(replica.rows.values())
+            self.version += 1
+
+    def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
+        """Renew the lease of a replica.
+
+        Raises:
+            TableRefusedError: superseded, or the row set is not the one that is registered.
+        """
+        self.expire(now_s)
+        replica = self._current(beat.replica, beat.incarnation)
+        if replica is None or not replica.complete or replica.digest != beat.rows_digest:
+            raise TableRefusedError(
+                RefusalCode.UNKNOWN_ROWS,
+                f"{beat.replica}, incarnation {beat.incarnation}: its rows are not all registered as the heartbeat "
+                "names them; send every row again",
+            )
+        if replica.lease_end_s is None or replica.load != beat.load:
+            self.version += 1
+        replica.lease_end_s = now_s + self._lease_s
+        replica.load = beat.load
+
+    def unregister(self, replica: ReplicaId, incarnation: Incarnation, *, reaped: bool) -> None:
+        """Forget an incarnation and all before it; ``reaped`` says that their processes are proven gone. Idempotent."""
+        if incarnation > self._ended.get(replica, Incarnation(0)):
+            self._ended[replica] = incarnation
+            self.version += 1
+        if reaped and incarnation > self._reaped.get(replica, Incarnation(0)):
+            self._reaped[replica] = incarnation
+            self.version += 1
+        current = self._replicas.get(replica)
+        if current and current.first.incarnation <= incarnation:
+            del self._replicas[replica]
+
+    def request_stop(self) -> None:
+        """Ask everyone who watches to drain and stop."""
+        self.version += not self._stop_requested
+        self._stop_requested = True
+
+    def lookup(self, replica: ReplicaId, coords: RankCoords) -> RankRow:
+        """The row at a position of a replica's current incarnation.
+
+        Raises:
+            TableRefusedError: no such row.
+        """
+        row = self._replicas[replica].rows.get(coords) if replica in self._replicas else None
+        if row is None:
+            raise TableRefusedError(RefusalCode.NOT_FOUND, f"{replica} has no row {coords}; GET /table lists all rows")
+        return row
+
+    def expire(self, now_s: float) -> None:
+        """End the leases that have run out."""
+        for replica in self._replicas.values():
+            if replica.lease_end_s is not None and replica.lease_end_s <= now_s:
+                replica.lease_end_s = None
+                self.version += 1
+
+    def next_expiry_s(self) -> float | None:
+        """When the next lease runs out unless it is renewed; None while no lease runs."""
+        return min((r.lease_end_s for r in self._replicas.values() if r.lease_end_s is not None), default=None)
+
+    def snapshot(self, now_s: float) -> TableSnapshot:
+        """The table at this moment."""
+        self.expire(now_s)
+        return TableSnapshot(
+            version=self.version,
+            replicas=tuple(self._replicas[replica].entry() for replica in sorted(self._replicas)),
+            reaped=dict(self._reaped),
+            stop_requested=self._stop_requested,
+        )
+
+    def _current(self, replica: ReplicaId, incarnation: Incarnation) -> "_Replica | None":
+        """The replica if exactly this incarnation is registered, None if it would be new."""
+        current = self._replicas.get(replica)
+        ended = self._ended.get(replica, Incarnation(0))
+        if incarnation <= ended or (current and incarnation < current.first.incarnation):
+            newest = max(ended, current.first.incarnation if current else ended)
+            state = "has ended" if newest == incarnation else f"is replaced by {newest}"
+            raise TableRefusedError(
+                RefusalCode.SUPERSEDED, f"{replica}: incarnation {incarnation} {state}; only a higher one may register"
+            )
+        return current if current and current.first.incarnation == incarnation else None
+
+
+class _Replica:
+    """The rows of one incarnation."""
+
+    def __init__(self, first: RankRow) -> None:
+        self.first = first
+        self.rows = {first.coords: first}
+        self.digest = rows_digest([first])
+        self.load = ReplicaLoad()
+        self.lease_end_s: float | None = None
+
+    @property
+    def complete(self) -> bool:
+        return len(self.rows) == world_size(self.first.sizes)
+
+    def entry(self) -> ReplicaEntry:
+        return ReplicaEntry(
+            replica=self.first.replica,
+            role=self.first.role,
+            incarnation=self.first.incarnation,
+            ready=self.complete and self.lease_end_s is not None,
+            rows=tuple(sorted(self.rows.values(), key=lambda row: row.global_rank)),
+            load=self.load,
+        )
+
+
+def _check_alone(row: RankRow) -> None:
+    try:
+        expected = global_rank(row.coords, row.sizes)
+    except ValueError as exc:
+        raise _mismatch(row, str(exc)) from exc
+    if row.global_rank != expected:
+        raise _mismatch(row, f"global rank {row.global_rank} given, its position is that of rank {expected}")
+    if not row.replica.startswith(f"{row.role}-"):
+        raise _mismatch(row, f"role {row.role} given; the replica's name says otherwise")
+    if row.incarnation < 1:
+        raise _mismatch(row, f"incarnation {row.incarnation} given; allowed: 1 and more")
+
+
+def _check_against(row: RankRow, known: RankRow | None, first: RankRow) -> None:
+    if known is not None and known != row:
+        raise _mismatch(row, "already registered with other content; a rank that starts again needs a new incarnation")
+    for name, given, registered in _shared(row, first):
+        if given != registered:
+            raise _mismatch(row, f"{name} {given} given, {registered} registered by rank {first.global_rank}")
+
+
+def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
+    """What every rank of one replica must agree on."""
+    return [
+        ("role", row.role, first.role),
+        ("sizes", row.sizes, first.sizes),
+        ("model", row.geometry.model, first.geometry.model),
+        ("dtype", row.geometry.dtype, first.geometry.dtype),
+        ("page size", row.geometry.page_size, first.geometry.page_size),
+        ("KV geometry", row.geometry.digest, first.geometry.digest),
+        ("transfer mode", row.transfer_mode, first.transfer_mode),
+        ("KV ownership", row.ownership, first.ownership),
+        ("build", row.build, first.build),
+    ]
+
+
+def _mismatch(row: RankRow, message: str) -> TableRefusedError:
+    return TableRefusedError(RefusalCode.MISMATCH, f"{row.replica} {row.coords}: {message}")

@@ -1,0 +1,141 @@
+"""`baton chat`: talks to a running endpoint from the terminal and streams the answers."""
+
+import contextlib
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import httpx
+import typer
+
+from cluster.bench.sse import error_message, parse_line
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation."
+
+
+class ChatError(Exception):
+    """The endpoint refused or could not be reached; the message is for the user."""
+
+
+def chat(
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Ask this one thing and leave.")] = None,
+    url: Annotated[str, typer.Option(help="Endpoint to talk to.")] = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="Model name; the endpoint's first by default.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.0,
+) -> None:
+    """Talk to a running cluster."""
+    try:
+        with httpx.Client(base_url=url, timeout=httpx.Timeout(600.0, connect=10.0)) as client:
+            name = model or _first_model(client)
+            conversation = Conversation(client, name, max_tokens, temperature)
+            if message is not None:
+                _print_answer(conversation, message)
+            else:
+                print(f"{name} at {url}. {HELP}")
+                _loop(conversation)
+    except (httpx.HTTPError, httpx.InvalidURL, ChatError) as error:
+        print(f"baton chat: {url}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, and the endpoint that answers."""
+
+    client: httpx.Client
+    model: str
+    max_tokens: int
+    temperature: float
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """The pieces of the answer as they come. What was said is kept, as far as it was read.
+
+        Raises:
+            ChatError: the endpoint answered with an error; the question is then not kept.
+            httpx.HTTPError: the connection failed; the question is then not kept.
+        """
+        question = {"role": "user", "content": text}
+        pieces: list[str] = []
+        kept = True
+        try:
+            for piece in self._stream([*self.messages, question]):
+                pieces.append(piece)
+                yield piece
+        except (ChatError, httpx.HTTPError):
+            kept = False
+            raise
+        finally:
+            if kept:
+                self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+        }
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise ChatError(f"HTTP {response.status_code}: {error_message(response.text)}")
+            for line in response.iter_lines():
+                event = parse_line(line) or {}
+                if "error" in event:
+                    raise ChatError(str(event["error"].get("message", event["error"])))
+                for choice in event.get("choices", ()):
+                    if piece := choice["delta"].get("content"):
+                        yield piece
+
+
+def _first_model(client: httpx.Client) -> str:
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise ChatError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
+    models = response.json()["data"]
+    if not models:
+        raise ChatError("/v1/models lists no model")
+    return str(models[0]["id"])
+
+
+def _loop(conversation: Conversation) -> None:
+    # Importing readline gives input() line editing and history.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if text.strip() == "/reset":
+            conversation.messages.clear()
+            print("The conversation is forgotten.")
+        elif text.strip():
+            _answer_or_say_why(conversation, text)
+
+
+def _answer_or_say_why(conversation: Conversation, text: str) -> None:
+    try:
+        _print_answer(conversation, text)
+    except KeyboardInterrupt:
+        print(" [stopped]")
+    except (ChatError, httpx.HTTPError) as error:
+        print(f"[{error}]", file=sys.stderr)
+
+
+def _print_answer(conversation: Conversation, text: str) -> None:
+    with contextlib.closing(conversation.ask(text)) as answer:
+        for piece in answer:
+            print(piece, end="", flush=True)
+    print()

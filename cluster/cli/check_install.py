@@ -1,0 +1,106 @@
+"""What `baton doctor` finds out about what is installed. Nothing heavy is imported and no process is started."""
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cluster.cli.finding import Finding, Status
+
+MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
+"""Shared libraries that the mooncake wheel links to, and the Debian packages that hold them."""
+
+
+def check_python(version: tuple[int, int, int] = sys.version_info[:3], prefix: str = sys.prefix) -> Finding:
+    """The interpreter, and whether it is a virtual environment's."""
+    found = f"{'.'.join(map(str, version))} in {prefix}"
+    if version < (3, 11):
+        return Finding("python", Status.FAIL, found, "install Python 3.11 or newer and run `make venv`")
+    if prefix == sys.base_prefix:
+        return Finding(
+            "python", Status.WARN, f"{found}, no virtual environment", "run `make venv`, use .venv/bin/baton"
+        )
+    return Finding("python", Status.OK, found)
+
+
+def check_packages(requirements: Sequence[str] | None = None) -> Finding:
+    """Whether everything Baton depends on is installed; extras are left out."""
+    if requirements is None:
+        requirements = importlib.metadata.requires("baton") or ()
+    names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" not in text]
+    missing = [name for name in names if installed_version(name) is None]
+    if missing:
+        return Finding("packages", Status.FAIL, f"missing: {', '.join(missing)}", "run `make venv`")
+    return Finding("packages", Status.OK, f"all {len(names)} installed")
+
+
+def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:
+    """Ray's version and how its clusters tell friend from foe."""
+    version = installed_version("ray")
+    if version is None:
+        return Finding("ray", Status.FAIL, "not installed", "run `make venv`")
+    default_path = (home or Path.home()) / ".ray" / "auth_token"
+    token_path = Path(environ.get("RAY_AUTH_TOKEN_PATH", default_path))
+    has_token = "RAY_AUTH_TOKEN" in environ or token_path.is_file()
+    mode = environ.get("RAY_AUTH_MODE", "").lower()
+    found = f"{version}, RAY_AUTH_MODE {mode or 'not set'}, {'a' if has_token else 'no'} token"
+    if mode not in ("", "token", "disabled"):
+        return Finding("ray", Status.FAIL, found, "set RAY_AUTH_MODE to token or disabled, or unset it")
+    if mode == "token" and not has_token:
+        mend = f"run `ray get-auth-token --generate`, or copy the cluster's token to {token_path}"
+        return Finding("ray", Status.WARN, found, f"{mend}; a local cluster makes its own")
+    return Finding("ray", Status.OK, found)
+
+
+def check_torch(version: str | None = None, num_gpus: int | None = None) -> Finding:
+    """Which build of PyTorch is installed and whether it fits the devices; asks the file system, not CUDA."""
+    version = version or installed_version("torch")
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if num_gpus is None else num_gpus
+    if version is None:
+        return Finding("torch", Status.FAIL, "not installed", "run `make venv`")
+    cpu_only = version.endswith("+cpu")
+    found = f"{version} ({'CPU' if cpu_only else 'CUDA'} build), {num_gpus} NVIDIA devices"
+    if cpu_only and num_gpus:
+        release = version.removesuffix("+cpu")
+        return Finding("torch", Status.WARN, found, f"to use the GPU: `make clean`, then `make venv TORCH={release}`")
+    return Finding("torch", Status.OK, found)
+
+
+def check_mooncake(
+    version: Callable[[str], str | None] | None = None, missing: Callable[[], Sequence[str]] | None = None
+) -> Finding:
+    """Whether the mooncake transfer backend can run; the shared memory one needs none of it."""
+    installed = next(filter(None, map(version or installed_version, MOONCAKE_PACKAGES)), None)
+    if installed is None:
+        mend = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt '.[mooncake]'"
+        return Finding("mooncake", Status.WARN, "not installed", mend)
+    packages = (missing or missing_mooncake_packages)()
+    if packages:
+        mend = f"for `transfer.backend: mooncake`: apt-get install -y {' '.join(packages)}"
+        return Finding("mooncake", Status.WARN, f"{installed}, but Debian's {', '.join(packages)} missing", mend)
+    return Finding("mooncake", Status.OK, installed)
+
+
+def missing_mooncake_packages() -> list[str]:
+    """The Debian packages to install before the mooncake wheel can be imported."""
+    return [package for library, package in MOONCAKE_LIBRARIES.items() if not _loads(library)]
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed distribution, without importing it; None when it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

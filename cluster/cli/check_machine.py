@@ -1,0 +1,104 @@
+"""What `baton doctor` finds out about the machine: memory, cores, ports, limits."""
+
+import os
+import re
+import resource
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.cli.finding import Finding, Status
+
+GIB = 1024**3
+ENDPOINT = ("127.0.0.1", 8000)
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def check_shared_memory(folder: Path = SHARED_MEMORY, needed_bytes: int = 2 * GIB) -> Finding:
+    """Room for the page pools, and what a killed cluster left there."""
+    if not folder.is_dir():
+        return Finding("shared memory", Status.FAIL, f"{folder} does not exist", f"mount a tmpfs at {folder}")
+    free_bytes = shutil.disk_usage(folder).free
+    found = f"{free_bytes / GIB:.1f} GiB free in {folder}"
+    stale = stale_files(folder)
+    if stale:
+        names = " ".join(str(path) for path in stale)
+        return Finding("shared memory", Status.WARN, f"{found}, {len(stale)} files nobody uses", f"rm {names}")
+    if free_bytes < needed_bytes:
+        needed = f"at least {needed_bytes / GIB:.0f} GiB are needed"
+        mend = f"{needed}: mount -o remount,size=8G {folder}; in docker, --shm-size=8g"
+        return Finding("shared memory", Status.WARN, found, mend)
+    return Finding("shared memory", Status.OK, found)
+
+
+def stale_files(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Files of Baton that no running process has mapped or open."""
+    files = sorted(folder.glob("baton-*"))
+    if not files:
+        return []
+    used = _used_paths()
+    return [path for path in files if not any(name.startswith(str(path)) for name in used)]
+
+
+def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
+    """Whether the endpoint's default port can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            mend = "stop what listens there, or set router.port in the deploy file"
+            return Finding("port", Status.WARN, f"{address[0]}:{address[1]}: {error.strerror}", mend)
+    return Finding("port", Status.OK, f"{address[0]}:{address[1]} is free")
+
+
+def check_cores(num_cores: int | None = None) -> Finding:
+    """Cores this process may use."""
+    num_cores = num_cores or len(os.sched_getaffinity(0))
+    if num_cores < 2:
+        return Finding("cores", Status.WARN, str(num_cores), "the default topology computes on two cores at once")
+    return Finding("cores", Status.OK, str(num_cores))
+
+
+def check_memory(meminfo: str | None = None) -> Finding:
+    """Memory that can be had without swapping."""
+    text = Path("/proc/meminfo").read_text() if meminfo is None else meminfo
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    free_bytes = int(available[1]) * 1024 if available else 0
+    found = f"{free_bytes / GIB:.1f} GiB available"
+    if free_bytes < 4 * GIB:
+        return Finding("memory", Status.WARN, found, "free at least 4 GiB, or lower kv.memory_gib in the deploy file")
+    return Finding("memory", Status.OK, found)
+
+
+def check_model_cache(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:
+    """Where models from the Hugging Face hub are kept."""
+    root = Path(environ.get("HF_HOME") or (home or Path.home()) / ".cache" / "huggingface")
+    hub = Path(environ.get("HF_HUB_CACHE") or root / "hub")
+    existing = next(path for path in (hub, *hub.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        return Finding("model cache", Status.WARN, f"{hub} cannot be written", "set HF_HOME to a folder that can")
+    num_models = len(list(hub.glob("models--*")))
+    free_gib = shutil.disk_usage(existing).free / GIB
+    return Finding("model cache", Status.OK, f"{hub}: {num_models} models, {free_gib:.0f} GiB free")
+
+
+def check_open_files(limit: int | None = None) -> Finding:
+    """The limit on open files; every connection takes one."""
+    if limit is None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < 4096:
+        return Finding("open files", Status.WARN, f"at most {limit}", "run `ulimit -n 65536` first")
+    return Finding("open files", Status.OK, "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit}")
+
+
+def _used_paths() -> set[str]:
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            used.update(re.findall(r" (/\S*baton-\S*)", (process / "maps").read_text()))
+            used.update(str(link.readlink()) for link in (process / "fd").iterdir())
+        except OSError:
+            continue  # it ended, or belongs to another user
+    return used

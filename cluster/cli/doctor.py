@@ -1,0 +1,50 @@
+"""`baton doctor`: prints what check_install.py and check_machine.py find and how to mend it."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from cluster.cli import check_install, check_machine
+from cluster.cli.finding import Finding, Status
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_install.check_python,
+    check_install.check_packages,
+    check_install.check_ray,
+    check_install.check_torch,
+    check_install.check_mooncake,
+    check_machine.check_shared_memory,
+    check_machine.check_port,
+    check_machine.check_cores,
+    check_machine.check_memory,
+    check_machine.check_model_cache,
+    check_machine.check_open_files,
+)
+
+_STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Check this machine and say how to mend each finding; exit code 1 if the default cluster cannot start."""
+    findings = [check() for check in CHECKS]
+    failed = any(finding.status is Status.FAIL for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}))
+    else:
+        _print(findings)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        line = Text.assemble((f"{finding.status:<5}", _STYLES[finding.status]), f"{finding.name:<14}", finding.found)
+        console.print(line)
+        if finding.mend:
+            console.print(Text(f"     {'':<14}-> {finding.mend}", style="dim"))

@@ -1,0 +1,44 @@
+"""`baton down`: asks a running cluster to drain and stop, and waits until it is gone."""
+
+import os
+import signal
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cluster.cli.running import RunningCluster
+
+
+def down(
+    name: Annotated[str | None, typer.Argument(help="Which cluster, if several run here.", show_default=False)] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Longest wait for its end, in seconds.")] = 120.0,
+) -> None:
+    """Let a cluster that was started on this machine finish its open requests and stop."""
+    from cluster.cli.running import find_running
+    from cluster.processes import wait_gone
+
+    cluster = find_running(name)
+    _request_stop(cluster)
+    typer.echo(f"{cluster.name}: draining", err=True)
+    if not wait_gone([cluster.process], timeout_s):
+        typer.echo(f"{cluster.name}: process {cluster.process.pid} still runs after {timeout_s:g} s", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{cluster.name}: stopped", err=True)
+
+
+def _request_stop(cluster: "RunningCluster") -> None:
+    """Through the bootstrap service; by a signal where that does not answer, as while it starts."""
+    from cluster.bootstrap.client import BootstrapClient
+    from cluster.spec.errors import PeerUnreachableError
+
+    if cluster.bootstrap_url is not None:
+        client = BootstrapClient(cluster.bootstrap_url, cluster.token)
+        try:
+            client.request_stop()
+            return
+        except PeerUnreachableError:
+            typer.echo(f"{cluster.name}: its bootstrap service does not answer; stopping its driver", err=True)
+        finally:
+            client.close()
+    os.kill(cluster.process.pid, signal.SIGTERM)

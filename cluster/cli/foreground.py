@@ -1,0 +1,48 @@
+"""Runs a command as the terminal's own foreground group, so that Ctrl-C reaches it and not the `make` above it.
+
+`make` always ends with an error when it is interrupted itself; this way the command's exit code is make's.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_STDIN = 0
+
+
+def main() -> None:
+    """Run the command given as arguments; exits with its code, or 128 + the signal that ended it."""
+    command = sys.argv[1:]
+    if not command:
+        sys.exit("usage: python -m cluster.cli.foreground COMMAND [ARGUMENT...]")
+    if not _is_foreground():
+        os.execvp(command[0], command)
+    code = _run_in_front(command)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _is_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _run_in_front(command: Sequence[str]) -> int:
+    # Stopping the command alone would leave make waiting and the shell without a prompt.
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    child = subprocess.Popen(command, process_group=0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: child.send_signal(received))
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.tcsetpgrp(_STDIN, child.pid)
+    try:
+        return child.wait()
+    finally:
+        os.tcsetpgrp(_STDIN, os.getpgrp())
+
+
+if __name__ == "__main__":
+    main()

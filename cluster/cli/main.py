@@ -1,0 +1,37 @@
+"""The `baton` command: its sub-commands, and how an error of the user's ends it (lines on stderr, exit code 2).
+
+Every module imported here is light; a command imports what it needs when it runs.
+"""
+
+import sys
+
+import typer
+
+from cluster.cli import bench, bench_cp, chat, doctor, down, plan, schema, status, up
+from cluster.spec.errors import UserError
+
+app = typer.Typer(
+    name="baton",
+    help="Serve long-context language models: prefill with context parallelism, decode apart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("plan")(plan.plan)
+app.command("up")(up.up)
+app.command("status")(status.status)
+app.command("down")(down.down)
+app.command("doctor")(doctor.doctor)
+app.command("chat")(chat.chat)
+bench.bench.command("cp")(bench_cp.cp)
+app.add_typer(bench.bench, name="bench")
+app.command("schema")(schema.schema)
+
+
+def main() -> None:
+    """Run the command line; never returns normally."""
+    try:
+        app()
+    except UserError as exc:
+        sys.stderr.write(f"{exc}\n")
+        sys.exit(2)

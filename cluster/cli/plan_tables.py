@@ -1,0 +1,106 @@
+"""A plan as tables for a terminal."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cluster.planner.memory import KvPlan
+from cluster.planner.plan import CheckResult, Plan, PortPlan, ReplicaPlan
+from cluster.spec.lifecycle import Role
+
+_AXES = ("dp", "cp", "tp", "pp")
+_MOE_AXES = ("moe_dp", "ep", "moe_tp")
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a whole plan to standard output; replicas of one role are alike and shown once."""
+    console = Console(highlight=False)
+    console.print(f"Cluster [bold]{plan.name}[/] serves the model [bold]{plan.model}[/]\n")
+    for role in Role:
+        _print_replicas(console, [replica for replica in plan.replicas if replica.role is role])
+    _print_kv(console, plan.kv)
+    _print_ports(console, plan.ports)
+    _print_checks(console, plan.checks)
+
+
+def _print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], num_text: int
+) -> None:
+    """Print a table whose columns after the first ``num_text`` are numbers."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_text else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def _print_replicas(console: Console, replicas: list[ReplicaPlan]) -> None:
+    first, last = replicas[0], replicas[-1]
+    names = first.name if first is last else f"{first.name} to {last.name}, each"
+    title = f"{names}: {_counted(len(first.ranks), 'worker')}"
+    ranks = sorted(first.ranks, key=lambda rank: [getattr(rank, axis) for axis in _AXES])
+    rank_rows = [[str(getattr(rank, column)) for column in (*_AXES, "global_rank", *_MOE_AXES)] for rank in ranks]
+    _print_table(console, title, [*_AXES, "global rank", *_MOE_AXES], rank_rows, num_text=0)
+    group_rows = [
+        (name, " ".join("{" + ",".join(map(str, members)) + "}" for members in lists))
+        for name, lists in first.groups.items()
+    ]
+    _print_table(console, "groups", ["name", "global ranks"], group_rows, num_text=2)
+
+
+def _print_kv(console: Console, kv: KvPlan | None) -> None:
+    if kv is None:
+        console.print(Text("KV memory: unknown, see the checks\n", style="bold"))
+        return
+    title = (
+        f"KV memory: {_size(kv.bytes_per_token)} a token, pages of {kv.page_size} tokens "
+        f"({_counted(kv.num_layers, 'layer')}, {_counted(kv.num_kv_heads, 'KV head')} of {kv.head_dim}, {kv.dtype})"
+    )
+    rows = [
+        (
+            role,
+            _size(part.page_bytes),
+            f"{part.pages_per_worker:,}",
+            f"{part.tokens_per_worker:,}",
+            _size(part.pool_bytes),
+        )
+        for role, part in kv.roles.items()
+    ]
+    _print_table(console, title, ["each worker", "page", "pages", "tokens", "pool"], rows, num_text=1)
+
+
+def _print_ports(console: Console, ports: list[PortPlan]) -> None:
+    rows = [
+        (port.process, port.purpose, port.host or "the node's address", str(port.port or "a free one"), str(port.count))
+        for port in ports
+    ]
+    _print_table(console, "ports", ["process", "for", "address", "port", "count"], rows, num_text=3)
+
+
+def _print_checks(console: Console, checks: list[CheckResult]) -> None:
+    rows = [
+        (
+            Text("pass", style="green") if check.passed else Text("FAIL", style="red"),
+            Text(check.rule),
+            Text(check.detail),
+        )
+        for check in checks
+    ]
+    _print_table(console, "checks", ["", "rule", "why not"], rows, num_text=3)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g} {name}"
+    return f"{num_bytes} B"

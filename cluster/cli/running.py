@@ -1,0 +1,118 @@
+"""The notes about clusters that run on this machine: one file each, readable by their owner only, gone at exit."""
+
+import os
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from cluster.processes import ProcessId, is_alive
+from cluster.spec.errors import UserError
+
+
+class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What `baton status` and `baton down` need to find a cluster."""
+
+    name: str
+    process: ProcessId
+    """The driver."""
+    model: str
+    router_url: str | None = None
+    """None until the router serves."""
+    bootstrap_url: str | None = None
+    """None until the bootstrap service serves."""
+    token: str
+    """Bearer token of the bootstrap service."""
+
+
+class Note:
+    """This driver's own note; a context manager that removes it."""
+
+    def __init__(self, cluster: RunningCluster) -> None:
+        """Claim the name.
+
+        Raises:
+            UserError: a cluster of this name runs already.
+        """
+        self._path = _folder() / f"{cluster.name}.json"
+        self.cluster = cluster
+        self._lock = threading.Lock()
+        fresh = self._write(cluster)
+        try:
+            self._claim(fresh)
+        finally:
+            fresh.unlink()
+
+    def update(self, **changes: str) -> None:
+        """Add addresses, by the names of their fields."""
+        with self._lock:
+            self.cluster = msgspec.structs.replace(self.cluster, **changes)
+            self._write(self.cluster).replace(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, cluster: RunningCluster) -> Path:
+        """A whole note beside its place, so that nobody reads half of one."""
+        fresh = self._path.with_suffix(f".{os.getpid()}")
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(msgspec.json.encode(cluster))
+        return fresh
+
+    def _claim(self, fresh: Path) -> None:
+        """Put the note in its place unless a living cluster holds it."""
+        while True:
+            try:
+                os.link(fresh, self._path)
+                return
+            except FileExistsError:
+                if (other := _read(self._path)) is not None:
+                    raise UserError(
+                        f"a cluster named {other.name!r} runs already (process {other.process.pid}); "
+                        f"stop it with `baton down {other.name}`, or give this one another name"
+                    ) from None
+                self._path.unlink(missing_ok=True)
+
+
+def find_running(name: str | None) -> RunningCluster:
+    """The cluster of a name, or the only one.
+
+    Raises:
+        UserError: there is none, or there are several and no name was given.
+    """
+    found = {cluster.name: cluster for path in _folder().glob("*.json") if (cluster := _read(path))}
+    names = ", ".join(sorted(found)) or "none"
+    if name is not None:
+        if name not in found:
+            raise UserError(f"no cluster named {name!r} was started on this machine by this user; running: {names}")
+        return found[name]
+    if len(found) != 1:
+        raise UserError(
+            f"which cluster? running on this machine: {names}" if found else "no cluster runs on this machine"
+        )
+    return next(iter(found.values()))
+
+
+def _folder() -> Path:
+    """The user's own run-time folder; made if need be."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+        raise UserError(f"{folder} belongs to somebody else; set XDG_RUNTIME_DIR to a folder of your own")
+    return folder
+
+
+def _read(path: Path) -> RunningCluster | None:
+    """A note, if its driver still runs."""
+    try:
+        cluster = msgspec.json.decode(path.read_bytes(), type=RunningCluster)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return cluster if is_alive(cluster.process) else None

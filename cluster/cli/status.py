@@ -1,0 +1,90 @@
+"""`baton status`: the replicas of a running cluster, their incarnations, load and ranks, from its rank table."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cluster.cli.running import RunningCluster
+    from cluster.spec.registry import TableSnapshot
+
+
+def status(
+    name: Annotated[str | None, typer.Argument(help="Which cluster, if several run here.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show what runs in a cluster that was started on this machine."""
+    from cluster.cli.running import find_running
+
+    cluster = find_running(name)
+    snapshot = _read_table(cluster)
+    if as_json:
+        typer.echo(_json(cluster, snapshot))
+        return
+    from rich.console import Console
+
+    endpoint = f"{cluster.router_url}/v1" if cluster.router_url else "starting"
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{cluster.name}   {endpoint}   model {cluster.model}   driver {cluster.process.pid}", markup=False)
+    if snapshot is None:
+        console.print("the bootstrap service does not answer; it is starting, or being replaced")
+    else:
+        console.print(_replicas(snapshot))
+        console.print(_ranks(snapshot))
+
+
+def _read_table(cluster: "RunningCluster") -> "TableSnapshot | None":
+    from cluster.bootstrap.client import BootstrapClient
+    from cluster.spec.errors import PeerUnreachableError
+
+    if cluster.bootstrap_url is None:
+        return None
+    client = BootstrapClient(cluster.bootstrap_url, cluster.token)
+    try:
+        return client.table()
+    except PeerUnreachableError:
+        return None
+    finally:
+        client.close()
+
+
+def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None") -> str:
+    import msgspec
+
+    what = {
+        "name": cluster.name,
+        "model": cluster.model,
+        "driver_pid": cluster.process.pid,
+        "router_url": cluster.router_url,
+        "bootstrap_url": cluster.bootstrap_url,
+        "table": snapshot,
+    }
+    return msgspec.json.format(msgspec.json.encode(what), indent=2).decode()
+
+
+def _replicas(snapshot: "TableSnapshot") -> "Table":
+    from rich.table import Table
+
+    # Short heads: the table has to fit into 80 columns, or names would be cut.
+    table = Table("replica", "state", "incarnation", "wait", "run", "tokens", "free pages", "cached", box=None)
+    for entry in snapshot.replicas:
+        load = entry.load
+        state = "draining" if load.draining else "ready" if entry.ready else "not ready"
+        counts = [load.num_waiting, load.num_running, load.num_tokens]
+        pages = f"{load.free_pages}/{load.total_pages}"
+        table.add_row(entry.replica, state, str(entry.incarnation), *map(str, counts), pages, str(load.cached_pages))
+    return table
+
+
+def _ranks(snapshot: "TableSnapshot") -> "Table":
+    from rich.table import Table
+
+    table = Table("replica", "rank", "dp", "cp", "tp", "pp", "address", "transfer", box=None)
+    for entry in snapshot.replicas:
+        for row in entry.rows:
+            at = row.coords
+            place = (row.global_rank, at.dp, at.cp, at.tp, at.pp)
+            table.add_row(entry.replica, *map(str, place), row.address, row.endpoint.backend)
+    return table

@@ -1,0 +1,185 @@
+"""`baton up`: starts a cluster, keeps it running, and ends it in order."""
+
+import math
+import os
+import secrets
+import socket
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli.overrides import overrides
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import BatonError, ConfigError, Problem, UserError
+from cluster.spec.ranks import sizes_of, world_size
+
+if TYPE_CHECKING:
+    from cluster.cli.running import Note
+    from cluster.cli.start_progress import StartProgress
+    from cluster.cli.stop_signals import StopSignals
+    from cluster.launch.launcher import Launcher
+    from cluster.launch.tools import Tools
+    from cluster.ray_adapter import RaySystem
+    from cluster.supervisor.loop import Supervisor
+
+
+def up(
+    file: Annotated[Path, typer.Argument(help="Deploy YAML.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Serve this model instead of the file's.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the file; repeatable.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(envvar="RAY_ADDRESS", help="Ray cluster to join; by default one is started on this machine."),
+    ] = None,
+    worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show what the workers print.")] = False,
+) -> None:
+    """Start the cluster of a deploy YAML and keep it running until Ctrl-C or `baton down`."""
+    from cluster.spec.checks import runnable_problems
+    from cluster.spec.loader import load_config
+
+    config = load_config(file, overrides(changes or [], model))
+    if problems := runnable_problems(config):
+        raise ConfigError(problems)
+    _check_port(config)
+    try:
+        _run(config, address, worker_logs)
+    except UserError:
+        raise
+    except BatonError as error:
+        _explain(error)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("stopped while starting", err=True)
+
+
+def _check_port(config: DeployConfig) -> None:
+    """Find out before anything starts; the router would say the same half a minute later."""
+    host, port = config.router.host, config.router.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as exc:
+        message = f"cannot listen on {host}:{port}: {os.strerror(exc.errno or 0)}; allowed: a free port, or 0 for any"
+        raise ConfigError([Problem("router.port", message)]) from exc
+
+
+def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
+    from cluster.cli.running import Note, RunningCluster
+    from cluster.cli.start_progress import StartProgress
+    from cluster.cli.stop_signals import StopSignals
+    from cluster.launch.tools import sweep
+    from cluster.processes import this_process
+    from cluster.ray_environ import set_for_own_cluster
+    from cluster.spec.env import TOKEN
+
+    progress = StartProgress()
+    signals = StopSignals(lambda name: progress.line(f"{name}: stopping once Ray has started"))
+    running = RunningCluster(
+        name=config.name,
+        process=this_process(),
+        model=config.model.name,
+        token=TOKEN.get() or secrets.token_hex(32),
+    )
+    with Note(running) as note, progress:
+        with signals.interrupting():
+            model = config.model.path if address else _resolve(config.model.path, progress)
+        progress.stage("ray", "joining" if address else "starting")
+        if not address:
+            set_for_own_cluster()
+        from cluster.ray_adapter import RaySystem
+
+        signals.check()
+        with ExitStack() as at_end:
+            at_end.callback(sweep)  # after Ray, whose end is the end of workers that nobody else could kill
+            system = at_end.enter_context(RaySystem(f"baton-{config.name}", address, _num_cpus(config), worker_logs))
+            signals.check()
+            progress.stage("ray", "ready")
+            _check_alone(system, config.name)
+            _supervise(system, config, model, note, progress, signals)
+    progress.line("stopped")
+
+
+def _supervise(
+    system: "RaySystem",
+    config: DeployConfig,
+    model: str,
+    note: "Note",
+    progress: "StartProgress",
+    signals: "StopSignals",
+) -> None:
+    from cluster.launch.launcher import Launcher
+    from cluster.launch.tools import Tools
+    from cluster.supervisor.loop import Supervisor
+
+    tools = Tools(system=system, progress=progress.stage)
+    supervisor = Supervisor(
+        config.resources.restart_backoff_s, lambda: _announce(launcher, config, note, progress), progress.line
+    )
+    launcher = Launcher(tools, config, model, note.cluster.token, supervisor.failed)
+    signals.pass_on(supervisor.request_stop)
+    threading.Thread(target=_follow_table, args=(launcher, tools, supervisor, note), daemon=True).start()
+    try:
+        supervisor.run(launcher)
+    finally:
+        system.is_urgent = supervisor.is_urgent
+
+
+def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor", note: "Note") -> None:
+    from cluster.supervisor.stop_watch import watch_stop
+
+    try:
+        rendezvous = launcher.rendezvous.result()
+    except BatonError:
+        return  # the supervisor hears of it too
+    note.update(bootstrap_url=rendezvous.bootstrap_url)
+    watch_stop(tools.connect(rendezvous), lambda: supervisor.request_stop("baton down"))
+
+
+def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress: "StartProgress") -> None:
+    from cluster.cli.announce import ready_text, wait_ready
+
+    progress.stage("endpoint", "waiting")
+    wait_ready(launcher.router_url, config.resources.start_timeout_s)
+    progress.stage("endpoint", "ready")
+    note.update(router_url=launcher.router_url)
+    progress.finish()
+    typer.echo(ready_text(launcher.router_url, config))
+
+
+def _resolve(model: str, progress: "StartProgress") -> str:
+    """The model's folder, for a cluster on this machine only: fetched once, before anything starts."""
+    from workers.models.resolve import resolve_model
+
+    progress.stage("model", "looking for it")
+    folder = str(resolve_model(model).absolute())
+    progress.stage("model", "ready")
+    return folder
+
+
+def _num_cpus(config: DeployConfig) -> int:
+    """Logical CPUs of a cluster on this machine: what the workers ask for, however many it has."""
+    workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in (config.prefill, config.decode))
+    return math.ceil(workers * config.resources.cpus_per_worker) or 1
+
+
+def _check_alone(system: "RaySystem", name: str) -> None:
+    if names := system.taken_names():
+        raise UserError(
+            f"a cluster named {name!r} runs already on this Ray cluster ({len(names)} actors, {sorted(names)[0]} ...); "
+            "stop it, or give this one another name"
+        )
+
+
+def _explain(error: BaseException) -> None:
+    """One line that says whose error it was, then what its process had to say about it."""
+    typer.echo(f"error: {error}", err=True)
+    cause: BaseException | None = error
+    while cause is not None:
+        for note in getattr(cause, "__notes__", []):
+            typer.echo(note, err=True)
+        cause = cause.__cause__

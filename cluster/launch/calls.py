@@ -1,0 +1,62 @@
+"""Waiting for calls in several processes at once, and saying whose error it was."""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TypeVar
+
+from cluster.spec.errors import BatonError, UserError
+
+Answer = TypeVar("Answer")
+
+
+class Deadline:
+    """A point in time that several waits share."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end_s - time.monotonic())
+
+    def missed(self, what: str) -> BatonError:
+        """The error of a wait that ran into this deadline."""
+        return BatonError(f"{what} after {self._timeout_s:g} s (resources.start_timeout_s)")
+
+
+def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[Answer]:
+    """The answers of all calls, in order; the first error as soon as it is there.
+
+    Args:
+        calls: by who was called, which the error names.
+
+    Raises:
+        UserError: one of them raised one.
+        BatonError: any other error, or the deadline has passed.
+    """
+    wait(calls.values(), deadline.left_s(), FIRST_EXCEPTION)
+    failed = {who: error for who, call in calls.items() if call.done() and (error := call.exception())}
+    if failed:
+        raise blame(failed)
+    if late := [who for who, call in calls.items() if not call.done()]:
+        raise deadline.missed(f"{', '.join(late)}: not ready")
+    return [call.result() for call in calls.values()]
+
+
+def blame(failed: Mapping[str, BaseException]) -> BatonError:
+    """One error for several: what the user can mend first, else the first; names who raised it."""
+    who, error = min(failed.items(), key=lambda item: not isinstance(item[1], UserError))
+    return labelled(who, error)
+
+
+def labelled(who: str, error: BaseException) -> BatonError:
+    """The same error, saying whose it is; what the user can mend stays a UserError."""
+    if isinstance(error, UserError):
+        named: BatonError = UserError(f"{who}: {error}")
+    else:
+        kind = "" if isinstance(error, BatonError) else f"{type(error).__name__}: "
+        named = BatonError(f"{who}: {kind}{error}")
+    named.__cause__ = error
+    return named

@@ -1,0 +1,157 @@
+"""One start of one replica: seats, worker actors, and the steps from an empty process to a row in the table."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from cluster.actors import Actor, Reservation
+from cluster.launch.calls import Deadline, blame, gather
+from cluster.launch.kinds import worker_environ
+from cluster.launch.tools import Table, Tools
+from cluster.placement import ReplicaPlacement
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import BatonError, PeerUnreachableError
+from cluster.spec.ids import Incarnation
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Shutdown
+from cluster.spec.ranks import coords_of, sizes_of
+from cluster.spec.registry import RankRow
+from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+
+_WATCH_S = 1.0
+_RECONNECT_S = 0.2
+
+
+class Gang:
+    """The workers of one replica: they live and die together. ``start`` runs in one thread, the rest in any."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        config: DeployConfig,
+        placement: ReplicaPlacement,
+        incarnation: Incarnation,
+        hosts: Sequence[str],
+    ) -> None:
+        """``hosts`` are the addresses of the workers' machines, by global rank."""
+        self._tools = tools
+        self._system = tools.system
+        self._config = config
+        self._placement = placement
+        self._incarnation = incarnation
+        self._hosts = hosts
+        self._lock = threading.Lock()
+        self._killed = False
+        self._actors: list[Actor] = []
+        self._reservation: Reservation | None = None
+        self._rows: list[RankRow] = []
+        self._seen_version = 0
+        self.runs: dict[str, Future[Any]] = {}
+        """The call that each rank lives in, by who it is."""
+
+    def start(self, model: str, rendezvous: Callable[[], Rendezvous], deadline: Deadline) -> None:
+        """Bring the replica up; returns when the rank table shows it ready.
+
+        Raises:
+            BatonError: the first rank's error, naming the rank; the caller kills the gang.
+        """
+        name = self._placement.replica
+        self._tools.progress(name, "starting processes")
+        self._seat(deadline)
+        meeting = rendezvous()
+        specs = self._specs()
+        self._tools.progress(name, "loading weights")
+        gather(self._call_each("build", [(spec, model, meeting) for spec in specs]), deadline)
+        store = gather({self._who(0): self._system.call(self._actors[0], "open_store")}, deadline)[0]
+        self._rows = gather(self._call_each("load", [(store,)] * len(specs)), deadline)
+        self.runs = self._call_each("run", [(self._rows,)] * len(specs))
+        self._tools.progress(name, "announcing")
+        self._wait_ready(meeting, deadline)
+
+    def stop(self, timeout_s: float) -> None:
+        """Let the workers end by themselves; whoever has not in time is left to ``kill``."""
+        self._tools.tell([row.address for row in self._rows], Shutdown(reason="the cluster stops"))
+        wait(self.runs.values(), timeout_s)
+
+    def kill(self, timeout_s: float) -> bool:
+        """End every process and give the seats back; True when all processes are proven gone."""
+        with self._lock:
+            self._killed = True
+            actors, reservation = list(self._actors), self._reservation
+        gone = self._system.kill(actors, timeout_s)
+        if reservation is not None:
+            self._system.release(reservation)
+        return gone
+
+    def _seat(self, deadline: Deadline) -> None:
+        seats = self._placement.seats
+        reservation = self._system.reserve(self._actor_name("seats"), seats, deadline.left_s())
+        with self._lock:
+            self._reservation = reservation
+        for rank in range(len(seats)):
+            self._start_actor(reservation, rank)
+
+    def _start_actor(self, reservation: Reservation, rank: int) -> None:
+        with self._lock:
+            if self._killed:
+                raise BatonError(f"{self._placement.replica}: stopped while it was starting")
+            environ = worker_environ(self._config)
+            name = self._actor_name(f"rank{rank}")
+            self._actors.append(
+                self._system.start(self._tools.kinds.worker, [environ], name=name, seat=(reservation, rank))
+            )
+
+    def _specs(self) -> list[WorkerSpec]:
+        pool = self._config.prefill if self._placement.role is Role.PREFILL else self._config.decode
+        sizes = sizes_of(pool.parallel)
+        return [
+            WorkerSpec(
+                config=self._config,
+                role=self._placement.role,
+                replica=self._placement.replica,
+                incarnation=self._incarnation,
+                coords=coords_of(rank, sizes),
+                sizes=sizes,
+                global_rank=rank,
+                world_size=len(self._hosts),
+                host=host,
+            )
+            for rank, host in enumerate(self._hosts)
+        ]
+
+    def _call_each(self, method: str, args: Sequence[tuple[object, ...]]) -> "dict[str, Future[Any]]":
+        calls = (self._system.call(actor, method, *given) for actor, given in zip(self._actors, args, strict=True))
+        return {self._who(rank): call for rank, call in enumerate(calls)}
+
+    def _wait_ready(self, meeting: Rendezvous, deadline: Deadline) -> None:
+        table = self._tools.connect(meeting)
+        try:
+            while not self._is_ready(table):
+                failed = {who: run.exception() for who, run in self.runs.items() if run.done()}
+                if failed:
+                    raise blame({who: error or BatonError("ended at once") for who, error in failed.items()})
+                if not deadline.left_s():
+                    raise deadline.missed(f"{self._placement.replica}: not ready in the rank table")
+        finally:
+            table.close()
+
+    def _is_ready(self, table: Table) -> bool:
+        """Whether the table shows this start as ready; waits a moment for that."""
+        try:
+            snapshot = table.watch(self._seen_version, _WATCH_S)
+        except PeerUnreachableError:
+            time.sleep(_RECONNECT_S)
+            return False
+        if snapshot is None:
+            return False
+        self._seen_version = snapshot.version
+        entry = snapshot.find(self._placement.replica)
+        return entry is not None and entry.ready and entry.incarnation == self._incarnation
+
+    def _who(self, rank: int) -> str:
+        return f"{self._placement.replica} rank {rank}"
+
+    def _actor_name(self, part: str) -> str:
+        return f"{self._placement.replica}-{part}-{self._incarnation}"

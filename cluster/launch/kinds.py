@@ -1,0 +1,136 @@
+"""What runs inside the actors: plain classes around Worker, RouterServer and BootstrapServer.
+
+Constructors only import: that takes seconds for a worker, and happens while the bootstrap service starts. Heavy
+imports stay inside the methods, so that whoever starts actors never loads torch.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.spec.config import DeployConfig, Device
+from cluster.spec.messages import Drain
+from cluster.spec.registry import RankRow
+from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+
+if TYPE_CHECKING:
+    from cluster.channel import Inbox
+    from router.server import RouterServer
+    from workers.worker import Worker
+
+_INBOX_WAIT_S = 3600.0
+
+
+class WorkerActor:
+    """One worker. ``run`` keeps the process busy: Shutdown on the worker's own channel ends it."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+        import workers.worker  # noqa: F401
+
+        self._worker: Worker | None = None
+
+    def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
+        """Find the model on this machine and make the worker."""
+        from workers.models.resolve import resolve_model
+        from workers.worker import Worker
+
+        self._worker = Worker(spec, resolve_model(model), rendezvous)
+
+    def open_store(self) -> str:
+        """See Worker.open_store."""
+        return self._built.open_store()
+
+    def load(self, store: str) -> RankRow:
+        """See Worker.load."""
+        return self._built.load(store)
+
+    def run(self, rows: list[RankRow]) -> None:
+        """See Worker.run; gives back what the worker holds when it ends."""
+        try:
+            self._built.run(rows)
+        finally:
+            self._built.close()
+
+    @property
+    def _built(self) -> "Worker":
+        assert self._worker is not None, "a worker is built before it is used"
+        return self._worker
+
+
+class RouterActor:
+    """The router, and an inbox on which Drain makes it refuse new requests, finish the open ones and end."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+        import router.server  # noqa: F401
+
+        self._server: RouterServer | None = None
+        self._drained = False
+
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
+        """Serve; returns the base URL and the channel address that takes Drain."""
+        from cluster.channel import Inbox
+        from router.server import RouterServer
+        from workers.models.resolve import resolve_model
+
+        self._server = server = RouterServer(config, resolve_model(model), rendezvous, host)
+        url = server.start()
+        inbox = Inbox(host)
+        arguments = (inbox, config.router.drain_s)
+        threading.Thread(target=self._wait_drain, args=arguments, name="control", daemon=True).start()
+        return url, inbox.address
+
+    def run(self) -> bool:
+        """Block until the router has ended; True when it was drained and every open request had ended by then."""
+        assert self._server is not None, "a router is started before it runs"
+        self._server.run()
+        return self._drained
+
+    def _wait_drain(self, inbox: "Inbox", drain_s: float) -> None:
+        assert self._server is not None
+        while not any(isinstance(message, Drain) for message in inbox.receive(_INBOX_WAIT_S)):
+            continue
+        self._drained = self._server.drain(drain_s)
+        self._server.stop()
+
+
+class BootstrapActor:
+    """The rank table's service."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+        import cluster.bootstrap.service  # noqa: F401
+
+    def start(self, host: str, port: int, token: str, lease_s: float) -> str:
+        """See BootstrapServer.start."""
+        from cluster.bootstrap.service import BootstrapServer
+
+        self._server = BootstrapServer(host, port, token, lease_s)
+        return self._server.start()
+
+    def run(self) -> None:
+        """Block until the service has ended."""
+        self._server.run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorKinds:
+    """Which classes are made actors; tests give others with the same methods."""
+
+    worker: type = WorkerActor
+    router: type = RouterActor
+    bootstrap: type = BootstrapActor
+
+
+def worker_environ(config: DeployConfig) -> dict[str, str]:
+    """Environment of a worker: its threads, and no GPU where it computes on the CPU."""
+    environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
+    return environ | ({"CUDA_VISIBLE_DEVICES": ""} if config.resources.device is Device.CPU else {})
+
+
+def service_environ() -> dict[str, str]:
+    """Environment of router and bootstrap: Ray does not hide GPUs from those who asked for none."""
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,192 @@
+"""Starts and ends the members of one cluster: bootstrap service, router, replicas. Decides nothing by itself.
+
+Start order: everybody's process at once; the bootstrap service serves; then, at the same time, the router serves and
+each replica joins its group, loads, and announces itself.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from cluster.launch.calls import Deadline, labelled
+from cluster.launch.gang import Gang
+from cluster.launch.services import BOOTSTRAP, ROUTER, BootstrapProcess, RouterProcess
+from cluster.launch.tools import Tools
+from cluster.placement import ReplicaPlacement, place
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import BatonError
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.worker_spec import Rendezvous
+
+LOOPBACK = "127.0.0.1"
+STOP_S = 5.0
+"""Time for workers to end by themselves; after that they are killed."""
+KILL_S = 5.0
+"""Time for the kernel to end killed processes."""
+AT_ONCE_S = 0.5
+"""The same for somebody who has asked twice; the end of the Ray cluster is the end of what is left."""
+GRACE_S = 2.0
+"""Beyond both: who asks a Ray that has died itself may never get an answer."""
+
+OnEnded = Callable[[str, Incarnation, BaseException], None]
+"""Told once for every process that ends: whose, which start of it, why."""
+
+
+class Member(Protocol):
+    """What every member's start has in common."""
+
+    runs: dict[str, "Future[Any]"]
+
+    def kill(self, timeout_s: float) -> bool:
+        """End every process; True when all of them are proven gone."""
+        ...
+
+
+class Launcher:
+    """All members of one cluster. Methods may run in several threads, one thread a member."""
+
+    def __init__(self, tools: Tools, config: DeployConfig, model: str, token: str, on_ended: OnEnded) -> None:
+        """Place the replicas.
+
+        Args:
+            model: Path or repository that every process resolves on its own machine.
+
+        Raises:
+            ConfigError: the replicas do not fit on the machines.
+        """
+        self._tools = tools
+        self._config = config
+        self._model = model
+        self._token = token
+        self._on_ended = on_ended
+        machines = tools.system.machines()
+        self._placements = {placement.replica: placement for placement in place(config, machines)}
+        self._hosts = {m.node_id: LOOPBACK if len(machines) == 1 else m.address for m in machines}
+        self._home_host = self._hosts[tools.system.home.node_id]
+        self._lock = threading.Lock()
+        self._running: dict[str, Member] = {}
+        self._rendezvous: Future[Rendezvous] = Future()
+        self._bootstrap_port = 0
+        self.router_url = ""
+        """Base URL of the endpoint; empty before the router has started."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of everything that has to run."""
+        return [BOOTSTRAP, ROUTER, *self._placements]
+
+    @property
+    def rendezvous(self) -> "Future[Rendezvous]":
+        """Where the bootstrap service is, once it has started; it never moves."""
+        return self._rendezvous
+
+    def start(self, name: str, incarnation: Incarnation) -> None:
+        """Start a member; returns when it is ready, and reports from then on when it ends.
+
+        Raises:
+            BatonError: what stopped it; the caller ends the member.
+        """
+        deadline = Deadline(self._config.resources.start_timeout_s)
+        if name == BOOTSTRAP:
+            self._start_bootstrap(incarnation, deadline)
+        elif name == ROUTER:
+            self._start_router(incarnation, deadline)
+        else:
+            self._start_gang(self._placements[ReplicaId(name)], incarnation, deadline)
+        self._tools.progress(name, "ready")
+        for who, run in self._running[name].runs.items():
+            run.add_done_callback(partial(self._report_end, name, incarnation, who))
+
+    def end(self, name: str) -> bool:
+        """Kill a member and give back what it held; True when its processes are proven gone."""
+        with self._lock:
+            member = self._running.pop(name, None)
+        gone = member is None or member.kill(KILL_S)
+        self._tools.sweep()
+        return gone
+
+    def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None:
+        """Tell the rank table that no process of this start is left. Raises PeerUnreachableError."""
+        table = self._tools.connect(self._rendezvous.result())
+        try:
+            table.unregister(replica, incarnation, reaped=True)
+        finally:
+            table.close()
+
+    def drain(self) -> bool:
+        """Let the router finish its open requests; True when all of them ended in time."""
+        router = self._running.get(ROUTER)
+        return not isinstance(router, RouterProcess) or router.drain(self._config.router.drain_s)
+
+    def stop(self) -> None:
+        """Let the workers end by themselves, then kill everything."""
+        gangs = [member for member in self._snapshot() if isinstance(member, Gang)]
+        _each(gangs, lambda gang: gang.stop(STOP_S), STOP_S + GRACE_S)
+        self._kill(KILL_S + GRACE_S)
+
+    def kill(self) -> None:
+        """Kill everything at once."""
+        self._kill(AT_ONCE_S)
+
+    def _kill(self, timeout_s: float) -> None:
+        """Returns in time even when Ray does not answer."""
+        _each(self._snapshot(), lambda member: member.kill(min(KILL_S, timeout_s)), timeout_s)
+        self._tools.sweep()
+
+    def _start_bootstrap(self, incarnation: Incarnation, deadline: Deadline) -> None:
+        process = BootstrapProcess(self._tools, incarnation)
+        self._keep(BOOTSTRAP, process)
+        try:
+            lease_s = self._config.resources.lease_s
+            url = process.start(self._home_host, self._bootstrap_port, self._token, lease_s, deadline)
+        except BatonError as error:
+            if not self._rendezvous.done():
+                self._rendezvous.set_exception(error)
+            raise
+        self._bootstrap_port = urlsplit(url).port or 0
+        if not self._rendezvous.done():
+            self._rendezvous.set_result(Rendezvous(bootstrap_url=url, token=self._token))
+
+    def _start_router(self, incarnation: Incarnation, deadline: Deadline) -> None:
+        process = RouterProcess(self._tools, incarnation)
+        self._keep(ROUTER, process)
+        meeting = self._rendezvous.result()
+        self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
+        # Should it have to start again, its clients look for it where it was.
+        router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
+        self._config = self._config.model_copy(update={"router": router})
+
+    def _start_gang(self, placement: ReplicaPlacement, incarnation: Incarnation, deadline: Deadline) -> None:
+        hosts = [self._hosts[seat.node_id] for seat in placement.seats]
+        gang = Gang(self._tools, self._config, placement, incarnation, hosts)
+        self._keep(placement.replica, gang)
+        gang.start(self._model, self._rendezvous.result, deadline)
+
+    def _report_end(self, name: str, incarnation: Incarnation, who: str, run: "Future[Any]") -> None:
+        self._on_ended(name, incarnation, _why(who, run))
+
+    def _keep(self, name: str, member: Member) -> None:
+        with self._lock:
+            self._running[name] = member
+
+    def _snapshot(self) -> list[Member]:
+        with self._lock:
+            return list(self._running.values())
+
+
+def _why(who: str, run: "Future[Any]") -> BaseException:
+    error = run.exception()
+    return BatonError(f"{who}: ended without being asked") if error is None else labelled(who, error)
+
+
+def _each(items: "list[Any]", act: Callable[[Any], object], timeout_s: float) -> None:
+    """Do the same to all of them at once; what is not done in time goes on in its thread."""
+    deadline = Deadline(timeout_s)
+    threads = [threading.Thread(target=act, args=(item,), daemon=True) for item in items]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline.left_s())

@@ -1,0 +1,77 @@
+"""One start of the bootstrap service, and one of the router: single actors at home, that need no resources."""
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from cluster.launch.calls import Deadline, gather
+from cluster.launch.kinds import service_environ
+from cluster.launch.tools import Tools
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import BatonError
+from cluster.spec.ids import Incarnation
+from cluster.spec.messages import Drain
+from cluster.spec.worker_spec import Rendezvous
+
+BOOTSTRAP = "bootstrap"
+ROUTER = "router"
+
+_DRAIN_GRACE_S = 5.0
+"""Time for the router to close after its own limit for open requests."""
+
+
+class BootstrapProcess:
+    """The rank table's process."""
+
+    def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
+        self._tools = tools
+        self._actor = tools.system.start(
+            tools.kinds.bootstrap, [service_environ()], name=f"{BOOTSTRAP}-{incarnation}", seat=None
+        )
+        self.runs: dict[str, Future[Any]] = {}
+
+    def start(self, host: str, port: int, token: str, lease_s: float, deadline: Deadline) -> str:
+        """Serve; returns the base URL. Raises BatonError."""
+        self._tools.progress(BOOTSTRAP, "starting")
+        call = self._tools.system.call(self._actor, "start", host, port, token, lease_s)
+        url = str(gather({BOOTSTRAP: call}, deadline)[0])
+        self.runs = {BOOTSTRAP: self._tools.system.call(self._actor, "run")}
+        return url
+
+    def kill(self, timeout_s: float) -> bool:
+        """End the process; True when it is proven gone."""
+        return self._tools.system.kill([self._actor], timeout_s)
+
+
+class RouterProcess:
+    """The router's process."""
+
+    def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
+        self._tools = tools
+        self._actor = tools.system.start(
+            tools.kinds.router, [service_environ()], name=f"{ROUTER}-{incarnation}", seat=None
+        )
+        self._control: str | None = None
+        self.runs: dict[str, Future[Any]] = {}
+
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str, deadline: Deadline) -> str:
+        """Serve; returns the base URL. Raises BatonError."""
+        self._tools.progress(ROUTER, "starting")
+        call = self._tools.system.call(self._actor, "start", config, model, rendezvous, host)
+        url, self._control = gather({ROUTER: call}, deadline)[0]
+        self.runs = {ROUTER: self._tools.system.call(self._actor, "run")}
+        return str(url)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the open ones; True when all of them ended in time."""
+        if self._control is None:
+            return True
+        self._tools.tell([self._control], Drain())
+        try:
+            return bool(self.runs[ROUTER].result(timeout_s + _DRAIN_GRACE_S))
+        except (BatonError, FutureTimeoutError):
+            return False
+
+    def kill(self, timeout_s: float) -> bool:
+        """End the process; True when it is proven gone."""
+        return self._tools.system.kill([self._actor], timeout_s)

@@ -1,0 +1,128 @@
+"""How much KV each worker holds, and what a model refuses about the way it is cut."""
+
+from dataclasses import dataclass
+
+from cluster.planner.model import ModelFacts
+from cluster.spec.config import DeployConfig, PoolConfig
+from cluster.spec.errors import Problem
+from cluster.spec.kv import PoolLayout
+from cluster.spec.lifecycle import Role
+from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.ranks import positions, sizes_of
+
+POOL_AXES = "[page, kv_head, layer, k_or_v, slot, head_dim]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleKv:
+    """The pool of one role's fullest worker: the one with most layers."""
+
+    page_bytes: int
+    pages_per_worker: int
+    """Pages that requests can have."""
+    tokens_per_worker: int
+    pool_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPlan:
+    """KV memory of the whole cluster; the numbers of a worker are those of the one that holds fewest tokens."""
+
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    bytes_per_token: int
+    """Of the whole model: all layers and heads."""
+    page_bytes: int
+    pages_per_worker: int
+    tokens_per_worker: int
+    layout: str
+    roles: dict[Role, RoleKv]
+
+
+def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
+    """The KV memory of a configuration that model_problems accepts."""
+    geometry = model.geometry
+    roles = {role: _role_kv(config, pool, model) for role, pool in _pools(config).items()}
+    fewest = min(roles.values(), key=lambda role: role.tokens_per_worker)
+    return KvPlan(
+        dtype=geometry.dtype,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        page_size=geometry.page_size,
+        bytes_per_token=geometry.bytes_per_token,
+        page_bytes=fewest.page_bytes,
+        pages_per_worker=fewest.pages_per_worker,
+        tokens_per_worker=fewest.tokens_per_worker,
+        layout=POOL_AXES,
+        roles=roles,
+    )
+
+
+def model_problems(config: DeployConfig, model: ModelFacts) -> list[Problem]:
+    """What this model refuses: a cut that its heads or layers do not allow, too little memory, too long a context."""
+    problems = []
+    wanted = config.model.max_context
+    if wanted is not None and wanted > model.max_context:
+        message = f"got {wanted}; allowed: at most {model.max_context}, the model's own limit"
+        problems.append(Problem("model.max_context", message))
+    for role, pool in _pools(config).items():
+        problems += _cut_problems(role, pool, model) or _memory_problems(config, role, pool, model)
+    return problems
+
+
+def longest_context(config: DeployConfig, model: ModelFacts) -> int:
+    """Most tokens of one request, prompt and answer together."""
+    return config.model.max_context or model.max_context
+
+
+def memory_gib_for(config: DeployConfig, model: ModelFacts, num_tokens: int) -> float:
+    """Memory with which the fullest worker of every role holds a number of tokens, and its padding page."""
+    pages = -(-num_tokens // config.kv.page_size) + 1
+    return max(_role_kv(config, pool, model).page_bytes for pool in _pools(config).values()) * pages / GIB
+
+
+def _pools(config: DeployConfig) -> dict[Role, PoolConfig]:
+    return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+
+
+def _role_kv(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> RoleKv:
+    layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
+    return RoleKv(
+        page_bytes=layout.page_bytes,
+        pages_per_worker=layout.num_pages,
+        tokens_per_worker=layout.num_pages * layout.page_size,
+        pool_bytes=layout.pool_bytes,
+    )
+
+
+def _layouts(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> list[PoolLayout]:
+    sizes = sizes_of(pool.parallel)
+    gib = config.kv.memory_gib
+    return [pool_layout(model.geometry, sizes, rank.coords, gib) for rank in positions(pool.parallel)]
+
+
+def _cut_problems(role: Role, pool: PoolConfig, model: ModelFacts) -> list[Problem]:
+    tp, pp = pool.parallel.tp, pool.parallel.pp
+    kv_heads, layers = model.geometry.num_kv_heads, model.geometry.num_layers
+    problems = []
+    if model.num_heads % tp:
+        message = f"got {tp}; allowed: a divisor of the model's {model.num_heads} heads"
+        problems.append(Problem(f"{role}.parallel.tp", message))
+    elif kv_heads % tp and tp % kv_heads:
+        message = f"got {tp}; allowed: a divisor or a multiple of the model's {kv_heads} KV heads"
+        problems.append(Problem(f"{role}.parallel.tp", message))
+    if pp > layers:
+        problems.append(Problem(f"{role}.parallel.pp", f"got {pp}; allowed: at most the model's {layers} layers"))
+    return problems
+
+
+def _memory_problems(config: DeployConfig, role: Role, pool: PoolConfig, model: ModelFacts) -> list[Problem]:
+    try:
+        _layouts(config, pool, model)
+    except ValueError as exc:
+        return [Problem("kv.memory_gib", f"got {config.kv.memory_gib}; a {role} worker's {exc}")]
+    return []

@@ -1,0 +1,75 @@
+"""What the planner knows of the served model, read without torch and without the network."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import ConfigError, Problem, UserError
+from cluster.spec.kv import KvGeometry
+from workers.models import recall_weights
+from workers.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model as far as memory and placement care."""
+
+    geometry: KvGeometry
+    num_heads: int
+    """Query heads."""
+    max_context: int
+    """Most tokens the model itself takes, prompt and answer together."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownModel:
+    """A model whose shape cannot be told here and now."""
+
+    reason: str
+
+
+def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
+    """The served model: the built-in one, a local folder, or what the Hugging Face cache of this machine holds.
+
+    Raises:
+        ConfigError: ``model.path`` means a local folder, and there is none.
+    """
+    if config.model.path == "recall":
+        return _facts(config, ModelConfig.from_mapping(recall_weights.config(), {}))
+    folder = _find_folder(config.model.path)
+    if folder is None:
+        return UnknownModel(f"{config.model.path} is not in this machine's Hugging Face cache yet")
+    try:
+        return _facts(config, ModelConfig.from_folder(folder))
+    except UserError as exc:
+        return UnknownModel(str(exc))
+
+
+def _facts(config: DeployConfig, shape: ModelConfig) -> ModelFacts:
+    dtype = shape.dtype if config.model.dtype == "auto" else config.model.dtype
+    geometry = KvGeometry(
+        model=config.model.name,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        page_size=config.kv.page_size,
+    )
+    return ModelFacts(geometry=geometry, num_heads=shape.num_heads, max_context=shape.max_position_embeddings)
+
+
+def _find_folder(path: str) -> Path | None:
+    """The local folder that a model path means; None for a repository that was not fetched yet."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        message = (
+            f"got {path!r}, and there is no such folder; allowed: recall, a local folder, a Hugging Face repository"
+        )
+        raise ConfigError([Problem("model.path", message)])
+    # Importing it takes longer than the rest of the command.
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "config.json")
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,141 @@
+"""What `baton up` would start: replicas with their ranks and groups, KV memory, ports, and every check. Pure."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.planner.memory import KvPlan, kv_plan, longest_context, memory_gib_for, model_problems
+from cluster.planner.model import ModelFacts, UnknownModel
+from cluster.spec.checks import CHECKS, runnable_problems
+from cluster.spec.config import DeployConfig, PoolConfig
+from cluster.spec.errors import ConfigError, Problem
+from cluster.spec.ids import ReplicaId, replica_id
+from cluster.spec.lifecycle import Role
+from cluster.spec.ranks import GroupName, Position, groups, positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """One replica to start."""
+
+    role: Role
+    name: ReplicaId
+    ranks: list[Position]
+    """By global rank."""
+    groups: dict[GroupName, list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortPlan:
+    """A TCP port to be listened on."""
+
+    process: str
+    purpose: str
+    host: str | None
+    """None: the address of the node the process is placed on."""
+    port: int | None
+    """None: a free one, taken at start."""
+    count: int
+    """How many processes take one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """One rule, and whether it holds."""
+
+    rule: str
+    passed: bool
+    detail: str
+    """Why not; empty when it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that would be started."""
+
+    name: str
+    model: str
+    """Name clients use."""
+    replicas: list[ReplicaPlan]
+    kv: KvPlan | None
+    """None when the model's shape is unknown."""
+    ports: list[PortPlan]
+    checks: list[CheckResult]
+
+
+def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
+    """What would be started for a configuration.
+
+    Raises:
+        ConfigError: the model cannot be cut or stored the way the configuration says.
+    """
+    if isinstance(model, ModelFacts) and (problems := model_problems(config, model)):
+        raise ConfigError(problems)
+    prefill = _replicas(Role.PREFILL, config.prefill)
+    decode = _replicas(Role.DECODE, config.decode)
+    return Plan(
+        name=config.name,
+        model=config.model.name,
+        replicas=prefill + decode,
+        kv=kv_plan(config, model) if isinstance(model, ModelFacts) else None,
+        ports=_ports(config, prefill + decode),
+        checks=_checks(config, model),
+    )
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain JSON values."""
+    return asdict(plan)
+
+
+def _replicas(role: Role, pool: PoolConfig) -> list[ReplicaPlan]:
+    ranks, rank_groups = positions(pool.parallel), groups(pool.parallel)
+    return [
+        ReplicaPlan(role=role, name=replica_id(role, index), ranks=ranks, groups=rank_groups)
+        for index in range(pool.replicas)
+    ]
+
+
+def _ports(config: DeployConfig, replicas: list[ReplicaPlan]) -> list[PortPlan]:
+    num_workers = sum(len(replica.ranks) for replica in replicas)
+    num_gangs = sum(len(replica.ranks) > 1 for replica in replicas)
+    router = PortPlan(
+        process="router", purpose="HTTP for clients", host=config.router.host, port=config.router.port or None, count=1
+    )
+    taken_at_start = [
+        ("bootstrap", "HTTP rank table", 1),
+        ("router", "channel", 1),
+        ("worker", "channel", num_workers),
+        ("replica", "store of its process groups", num_gangs),
+    ]
+    return [router] + [
+        PortPlan(process=process, purpose=purpose, host=None, port=None, count=count)
+        for process, purpose, count in taken_at_start
+        if count
+    ]
+
+
+def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[CheckResult]:
+    results = [_result(check.rule, check.find(config)) for check in CHECKS]
+    if isinstance(model, UnknownModel):
+        results.append(CheckResult(rule="the model's shape is known", passed=False, detail=model.reason))
+    else:
+        results.append(CheckResult(rule="the model can be cut this way", passed=True, detail=""))
+        results.append(_longest_request(config, model))
+    results.append(_result("the engine runs these axes", runnable_problems(config)))
+    return results
+
+
+def _result(rule: str, problems: list[Problem]) -> CheckResult:
+    return CheckResult(rule=rule, passed=not problems, detail="; ".join(str(problem) for problem in problems))
+
+
+def _longest_request(config: DeployConfig, model: ModelFacts) -> CheckResult:
+    rule = "every pool holds the longest request"
+    longest, held = longest_context(config, model), kv_plan(config, model).tokens_per_worker
+    if held >= longest:
+        return CheckResult(rule=rule, passed=True, detail="")
+    detail = (
+        f"{held} tokens fit, a request may have {longest}: set kv.memory_gib to "
+        f"{memory_gib_for(config, model, longest):.3g}, or model.max_context to {held}"
+    )
+    return CheckResult(rule=rule, passed=False, detail=detail)

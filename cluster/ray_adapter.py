@@ -1,0 +1,326 @@
+"""Baton's processes as Ray actors. The only file that imports ray; the classes it makes actors of are plain Python.
+
+The driver owns every actor and placement group, none is detached: when it ends, however it ends, Ray reaps all.
+"""
+
+import atexit
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+import ray._private.auto_init_hook as ray_auto_init
+import ray._private.services as ray_services
+import ray._private.utils as ray_utils
+import ray._private.worker as ray_worker
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from cluster.actors import Actor, Machine, Reservation, Seat
+from cluster.processes import ProcessId, kill_sessions, this_process, wait_gone
+from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
+
+OBJECT_STORE_BYTES = 100_000_000
+"""Requests, tokens and KV do not go through Ray; its store holds a few call arguments."""
+
+SHUTDOWN_S = 8.0
+"""Time for Ray to end in order; it takes about two seconds, or a minute when one of its own daemons has died."""
+AT_ONCE_S = 0.5
+_KILL_S = 5.0
+
+_TEMP_ROOT = Path("/tmp")
+"""Ray's socket paths must stay short, so not wherever TMPDIR points."""
+_TEMP_NAME = re.compile(r"baton-ray-(\d+)-\w+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayActor:
+    """A handle, and the future of the process it lives in."""
+
+    name: str
+    handle: Any
+    node_id: str
+    process: "Future[ProcessId]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayReservation:
+    """A placement group; bundle i is seat i."""
+
+    group: PlacementGroup = field(repr=False)
+    seats: tuple[Seat, ...]
+
+
+class RaySystem:
+    """One connection to one Ray cluster; a context manager that leaves nothing of it behind."""
+
+    def __init__(self, namespace: str, address: str | None, num_cpus: int, worker_logs: bool) -> None:
+        """Join the cluster at an address, or start one on this machine with a number of logical CPUs.
+
+        What Ray reads from the environment must be there before this module is imported; see ray_environ.
+
+        Args:
+            namespace: Where the actors are named; a second cluster of the same name finds them there.
+            address: For example ``127.0.0.1:6379`` or ``auto``; None starts a cluster.
+            num_cpus: Of the started cluster; may be more than the machine has.
+            worker_logs: Whether the actors' output is shown here.
+
+        Raises:
+            UserError: no cluster answers at the address.
+        """
+        self.temp_dir = None if address else _make_temp_dir()
+        """Sockets and logs of a cluster that was started here."""
+        self.is_urgent = False
+        """Whether ``shutdown`` is not to wait for Ray's own way of ending."""
+        self._sessions: list[int] = []
+        """Of all processes of a cluster that was started here."""
+        # A thread that still asks Ray for something after shutdown gets an error, not a cluster of its own.
+        ray_auto_init.enable_auto_connect = False
+        ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
+        try:
+            with _signals_kept(), _daemons_apart(self._sessions):
+                _init(namespace, address, num_cpus, worker_logs, self.temp_dir)
+        except (ConnectionError, RuntimeError) as exc:
+            self.shutdown()
+            raise UserError(f"Ray at {address or 'this machine'} cannot be used: {_first_line(exc)}") from exc
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def home(self) -> Machine:
+        """The machine that the driver runs on."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return next(machine for machine in self.machines() if machine.node_id == node_id)
+
+    def machines(self) -> list[Machine]:
+        """Every machine that is alive, with what is free now."""
+        # The public call only knows the sum over all machines.
+        free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+        return [
+            Machine(
+                node_id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+                gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
+            )
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            if node["Alive"]
+        ]
+
+    def taken_names(self) -> list[str]:
+        """Names of the living actors in this namespace."""
+        return [str(name) for name in ray.util.list_named_actors()]
+
+    def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> RayReservation:
+        """Take seats, all or none; see ActorSystem."""
+        bundles = [
+            {key: n for key, n in (("CPU", seat.cpus), ("GPU", seat.gpus)) if n} or {"CPU": 0.001} for seat in seats
+        ]
+        group = placement_group(
+            bundles,
+            strategy="PACK",
+            name=name,
+            bundle_label_selector=[{"ray.io/node-id": seat.node_id} for seat in seats],
+        )
+        if not group.wait(timeout_s):
+            remove_placement_group(group)
+            raise UserError(f"{name}: no room within {timeout_s:g} s\n{_room_table(seats, self.machines())}")
+        return RayReservation(group=group, seats=tuple(seats))
+
+    def release(self, reservation: Reservation) -> None:
+        """Give seats back; kills whoever still sits there."""
+        assert isinstance(reservation, RayReservation)
+        remove_placement_group(reservation.group)
+
+    def start(self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None) -> RayActor:
+        """Make ``kind(*args)`` in a new process; see ActorSystem."""
+        node_id, options = self._home_options() if seat is None else _seat_options(*seat)
+        remote_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(kind)
+        handle = remote_class.options(name=name, **options).remote(*args)
+        process = _translated(name, handle.__ray_call__.remote(_process_of).future())
+        return RayActor(name=name, handle=handle, node_id=node_id, process=process)
+
+    def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":
+        """Call a method; see ActorSystem."""
+        assert isinstance(actor, RayActor)
+        return _translated(actor.name, getattr(actor.handle, method).remote(*args).future())
+
+    def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
+        """Kill processes; True when all of them are proven gone."""
+        by_node: dict[str, list[ProcessId]] = {}
+        known = True
+        for actor in actors:
+            assert isinstance(actor, RayActor)
+            ray.kill(actor.handle, no_restart=True)
+            if actor.process.done() and not actor.process.exception():
+                by_node.setdefault(actor.node_id, []).append(actor.process.result())
+            else:
+                known = False
+        gone = [self._wait_gone(node_id, processes, timeout_s) for node_id, processes in by_node.items()]
+        return known and all(gone)
+
+    def shutdown(self) -> None:
+        """Leave the cluster; stop it, and remove its files, if it was started here. Returns in time, come what may."""
+        timeout_s = AT_ONCE_S if self.is_urgent else SHUTDOWN_S
+        leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+        leaving.start()
+        leaving.join(timeout_s)
+        kill_sessions(self._sessions, _KILL_S)
+        if leaving.is_alive():
+            atexit.unregister(ray_worker.shutdown)  # it would wait as long, for what is not there any more
+        if self.temp_dir is not None:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+    def _home_options(self) -> tuple[str, dict[str, Any]]:
+        node_id = ray.get_runtime_context().get_node_id()
+        return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+    def _wait_gone(self, node_id: str, processes: list[ProcessId], timeout_s: float) -> bool:
+        """Look on the machine itself: Ray calls an actor dead as soon as it has been told to die."""
+        home_id, options = self._home_options()
+        if node_id == home_id:
+            return wait_gone(processes, timeout_s)
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        remote_wait: Any = ray.remote(max_retries=0, **options)(wait_gone)
+        try:
+            return bool(ray.get(remote_wait.remote(processes, timeout_s), timeout=timeout_s + 5))
+        except (RayError, GetTimeoutError):
+            return False  # the machine does not answer: nothing is proven
+
+
+def _init(namespace: str, address: str | None, num_cpus: int, worker_logs: bool, temp_dir: Path | None) -> None:
+    common: dict[str, Any] = {
+        "namespace": namespace,
+        "log_to_driver": worker_logs,
+        "logging_level": logging.ERROR,
+    }
+    if address:
+        ray.init(address, **common)
+        return
+    ray.init(
+        "local",
+        num_cpus=num_cpus,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        _temp_dir=str(temp_dir),
+        **common,
+    )
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """The driver's own handlers: Ray's would raise SystemExit wherever it is, with locks held."""
+    theirs = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = theirs
+
+
+@contextmanager
+def _daemons_apart(sessions: list[int]) -> Iterator[None]:
+    """Start Ray's daemons in sessions of their own, and note these.
+
+    What is typed at the terminal or sent to the driver's group is for the driver alone, which still needs them to end
+    in order; and by its session a process is found even after its parent has died.
+    """
+    services: Any = ray_services
+    theirs = services.ConsolePopen
+
+    def start(*args: Any, **options: Any) -> Any:
+        daemon = theirs(*args, start_new_session=True, **options)
+        sessions.append(daemon.pid)
+        return daemon
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = theirs
+
+
+_print_to_stdstream = ray_worker.print_to_stdstream
+
+
+def _print_nothing(*_: object, **__: object) -> None:
+    """What Ray's daemons have to say about a dead worker: the supervisor says it in one line."""
+
+
+def _make_temp_dir() -> Path:
+    """A folder for the cluster's sockets and logs; removes those of drivers that were killed."""
+    for folder in _TEMP_ROOT.glob("baton-ray-*"):
+        match = _TEMP_NAME.fullmatch(folder.name)
+        if match and not Path("/proc", match[1]).exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"baton-ray-{os.getpid()}-", dir=_TEMP_ROOT))
+
+
+def _seat_options(reservation: Reservation, index: int) -> tuple[str, dict[str, Any]]:
+    assert isinstance(reservation, RayReservation)
+    seat = reservation.seats[index]
+    strategy = PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=index)
+    return seat.node_id, {"num_cpus": seat.cpus, "num_gpus": seat.gpus or None, "scheduling_strategy": strategy}
+
+
+def _process_of(_: object) -> ProcessId:
+    return this_process()
+
+
+def _translated(name: str, theirs: "Future[Any]") -> "Future[Any]":
+    """The same future with errors in our words: what was raised there, or that the process died."""
+    ours: Future[Any] = Future()
+
+    def pass_on(done: "Future[Any]") -> None:
+        error = done.exception()
+        if error is None:
+            ours.set_result(done.result())
+        else:
+            ours.set_exception(_error(name, error))
+
+    theirs.add_done_callback(pass_on)
+    return ours
+
+
+def _error(name: str, error: BaseException) -> BaseException:
+    if isinstance(error, ActorDiedError) and error.args and isinstance(error.args[0], RayTaskError):
+        error = error.args[0]  # the constructor raised
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, Exception):
+            cause.add_note(str(error))
+            return cause
+        return BatonError(f"{name}: {_first_line(error)}")
+    if isinstance(error, RayError):
+        return PeerUnreachableError(f"the process of {name} died")
+    return error
+
+
+def _room_table(seats: Sequence[Seat], machines: Sequence[Machine]) -> str:
+    lines = [f"  {'machine':<24}{'CPUs wanted':>12}{'free':>8}{'GPUs wanted':>13}{'free':>8}"]
+    for machine in machines:
+        here = [seat for seat in seats if seat.node_id == machine.node_id]
+        cpus, gpus = sum(seat.cpus for seat in here), sum(seat.gpus for seat in here)
+        lines.append(f"  {machine.address:<24}{cpus:>12g}{machine.cpus:>8g}{gpus:>13g}{machine.gpus:>8g}")
+    return "\n".join(lines)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,91 @@
+"""What must hold between the keys of a deploy YAML, and what the engine cannot run yet. One key alone: config.py."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from cluster.spec.config import DeployConfig, Device, TransferBackendName
+from cluster.spec.errors import Problem
+from cluster.spec.ranks import axis_problems
+
+_AXES_NOT_RUN = ("dp", "tp", "pp", "moe_dp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One rule between keys."""
+
+    rule: str
+    """What must hold, as a sentence without a full stop."""
+    keys: tuple[str, ...]
+    """Dotted paths the rule reads; a path stands for everything under it."""
+    find: Callable[[DeployConfig], list[Problem]]
+    """The ways in which a configuration breaks the rule."""
+
+
+def config_problems(config: DeployConfig, unreadable: Collection[str] = ()) -> list[Problem]:
+    """Every broken rule, leaving out rules that read a key given as unreadable."""
+    return [problem for check in CHECKS if not _reads(check, unreadable) for problem in check.find(config)]
+
+
+def runnable_problems(config: DeployConfig) -> list[Problem]:
+    """What is legal to plan and cannot be started yet."""
+    problems = []
+    for role, parallel in (("prefill", config.prefill.parallel), ("decode", config.decode.parallel)):
+        for axis in _AXES_NOT_RUN:
+            size = getattr(parallel, axis)
+            if size > 1:
+                problems.append(
+                    Problem(
+                        f"{role}.parallel.{axis}",
+                        f"got {size}; the engine runs {axis} = 1 so far (`baton plan` shows larger ones)",
+                    )
+                )
+    return problems
+
+
+def _reads(check: Check, paths: Collection[str]) -> bool:
+    return any(_overlap(key, path) for key in check.keys for path in paths)
+
+
+def _overlap(key: str, path: str) -> bool:
+    return f"{key}.".startswith(f"{path}.") or f"{path}.".startswith(f"{key}.")
+
+
+def _prefill_axes(config: DeployConfig) -> list[Problem]:
+    return axis_problems(config.prefill.parallel, "prefill.parallel")
+
+
+def _decode_axes(config: DeployConfig) -> list[Problem]:
+    return axis_problems(config.decode.parallel, "decode.parallel")
+
+
+def _decode_cp(config: DeployConfig) -> list[Problem]:
+    cp = config.decode.parallel.cp
+    if cp == 1:
+        return []
+    message = f"got {cp}; allowed: 1, since a decode step has one query token a request and nothing to share over cp"
+    return [Problem("decode.parallel.cp", message)]
+
+
+def _lease(config: DeployConfig) -> list[Problem]:
+    heartbeat_s, lease_s = config.resources.heartbeat_s, config.resources.lease_s
+    if lease_s > heartbeat_s:
+        return []
+    message = f"got {lease_s}; allowed: more than resources.heartbeat_s = {heartbeat_s}, or every lease runs out"
+    return [Problem("resources.lease_s", message)]
+
+
+def _gpu_transfer(config: DeployConfig) -> list[Problem]:
+    if config.resources.device is Device.CPU or config.transfer.backend is TransferBackendName.MOONCAKE:
+        return []
+    message = "got shared_memory with resources.device = cuda; allowed: mooncake, since KV on a GPU is not in a file"
+    return [Problem("transfer.backend", message)]
+
+
+CHECKS = (
+    Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
+    Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
+    Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
+    Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
+    Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
+)

@@ -1,0 +1,20 @@
+"""Time as an argument: everything that waits is given a clock, so that tests and the simulator own time."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds."""
+
+    def now_s(self) -> float:
+        """Seconds since an arbitrary start; never goes back."""
+        ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now_s(self) -> float:
+        """Seconds of ``time.monotonic``."""
+        return time.monotonic()

@@ -1,0 +1,180 @@
+"""The deploy YAML as a frozen tree: every knob, its default and what it means. Checks across keys are in checks.py."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.strategy import StrategySetting
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Device(StrEnum):
+    """What the workers compute on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class ModelConfig(_Node):
+    """Which model is served."""
+
+    path: Text = "recall"
+    """A local folder in Hugging Face format, a Hugging Face repository, or `recall`, the built-in demo model."""
+    served_name: Text | None = None
+    """Name clients use; the last part of the path by default."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and KV; auto takes the checkpoint's own."""
+    max_context: PositiveInt | None = None
+    """Most tokens of prompt and answer together; the model's own limit by default."""
+
+    @property
+    def name(self) -> str:
+        """The name clients use."""
+        return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+class KvConfig(_Node):
+    """The page pool of each worker."""
+
+    page_size: PositiveInt = 64
+    """Tokens per page; equal on both sides."""
+    memory_gib: Annotated[float, Field(gt=0, le=65536, strict=True)] = 1.0
+    """Memory of the pool of one worker, in GiB."""
+    prefix_cache: bool = True
+    """Keep the pages of finished requests for prompts that begin alike, as long as nobody else needs the memory."""
+
+
+class ParallelConfig(_Node):
+    """How one replica is cut over workers; dp*cp*tp*pp of them."""
+
+    dp: PositiveInt = 1
+    """Data parallel attention groups."""
+    cp: PositiveInt = 1
+    """Context parallel ranks: parts of a prompt's tokens. 1 on decode."""
+    tp: PositiveInt = 1
+    """Tensor parallel ranks: parts of the heads."""
+    pp: PositiveInt = 1
+    """Pipeline stages: parts of the layers."""
+    moe_dp: PositiveInt = 1
+    """Copies of the experts in one stage."""
+    ep: PositiveInt = 1
+    """Expert parallel ranks."""
+
+
+class PoolConfig(_Node):
+    """What prefill and decode have in common."""
+
+    replicas: Annotated[int, Field(ge=1, le=4096, strict=True)] = 1
+    """Replicas of this role."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How each replica is cut."""
+    max_requests: PositiveInt = 64
+    """Most requests in one step of one replica."""
+
+
+class PrefillConfig(PoolConfig):
+    """The replicas that compute prompts."""
+
+    strategy: StrategySetting = StrategySetting.AUTO
+    """How a step's tokens are divided over CP ranks; auto takes the fastest way for each step, by measured rates."""
+    chunk_tokens: PositiveInt = 8192
+    """Most tokens computed in one step, over all requests."""
+
+
+class DecodeConfig(PoolConfig):
+    """The replicas that stream answers."""
+
+    chunk_tokens: PositiveInt = 2048
+    """Most tokens computed in one step when a request must be recomputed here."""
+
+
+class TransferBackendName(StrEnum):
+    """What moves KV bytes between workers."""
+
+    SHARED_MEMORY = "shared_memory"
+    MOONCAKE = "mooncake"
+
+
+class TransferConfig(_Node):
+    """How KV goes from prefill to decode."""
+
+    backend: TransferBackendName = TransferBackendName.SHARED_MEMORY
+    """`shared_memory` on one host, `mooncake` between hosts."""
+    mode: TransferMode = TransferMode.ALL_RANKS
+    """Which CP ranks send."""
+    page_filter: PageFilter = PageFilter.MODULAR
+    """How pages are divided when all ranks send."""
+    ticket_timeout_s: PositiveSeconds = 30.0
+    """Longest wait of a ticket in prefill for the request it belongs to."""
+    transfer_timeout_s: PositiveSeconds = 600.0
+    """Longest wait of a decode request from its ticket to the last page."""
+    batch_spans: PositiveInt = 256
+    """Most spans handed to the backend at once."""
+
+
+class RouterConfig(_Node):
+    """The HTTP endpoint."""
+
+    host: Text = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    prefill_policy: Literal["round_robin", "random", "least_tokens"] = "round_robin"
+    """How a prefill replica is picked."""
+    decode_policy: Literal["round_robin", "random", "least_tokens"] = "least_tokens"
+    """How a decode replica is picked."""
+    request_timeout_s: PositiveSeconds = 3600.0
+    """Longest life of one request."""
+    sse_comment_s: PositiveSeconds = 10.0
+    """Silence after which a waiting stream gets a comment line."""
+    drain_s: PositiveSeconds = 20.0
+    """Longest wait for open requests when the cluster stops."""
+
+
+class ResourcesConfig(_Node):
+    """What the cluster runs on, and how its processes are watched."""
+
+    device: Device = Device.CPU
+    """What each worker computes on: CPU cores, or one GPU."""
+    cpus_per_worker: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
+    """Ray CPUs reserved for each worker."""
+    threads_per_worker: PositiveInt = 1
+    """Compute threads of each worker on a CPU."""
+    start_timeout_s: PositiveSeconds = 300.0
+    """Longest wait for all replicas to be ready."""
+    heartbeat_s: PositiveSeconds = 1.0
+    """Interval between a leader's heartbeats."""
+    lease_s: PositiveSeconds = 3.0
+    """Silence of a leader after which its replica is not used."""
+    restart_backoff_s: PositiveSeconds = 1.0
+    """First wait before a lost replica is started again; doubles up to a minute."""
+
+
+class DeployConfig(_Node):
+    """The whole file."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = "baton"
+    """Name of the cluster: lower case letters, digits and dashes."""
+    model: ModelConfig = ModelConfig()
+    """Which model is served."""
+    kv: KvConfig = KvConfig()
+    """The page pool of each worker."""
+    prefill: PrefillConfig = PrefillConfig()
+    """The replicas that compute prompts."""
+    decode: DecodeConfig = DecodeConfig()
+    """The replicas that stream answers."""
+    transfer: TransferConfig = TransferConfig()
+    """How KV goes from prefill to decode."""
+    router: RouterConfig = RouterConfig()
+    """The HTTP endpoint."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """What the cluster runs on."""

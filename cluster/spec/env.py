@@ -1,0 +1,79 @@
+"""Every environment variable Baton reads, declared once: name, type, default, sentence. A bad value stops the start."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from cluster.spec.errors import UserError
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvVar(Generic[Value]):
+    """One variable; an empty value counts as not given."""
+
+    name: str
+    sentence: str
+    """What it does."""
+    allowed: str
+    """What may be given, in words."""
+    parse: Callable[[str], Value]
+    """Text to value; raises ValueError for a text that is not allowed."""
+    default: Callable[[Mapping[str, str]], Value]
+    """The value when the variable is not given, from the rest of the environment."""
+    show: Callable[[str], str] = repr
+    """How a refused text is quoted; a secret is not."""
+
+    def get(self, environ: Mapping[str, str] | None = None) -> Value:
+        """The value in an environment, by default that of this process.
+
+        Raises:
+            UserError: the value is not allowed.
+        """
+        source = os.environ if environ is None else environ
+        text = source.get(self.name, "")
+        if not text:
+            return self.default(source)
+        try:
+            return self.parse(text)
+        except ValueError as exc:
+            raise UserError(f"{self.name}: got {self.show(text)}; allowed: {self.allowed}") from exc
+
+
+def _absolute_folder(text: str) -> Path:
+    folder = Path(text).expanduser()
+    if not folder.is_absolute() or (folder.exists() and not folder.is_dir()):
+        raise ValueError(text)
+    return folder
+
+
+def _default_cache(environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "baton"
+
+
+def _token(text: str) -> str:
+    if len(text) < 8 or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError(text)
+    return text
+
+
+CACHE_DIR = EnvVar(
+    name="BATON_CACHE_DIR",
+    sentence="Folder of built checkpoints.",
+    allowed="the absolute path of a folder",
+    parse=_absolute_folder,
+    default=_default_cache,
+)
+TOKEN: EnvVar[str | None] = EnvVar(
+    name="BATON_TOKEN",
+    sentence="Bearer token of the bootstrap service; drawn anew for each cluster by default.",
+    allowed="8 or more printable ASCII characters without a space",
+    parse=_token,
+    default=lambda _environ: None,
+    show=lambda text: f"{len(text)} characters",
+)
+ALL: tuple[EnvVar[Path] | EnvVar[str | None], ...] = (CACHE_DIR, TOKEN)

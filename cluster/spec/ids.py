@@ -1,0 +1,41 @@
+"""Names of things that travel between processes: types, not bare strings and integers."""
+
+import re
+import secrets
+from typing import NewType
+
+Room = NewType("Room", int)
+"""The meeting point of one attempt of one request: 63 random bits, never reused."""
+
+ReplicaId = NewType("ReplicaId", str)
+"""``<role>-<index>``, for example ``prefill-0``; stable over restarts."""
+
+Incarnation = NewType("Incarnation", int)
+"""A replica's start number; a later start has a higher one."""
+
+_REPLICA_ID = re.compile(r"^(prefill|decode)-(\d+)$")
+
+
+def draw_room() -> Room:
+    """A fresh room, uniform over [1, 2**63)."""
+    return Room(secrets.randbits(63) or 1)
+
+
+def replica_id(role: str, index: int) -> ReplicaId:
+    """The id of the index-th replica of a role.
+
+    Raises:
+        ValueError: the role is not ``prefill`` or ``decode``, or the index is negative.
+    """
+    return parse_replica_id(f"{role}-{index}")
+
+
+def parse_replica_id(text: str) -> ReplicaId:
+    """Check a replica id that came from outside.
+
+    Raises:
+        ValueError: the text is not ``<role>-<index>``.
+    """
+    if not _REPLICA_ID.match(text):
+        raise ValueError(f"replica id {text!r} is not of the form prefill-<n> or decode-<n>")
+    return ReplicaId(text)

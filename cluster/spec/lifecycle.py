@@ -1,0 +1,31 @@
+"""Life cycles as tables: the legal moves of every state machine, and the one function that makes a move."""
+
+from collections.abc import Mapping
+from enum import Enum, StrEnum
+from typing import TypeVar
+
+from cluster.spec.errors import IllegalTransitionError
+
+State = TypeVar("State", bound=Enum)
+Moves = Mapping[State, frozenset[State]]
+
+
+class Role(StrEnum):
+    """What a pool of replicas is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def move(moves: Moves[State], current: State, target: State, event: str, subject: object) -> State:
+    """The target state, if the table allows it.
+
+    Raises:
+        IllegalTransitionError: naming the state, the event and the subject's id.
+    """
+    if target not in moves[current]:
+        allowed = ", ".join(sorted(state.name for state in moves[current])) or "nothing"
+        raise IllegalTransitionError(
+            f"{subject}: {event} would move {current.name} to {target.name}; allowed: {allowed}"
+        )
+    return target

@@ -1,0 +1,139 @@
+"""Deploy YAML -> DeployConfig; everything wrong with a file is one ConfigError."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from cluster.spec.checks import config_problems
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import ConfigError, Problem
+from cluster.spec.explain import explain, show
+
+Tree = dict[str, Any]
+
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+_TEXT_TAG = "tag:yaml.org,2002:str"
+
+
+def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> DeployConfig:
+    """Read a deploy YAML; overrides are values for dotted keys, as they would stand in the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or with every problem in it.
+    """
+    return parse_config(_read(path), str(path), overrides)
+
+
+def parse_config(text: str, source: str, overrides: Mapping[str, str] | None = None) -> DeployConfig:
+    """The configuration in a text; ``source`` names it in messages about its syntax.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    tree, problems = _parse(text, source)
+    for key, value in (overrides or {}).items():
+        _override(tree, key, value)
+    config, more = _validate(tree)
+    problems += more
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        reason = "no such file"
+    except UnicodeDecodeError as exc:
+        reason = f"byte {exc.start} is not UTF-8 text"
+    except OSError as exc:
+        reason = f"cannot be read: {exc.strerror}"
+    raise ConfigError([Problem(str(path), reason)])
+
+
+def _parse(text: str, source: str) -> tuple[Tree, list[Problem]]:
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        problems = _take_keys(node, "", set())
+        tree = loader.construct_document(node) if node else None
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError([Problem(source, f"{line}not YAML: {exc.problem or exc.context}")]) from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError([Problem(source, f"not YAML: {str(exc).splitlines()[0]}")]) from exc
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError([Problem(source, f"holds a value that cannot be read: {exc}")]) from exc
+    if not isinstance(tree, dict):
+        given = "is empty" if tree is None else f"got {show(tree)}"
+        raise ConfigError([Problem(source, f"{given}; allowed: keys and values, {{}} for all defaults")])
+    return tree, problems
+
+
+def _take_keys(node: yaml.Node | None, path: str, seen: set[int]) -> list[Problem]:
+    """Make every key a text, as written (YAML reads ``on`` as true); find keys given twice, which YAML lets pass."""
+    if not isinstance(node, yaml.MappingNode) or id(node) in seen:
+        return []
+    seen.add(id(node))
+    problems = []
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE_TAG:
+            continue
+        key.tag = _TEXT_TAG
+        line = key.start_mark.line + 1
+        inner = f"{path}.{key.value}" if path else key.value
+        if key.value in lines:
+            problems.append(Problem(inner, f"given twice, on lines {lines[key.value]} and {line}; allowed: once"))
+        lines.setdefault(key.value, line)
+        problems += _take_keys(value, inner, seen)
+    return problems
+
+
+def _override(tree: Tree, key: str, value: str) -> None:
+    """Set one key; a section that is not a mapping stays as it is, to be refused with the rest."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if tree.get(parent) is None:
+            tree[parent] = {}
+        tree = tree[parent]
+        if not isinstance(tree, dict):
+            return
+    tree[leaf] = _scalar(value)
+
+
+def _scalar(text: str) -> Any:
+    """The value that a plain word has in YAML; never a list or a mapping."""
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return text
+    return text if isinstance(value, dict | list) else value
+
+
+def _validate(tree: Tree) -> tuple[DeployConfig, list[Problem]]:
+    """The configuration and every problem in it; keys with a problem take their defaults."""
+    try:
+        config = DeployConfig.model_validate(tree)
+        return config, config_problems(config)
+    except ValidationError as exc:
+        problems = explain(exc)
+        paths = [[str(part) for part in error["loc"]] for error in exc.errors()]
+        config = DeployConfig.model_validate(_without(tree, paths))
+        return config, problems + config_problems(config, unreadable=[".".join(path) for path in paths])
+
+
+def _without(tree: Tree, paths: list[list[str]]) -> Tree:
+    tree = copy.deepcopy(tree)
+    for *parents, leaf in paths:
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node.pop(leaf, None)
+    return tree

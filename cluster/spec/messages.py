@@ -1,0 +1,317 @@
+"""Everything that processes say to each other, grouped by receiver. Plain data, frozen, MessagePack on the wire.
+
+Room, generation and incarnation travel on every message that concerns pages, so that a late or foreign one
+can be told apart and dropped.
+"""
+
+from enum import IntEnum, StrEnum
+
+import msgspec
+
+from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.kv import KvGeometry
+from cluster.spec.registry import RankRow, TableSnapshot
+from cluster.spec.strategy import Strategy
+
+
+class _Struct(msgspec.Struct, frozen=True, kw_only=True):
+    """Frozen, keyword-only."""
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A struct that may stand alone on the wire; its class name is its tag."""
+
+
+# ---- parts of messages
+
+
+class Peer(_Struct, frozen=True):
+    """A replica as seen from outside: who it is, which start of it, and where its leader listens."""
+
+    replica: ReplicaId
+    incarnation: Incarnation
+    address: str
+    """Channel address of the leader."""
+
+
+class Sampling(_Struct, frozen=True):
+    """How a token is drawn from the logits."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    min_p: float = 0.0
+    seed: int = 0
+
+
+class Stopping(_Struct, frozen=True):
+    """When a request ends."""
+
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ends with reason ``stop``; includes the model's end-of-sequence tokens unless they are ignored."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended well; the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SendState(IntEnum):
+    """What one sender rank knows of one room's transfer; the leader folds its ranks by minimum."""
+
+    FAILED = 0
+    """A write failed; final."""
+    SENDING = 1
+    """Writes may still happen."""
+    DRAINED = 2
+    """Stopped early; this rank will not write again for this generation."""
+    SENT = 3
+    """Everything was written and acknowledged by the transport."""
+
+
+# ---- to a replica's leader, from the router
+
+
+class Submit(_Message, frozen=True):
+    """One attempt of one request; both legs get the same."""
+
+    room: Room
+    prompt_ids: list[int]
+    sampling: Sampling
+    stopping: Stopping
+    prefill: Peer
+    decode: Peer
+    reply_to: str
+    """Channel address of the router."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached pages."""
+
+
+class Cancel(_Message, frozen=True):
+    """The client left, the other leg failed, or the deadline passed."""
+
+    room: Room
+    incarnation: Incarnation
+
+
+# ---- to the router
+
+
+class Output(_Message, frozen=True):
+    """Tokens of one request, in order."""
+
+    room: Room
+    replica: ReplicaId
+    incarnation: Incarnation
+    first_index: int
+    """Output position of the first token here; 0 is the first generated token."""
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that prefill took from its cache; told with the first output."""
+
+
+class Failure(_Message, frozen=True):
+    """The leg cannot finish the request."""
+
+    room: Room
+    replica: ReplicaId
+    incarnation: Incarnation
+    reason: str
+    """One sentence that names what failed."""
+    retryable: bool
+    """Another attempt may succeed."""
+
+
+# ---- to a prefill leader, from a decode leader
+
+
+class Ticket(_Message, frozen=True):
+    """Decode's permission to write the given pages."""
+
+    room: Room
+    generation: int
+    decode: Peer
+    prefill_incarnation: Incarnation
+    pages: list[list[int]]
+    """Page ids per KV group, for the tokens after the held ones."""
+    held_pages: int
+    """Leading pages of the prompt that decode already has."""
+    geometry: KvGeometry
+
+
+class Revoke(_Message, frozen=True):
+    """Stop writing for this ticket and say when that is sure."""
+
+    room: Room
+    generation: int
+    decode: Peer
+    prefill_incarnation: Incarnation
+
+
+# ---- to a decode leader, from prefill
+
+
+class Refused(_Message, frozen=True):
+    """The ticket will not be used: the pair does not fit, or the request failed. Nothing more is written."""
+
+    room: Room
+    generation: int
+    prefill: Peer
+    decode_incarnation: Incarnation
+    reason: str
+
+
+class Result(_Message, frozen=True):
+    """What the forward pass gave; sent once by the prefill leader."""
+
+    room: Room
+    generation: int
+    prefill: Peer
+    decode_incarnation: Incarnation
+    token_ids: list[int]
+    """First token of each choice."""
+    senders: list[int]
+    """Global ranks whose Done must arrive."""
+    num_pages: int
+    """Pages of the ticket that were filled, over all senders and KV groups."""
+    num_bytes: int
+    """Bytes of KV that were written, over all senders."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed, because their KV was cached."""
+
+
+class Done(_Message, frozen=True):
+    """One sender rank has written its part and the transport acknowledged it."""
+
+    room: Room
+    generation: int
+    prefill: Peer
+    decode_incarnation: Incarnation
+    sender_rank: int
+    num_pages: int
+    num_bytes: int
+
+
+class Drained(_Message, frozen=True):
+    """No rank of this prefill replica writes, or will write, for this generation."""
+
+    room: Room
+    generation: int
+    prefill: Peer
+    decode_incarnation: Incarnation
+
+
+# ---- to the followers of a replica, from its leader
+
+
+class Target(_Struct, frozen=True):
+    """Where the pages of one request go: a ticket, as the sender ranks need it."""
+
+    generation: int
+    decode: Peer
+    rows: list[RankRow]
+    """The decode ranks, by global rank: endpoints and layouts of their pools."""
+    pages: list[int]
+    held_pages: int
+
+
+class Admit(_Struct, frozen=True):
+    """A request that the following steps will name by its room only."""
+
+    room: Room
+    prompt_len: int
+    owner_base: int
+    """Part that owns page 0 when pages are divided over the CP ranks."""
+    sampling: Sampling
+    target: Target | None
+    """None where KV stays on this replica."""
+
+
+class Row(_Struct, frozen=True):
+    """One request's part of a step."""
+
+    room: Room
+    first_position: int
+    """Tokens of this request that already have KV."""
+    token_ids: list[int]
+    new_pages: list[int]
+    """Pages added to the request's page table before this step."""
+    samples: bool
+    """The last token's logits give an output token."""
+    output_position: int
+    """Index of that output token in the request's output."""
+
+
+class StepPlan(_Message, frozen=True):
+    """One step of the whole replica: the leader decides, followers obey."""
+
+    step: int
+    strategy: Strategy
+    admits: list[Admit]
+    rows: list[Row]
+    releases: list[Room]
+    """Requests to forget before this step."""
+    estimate_s: float | None = None
+    """How long the step is expected to take; None where the strategy was not chosen by time."""
+
+
+class DropSend(_Message, frozen=True):
+    """Write nothing more for this room, then report."""
+
+    room: Room
+    generation: int
+
+
+class Shutdown(_Message, frozen=True):
+    """Leave the loop."""
+
+    reason: str
+
+
+# ---- to a leader, from its ranks
+
+
+class SendReport(_Message, frozen=True):
+    """One rank's state of one room's transfer changed."""
+
+    room: Room
+    generation: int
+    sender_rank: int
+    state: SendState
+    reason: str = ""
+
+
+class TableUpdate(_Message, frozen=True):
+    """The bootstrap table changed; from the process's own watcher."""
+
+    snapshot: TableSnapshot
+
+
+class Drain(_Message, frozen=True):
+    """Take no new requests; finish those at hand."""
+
+
+Message = (
+    Submit
+    | Cancel
+    | Output
+    | Failure
+    | Ticket
+    | Revoke
+    | Refused
+    | Result
+    | Done
+    | Drained
+    | StepPlan
+    | DropSend
+    | SendReport
+    | Shutdown
+    | Drain
+    | TableUpdate
+)

@@ -1,0 +1,36 @@
+"""The chained hash of a page's tokens: equal keys mean equal tokens from the start of the prompt, for one tenant."""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+
+def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+    """The 16-byte key of every full page, in order; a partial last page has none. Salts keep tenants apart."""
+    keys: list[bytes] = []
+    extend_page_keys(keys, token_ids, page_size, salt)
+    return keys
+
+
+def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int, salt: str = "") -> None:
+    """Append the keys of the full pages that came after those known already."""
+    start = len(keys) * page_size
+    data = memoryview(array("q", token_ids[start : len(token_ids) // page_size * page_size])).cast("B")
+    key = keys[-1] if keys else _seed(salt)
+    page_bytes = page_size * array("q").itemsize
+    for offset in range(0, len(data), page_bytes):
+        page = hashlib.blake2b(key, digest_size=16)
+        page.update(data[offset : offset + page_bytes])
+        key = page.digest()
+        keys.append(key)
+
+
+def owner_base(token_ids: Sequence[int], page_size: int, parts: int) -> int:
+    """The part that owns page 0 when pages are divided over parts; 0 without a full page."""
+    first = page_keys(token_ids[:page_size], page_size)
+    return int.from_bytes(first[0][:8], "little") % parts if first else 0
+
+
+def _seed(salt: str) -> bytes:
+    """What stands before page 0. Hashed as a kind of its own, so that no salt can pose as the key of a page."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""

@@ -1,0 +1,203 @@
+"""Ranks of one replica: axes, coordinates <-> global ranks, groups, legality. Pure arithmetic.
+
+Attention sees the ranks of a pipeline stage as (dp, cp, tp), MoE layers see the same ranks as (moe_dp, ep, moe_tp);
+the last axis is the fastest in both. Stages follow each other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from cluster.spec.config import ParallelConfig
+from cluster.spec.errors import Problem
+from cluster.spec.registry import RankCoords
+
+
+class GroupName(StrEnum):
+    """The groups of ranks that meet in collectives."""
+
+    ATTN_TP = "attn_tp"
+    ATTN_CP = "attn_cp"
+    ATTN_DP = "attn_dp"
+    MOE_DP = "moe_dp"
+    MOE_EP = "moe_ep"
+    MOE_TP = "moe_tp"
+    PP = "pp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where one rank stands on every axis."""
+
+    global_rank: int
+    dp: int
+    cp: int
+    tp: int
+    pp: int
+    moe_dp: int
+    ep: int
+    moe_tp: int
+
+    @property
+    def coords(self) -> RankCoords:
+        """The position in the rank table."""
+        return RankCoords(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
+
+
+MOST_RANKS = 4096
+"""Workers of one replica; more is a slip of the pen, and would fill the memory of whoever plans it."""
+
+_ATTENTION_AXES = ("pp", "dp", "cp", "tp")
+_MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
+_GROUP_AXES = {
+    GroupName.ATTN_TP: (_ATTENTION_AXES, "tp"),
+    GroupName.ATTN_CP: (_ATTENTION_AXES, "cp"),
+    GroupName.ATTN_DP: (_ATTENTION_AXES, "dp"),
+    GroupName.MOE_DP: (_MOE_AXES, "moe_dp"),
+    GroupName.MOE_EP: (_MOE_AXES, "ep"),
+    GroupName.MOE_TP: (_MOE_AXES, "moe_tp"),
+    GroupName.PP: (_ATTENTION_AXES, "pp"),
+}
+
+
+def sizes_of(parallel: ParallelConfig) -> RankCoords:
+    """The sizes of the four axes of the rank table."""
+    return RankCoords(dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, pp=parallel.pp)
+
+
+def stage_size(sizes: RankCoords) -> int:
+    """Ranks of one pipeline stage: dp*cp*tp."""
+    return sizes.dp * sizes.cp * sizes.tp
+
+
+def world_size(sizes: RankCoords) -> int:
+    """Ranks of one replica: dp*cp*tp*pp."""
+    return stage_size(sizes) * sizes.pp
+
+
+def global_rank(coords: RankCoords, sizes: RankCoords) -> int:
+    """The global rank at a position.
+
+    Raises:
+        ValueError: a coordinate lies outside its axis.
+    """
+    for axis in _ATTENTION_AXES:
+        coordinate, size = getattr(coords, axis), getattr(sizes, axis)
+        if not 0 <= coordinate < size:
+            raise ValueError(f"{axis}_rank {coordinate} is outside its axis; allowed: 0 to {size - 1}")
+    rank_in_stage = (coords.dp * sizes.cp + coords.cp) * sizes.tp + coords.tp
+    return coords.pp * stage_size(sizes) + rank_in_stage
+
+
+def coords_of(rank: int, sizes: RankCoords) -> RankCoords:
+    """The position of a global rank.
+
+    Raises:
+        ValueError: the replica has no such rank.
+    """
+    if not 0 <= rank < world_size(sizes):
+        raise ValueError(f"global rank {rank} is outside its replica; allowed: 0 to {world_size(sizes) - 1}")
+    pp_rank, dp_rank, cp_rank, tp_rank = _split(rank, (sizes.pp, sizes.dp, sizes.cp, sizes.tp))
+    return RankCoords(dp=dp_rank, cp=cp_rank, tp=tp_rank, pp=pp_rank)
+
+
+def moe_tp_size(parallel: ParallelConfig) -> int:
+    """Tensor parallel ranks of one expert: dp*cp*tp / (moe_dp*ep); of legal axes only."""
+    size, rest = divmod(stage_size(sizes_of(parallel)), parallel.moe_dp * parallel.ep)
+    assert rest == 0, f"axes that axis_problems refuses: {parallel}"
+    return size
+
+
+def positions(parallel: ParallelConfig) -> list[Position]:
+    """Every rank of a replica, by global rank; of legal axes only."""
+    return list(_positions(parallel))
+
+
+def groups(parallel: ParallelConfig) -> dict[GroupName, list[list[int]]]:
+    """Every group as lists of global ranks: members ascending, groups by their first member; of legal axes only."""
+    ranks = positions(parallel)
+    return {name: _group(ranks, axes, varying) for name, (axes, varying) in _GROUP_AXES.items()}
+
+
+def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
+    """What makes the axes of one replica illegal, with the numbers; ``path`` is where they stand in the file."""
+    problems = []
+    sizes = sizes_of(parallel)
+    stage = stage_size(sizes)
+    if world_size(sizes) > MOST_RANKS:
+        product = f"{sizes.dp}*{sizes.cp}*{sizes.tp}*{sizes.pp} = {world_size(sizes)}"
+        problems.append(Problem(path, f"got dp*cp*tp*pp = {product} workers; allowed: at most {MOST_RANKS} a replica"))
+    if stage % (parallel.moe_dp * parallel.ep):
+        problems.append(
+            Problem(
+                path,
+                f"moe_dp*ep = {parallel.moe_dp}*{parallel.ep} = {parallel.moe_dp * parallel.ep} does not divide "
+                f"dp*cp*tp = {parallel.dp}*{parallel.cp}*{parallel.tp} = {stage}; "
+                "the experts use the ranks that attention uses",
+            )
+        )
+    if parallel.moe_dp not in (1, parallel.cp):
+        allowed = "1" if parallel.cp == 1 else f"1 or cp = {parallel.cp}"
+        problems.append(Problem(f"{path}.moe_dp", f"got {parallel.moe_dp} with cp = {parallel.cp}; allowed: {allowed}"))
+    if parallel.moe_dp > 1 and parallel.pp > 1:
+        problems.append(
+            Problem(
+                f"{path}.moe_dp",
+                f"got {parallel.moe_dp} with pp = {parallel.pp}; moe_dp and pp cannot both be more than 1",
+            )
+        )
+    return problems
+
+
+def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> range:
+    """Layers of one pipeline stage: consecutive, the first ``num_layers % pp_size`` stages hold one more."""
+    base, rest = divmod(num_layers, pp_size)
+    first = pp_rank * base + min(pp_rank, rest)
+    return range(first, first + base + (pp_rank < rest))
+
+
+def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
+    """KV heads that one TP rank holds: its part, or one head shared with its neighbours when there are more ranks.
+
+    Raises:
+        ValueError: neither of heads and ranks divides the other.
+    """
+    if num_kv_heads % tp_size == 0:
+        part = num_kv_heads // tp_size
+        return range(tp_rank * part, (tp_rank + 1) * part)
+    if tp_size % num_kv_heads == 0:
+        head = tp_rank * num_kv_heads // tp_size
+        return range(head, head + 1)
+    raise ValueError(f"{num_kv_heads} KV heads cannot be divided over tp = {tp_size}; one must divide the other")
+
+
+def _positions(parallel: ParallelConfig) -> Iterator[Position]:
+    sizes = sizes_of(parallel)
+    moe_sizes = (parallel.pp, parallel.moe_dp, parallel.ep, moe_tp_size(parallel))
+    for rank in range(world_size(sizes)):
+        coords = coords_of(rank, sizes)
+        _, moe_dp_rank, ep_rank, moe_tp_rank = _split(rank, moe_sizes)
+        yield Position(
+            global_rank=rank,
+            dp=coords.dp,
+            cp=coords.cp,
+            tp=coords.tp,
+            pp=coords.pp,
+            moe_dp=moe_dp_rank,
+            ep=ep_rank,
+            moe_tp=moe_tp_rank,
+        )
+
+
+def _split(rank: int, sizes: tuple[int, ...]) -> list[int]:
+    """Digits of a rank in the mixed radix of the sizes, the last one fastest."""
+    return [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
+
+
+def _group(ranks: list[Position], axes: tuple[str, ...], varying: str) -> list[list[int]]:
+    members: dict[tuple[int, ...], list[int]] = {}
+    for position in ranks:
+        key = tuple(getattr(position, axis) for axis in axes if axis != varying)
+        members.setdefault(key, []).append(position.global_rank)
+    return list(members.values())

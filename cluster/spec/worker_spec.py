@@ -1,0 +1,43 @@
+"""What a worker or router process is told when it starts."""
+
+from dataclasses import dataclass
+
+from cluster.spec.config import DeployConfig, PoolConfig
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import RankCoords
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the control services of one cluster are."""
+
+    bootstrap_url: str
+    token: str
+    """Bearer token of every bootstrap route."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One rank of one start of one replica."""
+
+    config: DeployConfig
+    role: Role
+    replica: ReplicaId
+    incarnation: Incarnation
+    coords: RankCoords
+    sizes: RankCoords
+    global_rank: int
+    world_size: int
+    host: str
+    """Address that the other processes reach this worker at."""
+
+    @property
+    def pool(self) -> PoolConfig:
+        """The configuration of this worker's role."""
+        return self.config.prefill if self.role is Role.PREFILL else self.config.decode
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank schedules."""
+        return self.global_rank == 0

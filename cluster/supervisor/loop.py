@@ -1,0 +1,148 @@
+"""The driver's loop: moves events to `reconcile` and its actions to threads. Sleeps until something happens."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.supervisor import state as words
+from cluster.supervisor.reconcile import reconcile
+from cluster.supervisor.state import Action, Cluster, Event, Member, Now, Phase
+
+_REAPED_ATTEMPTS = 5
+_RETRY_S = 1.0
+
+
+class Members(Protocol):
+    """Carries the actions out; Launcher does. Every method may block, and is called from a thread of its own."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    def start(self, name: str, incarnation: Incarnation) -> None: ...
+    def end(self, name: str) -> bool: ...
+    def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None: ...
+    def drain(self) -> bool: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Supervisor:
+    """Keeps the members of one cluster running until somebody asks for the end."""
+
+    def __init__(self, backoff_s: float, announce: Callable[[], None], report: Callable[[str], None]) -> None:
+        """``announce`` is called once, in a thread, when the cluster is up; ``report`` takes lines for the user."""
+        self._cluster = Cluster(members={}, backoff_s=backoff_s)
+        self._announce = announce
+        self._report = report
+        self._is_urgent = False
+        # A SimpleQueue may be filled from a signal handler.
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a stop at once was asked for."""
+        return self._is_urgent
+
+    def post(self, event: Event) -> None:
+        """Hand over an event; from any thread, and from signal handlers."""
+        self._events.put(event)
+
+    def run(self, members: Members) -> None:
+        """Start everything, and keep it running until a stop is asked for and done.
+
+        Raises:
+            Exception: what ended the first start, mostly a BatonError.
+        """
+        self._cluster = replace(self._cluster, members={name: Member(name=name) for name in members.names})
+        self._handle(words.Tick(), members)
+        while self._cluster.phase is not Phase.STOPPED:
+            self._handle(self._next_event(), members)
+        if self._cluster.failure is not None:
+            raise self._cluster.failure
+
+    def failed(self, name: str, incarnation: Incarnation, error: BaseException) -> None:
+        """One process of a member has ended; from any thread."""
+        self.post(words.Failed(name, incarnation, error))
+
+    def request_stop(self, reason: str) -> None:
+        """Drain and stop; the second time, stop at once. From any thread, and from signal handlers."""
+        self.post(words.StopRequested(reason))
+
+    def _next_event(self) -> Event:
+        wake_s = self._cluster.next_wake_s()
+        try:
+            return self._events.get(timeout=None if wake_s is None else max(0.0, wake_s - time.monotonic()))
+        except queue.Empty:
+            return words.Tick()
+
+    def _handle(self, event: Event, members: Members) -> None:
+        now = Now(s=time.monotonic(), unix_ms=time.time_ns() // 1_000_000)
+        self._cluster, actions = reconcile(self._cluster, event, now)
+        for action in actions:
+            self._is_urgent |= isinstance(action, words.Kill)
+            if isinstance(action, words.Report):
+                self._report(action.line)
+            else:
+                name = type(action).__name__.lower()
+                threading.Thread(target=self._do, args=(action, members), name=name, daemon=True).start()
+
+    def _do(self, action: Action, members: Members) -> None:
+        try:
+            answer = self._carry_out(action, members)
+        except Exception as error:  # whatever it is, the supervisor must hear that the action is over
+            answer = _answer_to_failure(action, error)
+            if not isinstance(action, words.Start):
+                self._report(f"{type(action).__name__}: {type(error).__name__}: {error}")
+        if answer is not None:
+            self.post(answer)
+
+    def _carry_out(self, action: Action, members: Members) -> Event | None:
+        match action:
+            case words.Start(name, incarnation):
+                members.start(name, incarnation)
+                return words.Started(name, incarnation)
+            case words.End(name, incarnation):
+                return words.Ended(name, incarnation, members.end(name))
+            case words.MarkReaped(name, incarnation):
+                _mark_reaped(ReplicaId(name), incarnation, members)
+            case words.Announce():
+                self._announce()
+            case words.Drain():
+                return words.Drained(members.drain())
+            case words.Stop():
+                members.stop()
+                return words.Stopped()
+            case words.Kill():
+                members.kill()
+                return words.Stopped()
+            case words.Report():
+                self._report(action.line)
+        return None
+
+
+def _answer_to_failure(action: Action, error: Exception) -> Event | None:
+    match action:
+        case words.Start(name, incarnation):
+            return words.Failed(name, incarnation, error)
+        case words.End(name, incarnation):
+            return words.Ended(name, incarnation, False)
+        case words.Drain():
+            return words.Drained(False)
+        case words.Stop() | words.Kill():
+            return words.Stopped()
+        case _:
+            return None
+
+
+def _mark_reaped(replica: ReplicaId, incarnation: Incarnation, members: Members) -> None:
+    """Best effort: a bootstrap service that comes back later is told again."""
+    for _ in range(_REAPED_ATTEMPTS):
+        try:
+            members.mark_reaped(replica, incarnation)
+            return
+        except PeerUnreachableError:
+            time.sleep(_RETRY_S)

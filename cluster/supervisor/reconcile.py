@@ -1,0 +1,146 @@
+"""The supervisor's rules, one function an event: `reconcile` is pure. The words are in state.py."""
+
+from dataclasses import replace
+
+from cluster.launch.services import BOOTSTRAP, ROUTER
+from cluster.spec.ids import Incarnation
+from cluster.spec.lifecycle import move
+from cluster.supervisor import state as words
+from cluster.supervisor.state import Action, Cluster, Event, Member, MemberState, Now, Phase
+
+Step = tuple[Cluster, list[Action]]
+
+
+def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
+    """Higher than the previous one, and than those of an earlier cluster of this name."""
+    return Incarnation(max(previous + 1, unix_ms))
+
+
+def backoff_s(first_s: float, num_failures: int) -> float:
+    """Wait after a number of failures in a row: doubles, up to a minute."""
+    return float(min(words.MAX_BACKOFF_S, first_s * 2.0 ** min(num_failures - 1, 16)))
+
+
+def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
+    """The state after an event, and what is to be done about it.
+
+    What an earlier start of a member still reports changes nothing.
+    """
+    match event:
+        case words.Tick():
+            return _on_tick(cluster, now)
+        case words.Started():
+            return _on_started(cluster, event, now)
+        case words.Failed():
+            return _on_failed(cluster, event, now)
+        case words.Ended():
+            return _on_ended(cluster, event, now)
+        case words.StopRequested():
+            return _on_stop_requested(cluster, event)
+        case words.Drained():
+            return _on_drained(cluster, event)
+        case words.Stopped():
+            return _on_stopped(cluster, event)
+
+
+def _on_tick(cluster: Cluster, now: Now) -> Step:
+    actions: list[Action] = []
+    wake_s = cluster.next_wake_s()
+    if wake_s is None or wake_s > now.s:
+        return cluster, actions
+    for member in cluster.members.values():
+        if member.state is MemberState.WAITING and member.wake_s <= now.s:
+            incarnation = next_incarnation(member.incarnation, now.unix_ms)
+            starting = replace(_moved(member, MemberState.STARTING, "tick"), incarnation=incarnation)
+            cluster = cluster.with_member(starting)
+            actions.append(words.Start(member.name, incarnation))
+    return cluster, actions
+
+
+def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
+    member = _addressed(cluster, event.name, event.incarnation, MemberState.STARTING)
+    if member is None:
+        return cluster, []
+    cluster = cluster.with_member(replace(_moved(member, MemberState.RUNNING, "started"), running_since_s=now.s))
+    actions: list[Action] = []
+    if event.name == BOOTSTRAP:  # a new table knows nothing of the dead
+        actions += [words.MarkReaped(name, incarnation) for name, incarnation in cluster.reaped.items()]
+    if cluster.phase is Phase.SERVING:
+        actions.append(words.Report(f"{event.name}: running again, incarnation {event.incarnation}"))
+    elif cluster.phase is Phase.STARTING and _all_running(cluster):
+        cluster = _phase(cluster, Phase.SERVING, event)
+        actions.append(words.Announce())
+    return cluster, actions
+
+
+def _on_failed(cluster: Cluster, event: words.Failed, now: Now) -> Step:
+    member = _addressed(cluster, event.name, event.incarnation, MemberState.STARTING, MemberState.RUNNING)
+    if member is None or cluster.phase not in (Phase.STARTING, Phase.SERVING):
+        return cluster, []
+    if cluster.phase is Phase.STARTING:
+        return replace(_phase(cluster, Phase.STOPPING, event), failure=event.error), [words.Stop()]
+    was_stable = member.state is MemberState.RUNNING and now.s - member.running_since_s >= words.STABLE_S
+    num_failures = 1 if was_stable else member.num_failures + 1
+    ending = replace(_moved(member, MemberState.ENDING, "failed"), num_failures=num_failures)
+    line = f"{event.name}: failed, incarnation {event.incarnation}: {event.error}"
+    return cluster.with_member(ending), [words.Report(line), words.End(event.name, event.incarnation)]
+
+
+def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
+    member = _addressed(cluster, event.name, event.incarnation, MemberState.ENDING)
+    if member is None:
+        return cluster, []
+    wait_s = backoff_s(cluster.backoff_s, member.num_failures)
+    cluster = cluster.with_member(replace(_moved(member, MemberState.WAITING, "ended"), wake_s=now.s + wait_s))
+    actions: list[Action] = []
+    if event.proven and event.name not in (BOOTSTRAP, ROUTER):
+        cluster = replace(cluster, reaped={**cluster.reaped, event.name: event.incarnation})
+        actions.append(words.MarkReaped(event.name, event.incarnation))
+    if cluster.phase is Phase.SERVING:
+        times = f"; failed {member.num_failures} times in a row" if member.num_failures > 1 else ""
+        actions.append(words.Report(f"{event.name}: starts again in {wait_s:g} s{times}"))
+    return cluster, actions
+
+
+def _on_stop_requested(cluster: Cluster, event: words.StopRequested) -> Step:
+    match cluster.phase:
+        case Phase.STARTING:
+            return _phase(cluster, Phase.STOPPING, event), [words.Report(f"{event.reason}: stopping"), words.Stop()]
+        case Phase.SERVING:
+            line = f"{event.reason}: draining; once more stops at once"
+            return _phase(cluster, Phase.DRAINING, event), [words.Report(line), words.Drain()]
+        case Phase.DRAINING | Phase.STOPPING:
+            line = f"{event.reason}: stopping at once"
+            return _phase(cluster, Phase.KILLING, event), [words.Report(line), words.Kill()]
+        case Phase.KILLING | Phase.STOPPED:
+            return cluster, []
+
+
+def _on_drained(cluster: Cluster, event: words.Drained) -> Step:
+    if cluster.phase is not Phase.DRAINING:
+        return cluster, []  # a second request to stop has ended the wait
+    line = "drained: stopping" if event.complete else "not every open request has ended: stopping all the same"
+    return _phase(cluster, Phase.STOPPING, event), [words.Report(line), words.Stop()]
+
+
+def _on_stopped(cluster: Cluster, event: words.Stopped) -> Step:
+    """Of a stop in order and of the kill that overtook it, the first to end is the end."""
+    return cluster if cluster.phase is Phase.STOPPED else _phase(cluster, Phase.STOPPED, event), []
+
+
+def _addressed(cluster: Cluster, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
+    """The member an event is about, if it is about its latest start and not overtaken by another event."""
+    member = cluster.members[name]
+    return member if member.incarnation == incarnation and member.state in states else None
+
+
+def _all_running(cluster: Cluster) -> bool:
+    return all(member.state is MemberState.RUNNING for member in cluster.members.values())
+
+
+def _moved(member: Member, target: MemberState, event: str) -> Member:
+    return replace(member, state=move(words.MEMBER_MOVES, member.state, target, event, member.name))
+
+
+def _phase(cluster: Cluster, target: Phase, event: Event) -> Cluster:
+    return replace(cluster, phase=move(words.PHASE_MOVES, cluster.phase, target, type(event).__name__, "cluster"))

@@ -1,0 +1,195 @@
+"""Text to token ids and back, and a model's chat template, without importing torch or transformers.
+
+Owns what the router reads from a model folder in Hugging Face format; weights are not its business.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.spec.errors import UserError
+
+_UNFINISHED = "\ufffd"
+"""What decoders give for bytes that are not, or not yet, a character."""
+
+_MAX_HELD_TOKENS = 32
+"""Beyond this many tokens without a whole character the bytes are taken to be broken, not unfinished."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer and the limits of one model; safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read ``tokenizer.json`` and the configurations beside it.
+
+        Raises:
+            UserError: there is no ``tokenizer.json``, or a file cannot be read.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"model folder {folder} has no tokenizer.json; Baton needs a fast tokenizer")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise UserError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_json(folder / "config.json")
+        text_config = config | config.get("text_config", {})
+        tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
+        self.vocab_size: int = max(text_config.get("vocab_size", 0), self._tokenizer.get_vocab_size())
+        """Ids below this have a token, or at least a row in the embedding."""
+        self.max_context: int | None = text_config.get("max_position_embeddings")
+        """Most tokens of prompt and answer together, if the model says."""
+        self.eos_ids = self._eos_ids(_read_json(folder / "generation_config.json"), text_config)
+        """Tokens that end an answer."""
+        self._template = _compile(_read_template(folder, tokenizer_config))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written out become their ids; tokenizer.json says which are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids without a token give nothing."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; to be encoded without adding special tokens again.
+
+        Raises:
+            UserError: the model has no template, or the template refuses the conversation.
+        """
+        if self._template is None:
+            raise UserError(
+                "this model has no chat template; use /v1/completions, or put chat_template.jinja beside it"
+            )
+        given: dict[str, Any] = {"tools": None, "documents": None} | self.special_tokens | dict(variables or {})
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(given)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _eos_ids(self, generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
+        """As transformers' ``generate``: the generation configuration, else the model's, else the tokenizer's."""
+        for given in (generation_config.get("eos_token_id"), config.get("eos_token_id")):
+            if given is not None:
+                return frozenset([given] if isinstance(given, int) else given)
+        token = self.special_tokens.get("eos_token")
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        return frozenset() if token_id is None else frozenset([token_id])
+
+
+class Detokenizer:
+    """Text of one answer as its tokens arrive. A character whose bytes are split over tokens comes out whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        """The tokens that were given out last, for context, and those held back since."""
+        self._given = 0
+        """Tokens at the head of the window whose text was given out."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+        self._window.append(token_id)
+        text = self._held_text()
+        may_wait = len(self._window) - self._given < _MAX_HELD_TOKENS
+        return "" if may_wait and (not text or text.endswith(_UNFINISHED)) else self._give(text)
+
+    def flush(self) -> str:
+        """What is still held back, as it is."""
+        return self._give(self._held_text())
+
+    def _held_text(self) -> str:
+        before = self._tokenizer.decode(self._window[: self._given])
+        return self._tokenizer.decode(self._window)[len(before) :]
+
+    def _give(self, text: str) -> str:
+        self._window = self._window[self._given :]
+        self._given = len(self._window)
+        return text
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what a model said; for rendering only its content counts."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str | None) -> Template | None:
+    if source is None:
+        return None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    try:
+        return environment.from_string(source)
+    except TemplateError as error:
+        raise UserError(f"the model's chat template is not valid: {error}") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes HTML, which a model was not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _read_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    given = _read_json(folder / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
+    if isinstance(given, list):
+        named = {entry["name"]: entry["template"] for entry in given}
+        given = named.get("default", next(iter(named.values()), None))
+    assert given is None or isinstance(given, str)
+    return given
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    given = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    return {name: token if isinstance(token, str) else token["content"] for name, token in given.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__}, not an object")
+    return content

@@ -1,0 +1,72 @@
+"""Reads a request's body into one of the schemas, or says what is wrong with it."""
+
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from router.api.errors import ApiError, bad_request
+from router.api.requests import EXPECTED
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""A prompt of some ten million tokens."""
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read(request: Request, schema: type[Body]) -> Body:
+    """The body of a request.
+
+    Raises:
+        ApiError: 413 when it is too large, 400 naming the first field that is wrong.
+    """
+    received = bytearray()
+    async for part in request.stream():
+        received += part
+        if len(received) > MAX_BODY_BYTES:
+            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+    try:
+        return schema.model_validate_json(bytes(received))
+    except ValidationError as error:
+        raise _problem(error.errors(include_url=False)[0]) from None
+
+
+def document(schema: type[BaseModel]) -> dict[str, Any]:
+    """For ``openapi_extra``: the route takes this schema."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _problem(error: ErrorDetails) -> ApiError:
+    if error["type"] == "json_invalid":
+        return bad_request(f"body: {error['msg']}")
+    path, field = _path(error["loc"])
+    if not path:
+        return bad_request(f"body: must be a JSON object, got {_short(error['input'])}")
+    if error["type"] == "missing":
+        return bad_request(f"{path}: field required", path)
+    if field in EXPECTED:
+        return bad_request(f"{path}: must be {EXPECTED[field]}", path)
+    return bad_request(f"{path}: {error['msg']}, got {_short(error['input'])}", path)
+
+
+def _path(loc: tuple[int | str, ...]) -> tuple[str, str]:
+    """The dotted path of a field and its last name; what the schema adds to tell types apart is left out."""
+    path, field = "", ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+            continue
+        path += f".{step}" if path else step
+        field = step
+        if field in EXPECTED:
+            break
+    return path, field
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,105 @@
+"""Errors as OpenAI's API words them: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.errors import ClientLeftError, NotReadyError, RequestFailedError
+from router.flight import Cause
+from router.metrics import Metrics
+
+_CLIENT_CLOSED_REQUEST = 499
+_RETRY = {"retry-after": "1"}
+_STATUS = {
+    Cause.REFUSED: HTTPStatus.BAD_REQUEST,
+    Cause.REPLICA_FAILED: HTTPStatus.SERVICE_UNAVAILABLE,
+    Cause.REPLICA_LOST: HTTPStatus.SERVICE_UNAVAILABLE,
+    Cause.TIMED_OUT: HTTPStatus.GATEWAY_TIMEOUT,
+    Cause.STOPPED: HTTPStatus.SERVICE_UNAVAILABLE,
+    Cause.BROKEN_OUTPUT: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> bytes:
+        """The JSON object that a client gets."""
+        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """What the client sent cannot be used."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+
+
+def failed(error: RequestFailedError) -> ApiError:
+    """A request that was taken and came to nothing."""
+    status = _STATUS[error.cause]
+    retry = _RETRY if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+    return ApiError(status, str(error), code=error.cause.value, headers=retry)
+
+
+def not_ready(error: NotReadyError) -> ApiError:
+    """A request that could not be taken."""
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="not_ready", headers=_RETRY)
+
+
+def install(app: FastAPI, metrics: Metrics) -> None:
+    """Answer every error of this application in this shape, and count it."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        shaped = _shape(request, error)
+        metrics.refused.labels(str(int(shaped.status))).inc()
+        return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
+
+    for kind in (ApiError, RequestFailedError, NotReadyError, ClientLeftError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _shape(request: Request, error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case RequestFailedError():
+            return failed(error)
+        case NotReadyError():
+            return not_ready(error)
+        case ClientLeftError():
+            return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
+        case HTTPException():
+            return _http_error(request, error)
+        case _:
+            return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the router's log says more")
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    messages = {
+        HTTPStatus.NOT_FOUND: f"there is no route {request.url.path}",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.url.path} does not take {request.method}",
+    }
+    status = HTTPStatus(error.status_code)
+    message = messages.get(status, str(error.detail))
+    return ApiError(status, message, code=status.name.lower(), headers=error.headers)

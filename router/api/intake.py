@@ -1,0 +1,164 @@
+"""From a valid request to what replicas are asked: tokens, limits, sampling. Refuses what does not fit the model."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import TypeVar
+
+from cluster.spec.errors import UserError
+from cluster.spec.messages import Sampling, Stopping
+from router.api.errors import ApiError, bad_request
+from router.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from router.api.unsupported import refuse_unsupported
+from router.flight import Ask
+from router.service import Service
+
+MAX_PROMPTS = 1024
+"""Most prompts in one request."""
+
+_TOO_LONG = "context_length_exceeded"
+_DEFAULT_COMPLETION_TOKENS = 16
+_INLINE_CHARS = 4096
+"""Texts up to this length are tokenized on the event loop; a thread costs more than that takes."""
+
+Made = TypeVar("Made")
+
+
+def check_model(service: Service, model: str | None) -> None:
+    """Refuse a model that is not served here.
+
+    Raises:
+        ApiError: 404 that names both.
+    """
+    if model is not None and model != service.model:
+        message = f"the model {model!r} does not exist; this endpoint serves {service.model!r}"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
+
+
+async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask]:
+    """One ask for every prompt.
+
+    Raises:
+        ApiError: 404 or 400.
+    """
+    _check(service, body)
+    prompts = await _prompt_ids(service, body)
+    return [_ask(service, body, prompt, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt") for prompt in prompts]
+
+
+async def chat_ask(service: Service, body: ChatRequest) -> Ask:
+    """The ask of a conversation.
+
+    Raises:
+        ApiError: 404 or 400.
+    """
+    _check(service, body)
+    add = body.add_generation_prompt is not False
+    prompt_ids = await chat_ids(service, body.messages, add, body.chat_template_kwargs)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    return _ask(service, body, prompt_ids, max_tokens, service.max_tokens, "messages")
+
+
+async def chat_ids(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool,
+    variables: dict[str, object] | None = None,
+) -> list[int]:
+    """Token ids of a conversation, by the model's chat template.
+
+    Raises:
+        ApiError: 400 when there is no template, or it refuses the messages.
+    """
+    given = [message.for_template() for message in messages]
+
+    def render_and_encode() -> list[int]:
+        text = service.tokenizer.apply_chat_template(given, add_generation_prompt, variables)
+        return service.tokenizer.encode(text, add_special_tokens=False)
+
+    try:
+        return await _off_loop(
+            sum(len(str(message["content"])) for message in given if "content" in message), render_and_encode
+        )
+    except UserError as error:
+        raise bad_request(str(error), "messages") from error
+
+
+async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text, without holding up other requests."""
+    return await _off_loop(len(text), lambda: service.tokenizer.encode(text, add_special_tokens))
+
+
+def check_token_ids(service: Service, token_ids: Sequence[int], param: str) -> None:
+    """Refuse ids that the model has no token for.
+
+    Raises:
+        ApiError: 400 that names one of them.
+    """
+    vocab_size = service.tokenizer.vocab_size
+    for token_id in {min(token_ids, default=0), max(token_ids, default=0)}:
+        if not 0 <= token_id < vocab_size:
+            raise bad_request(f"{param}: there is no token {token_id}; allowed: 0 to {vocab_size - 1}", param)
+
+
+async def _off_loop(num_chars: int, make: Callable[[], Made]) -> Made:
+    return make() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(make)
+
+
+def _check(service: Service, body: GenerationRequest) -> None:
+    check_model(service, body.model)
+    refuse_unsupported(body.others)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+
+
+async def _prompt_ids(service: Service, body: CompletionRequest) -> list[list[int]]:
+    match body.prompt:
+        case str():
+            return [await encode(service, body.prompt, True)]
+        case [int(), *_]:
+            prompts: list[list[int] | str] = [body.prompt]  # type: ignore[list-item]
+        case _:
+            prompts = body.prompt  # type: ignore[assignment]
+    if len(prompts) > MAX_PROMPTS:
+        raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}", "prompt")
+    return [await encode(service, prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _ask(
+    service: Service, body: GenerationRequest, prompt_ids: list[int], wanted: int | None, default: int, param: str
+) -> Ask:
+    if not prompt_ids:
+        raise bad_request(f"{param}: is empty; at least one token is needed", param)
+    check_token_ids(service, prompt_ids, param)
+    room = service.max_tokens - len(prompt_ids)
+    if room < 1 or (wanted is not None and wanted > room):
+        raise _too_long(service, len(prompt_ids), wanted, param)
+    ended_by = frozenset() if body.ignore_eos else service.tokenizer.eos_ids
+    stopping = Stopping(
+        max_tokens=min(default, room) if wanted is None else wanted,
+        stop_token_ids=ended_by | frozenset(body.stop_token_ids or ()),
+    )
+    return Ask(prompt_ids=prompt_ids, sampling=_sampling(body), stopping=stopping, cache_salt=body.cache_salt or "")
+
+
+def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:
+    limit = service.max_tokens
+    owner = "this model's context is" if limit == service.max_context else "this deployment's KV pool holds"
+    allowed = f"{owner} {limit} tokens for prompt and answer together"
+    if prompt_len >= limit:
+        return bad_request(f"{param}: the prompt has {prompt_len} tokens; {allowed}", param, _TOO_LONG)
+    message = f"max_tokens: the prompt has {prompt_len} tokens and {wanted} more were asked for; {allowed}"
+    return bad_request(message, "max_tokens", _TOO_LONG)
+
+
+def _sampling(body: GenerationRequest) -> Sampling:
+    seed = secrets.randbits(63) if body.seed is None else body.seed & (2**63 - 1)
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=seed,
+    )

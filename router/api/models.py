@@ -1,0 +1,63 @@
+"""``/v1/models``, ``/tokenize`` and ``/detokenize``."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from router.api.body import document, read
+from router.api.errors import bad_request
+from router.api.intake import chat_ids, check_model, check_token_ids, encode
+from router.api.requests import DetokenizeRequest, TokenizeRequest
+from router.service import Service
+
+
+def routes(service: Service) -> APIRouter:
+    """The routes about the model."""
+    router = APIRouter(tags=["model"])
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, object]:
+        """The one model that is served."""
+        return {"object": "list", "data": [_card(service)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, object]:
+        """One model."""
+        check_model(service, model)
+        return _card(service)
+
+    @router.post("/tokenize", openapi_extra=document(TokenizeRequest))
+    async def tokenize(request: Request) -> dict[str, object]:
+        """Token ids of a prompt or of messages, as the generating routes would have them."""
+        token_ids = await _tokenize(service, await read(request, TokenizeRequest))
+        return {"count": len(token_ids), "max_model_len": service.max_tokens, "tokens": token_ids}
+
+    @router.post("/detokenize", openapi_extra=document(DetokenizeRequest))
+    async def detokenize(request: Request) -> dict[str, object]:
+        """The text of token ids, special tokens included."""
+        body = await read(request, DetokenizeRequest)
+        check_model(service, body.model)
+        check_token_ids(service, body.tokens, "tokens")
+        return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    return router
+
+
+async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
+    check_model(service, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("prompt: give either prompt or messages", "prompt")
+    if body.messages is not None:
+        return await chat_ids(service, body.messages, body.add_generation_prompt is not False)
+    assert body.prompt is not None
+    return await encode(service, body.prompt, body.add_special_tokens is not False)
+
+
+def _card(service: Service) -> dict[str, object]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "baton",
+        "root": service.config.model.path,
+        "max_model_len": service.max_tokens,
+    }

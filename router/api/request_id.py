@@ -1,0 +1,41 @@
+"""The id of a request: the client's ``X-Request-Id`` where it is sound, else a fresh one; always in the response."""
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_HEADER = "x-request-id"
+_SOUND = re.compile(r"[\x21-\x7e]{1,128}")
+_KEY = "baton.request_id"
+
+
+class RequestIds:
+    """ASGI middleware that gives every request its id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and add the header to what comes back."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(_HEADER, "")
+        chosen = given if _SOUND.fullmatch(given) else uuid.uuid4().hex
+        scope[_KEY] = chosen
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_HEADER] = chosen
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def request_id(request: Request) -> str:
+    """The id of a request that came through the middleware."""
+    chosen: str = request.scope[_KEY]
+    return chosen

@@ -1,0 +1,120 @@
+"""What clients may send, as OpenAI's API has it, with vLLM's additions. Other fields are kept apart, unread."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[
+    str | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+    Field(union_mode="left_to_right"),
+]
+StopText = Annotated[str, Field(min_length=1)]
+
+EXPECTED = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
+    "stop": "a string, or a list of at most 16 strings; none of them empty",
+    "content": "a string, or a list of parts of type text; images, audio and files are not supported",
+}
+"""In words, the fields that may have several types."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The fields that are not declared here."""
+        return self.model_extra or {}
+
+
+class StreamOptions(_Body):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(_Body):
+    """What completions and chat have in common."""
+
+    model: str
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: (
+        Annotated[StopText | Annotated[list[StopText], Field(max_length=16)], Field(union_mode="left_to_right")] | None
+    ) = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        """A stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Prompt
+
+
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """One message; fields beyond these go to the chat template as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | list[TextPart], Field(union_mode="left_to_right")] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its parts joined to one text."""
+        given = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            given["content"] = "\n".join(part.text for part in self.content)
+        return given
+
+
+class ChatRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(_Body):
+    """``POST /tokenize``: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(_Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

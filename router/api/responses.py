@@ -1,0 +1,100 @@
+"""What clients get, as OpenAI's API has it. msgspec, because the streaming path encodes one of these per token."""
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int
+    """Not computed: an earlier request had the same beginning."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one request, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt's text, or the next part of it."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer of ``/v1/completions``, or one chunk."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole message."""
+
+    index: int
+    message: Message
+    logprobs: None = None
+    finish_reason: str | None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """The next part of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The next part of a choice."""
+
+    index: int
+    delta: Delta
+    logprobs: None = None
+    finish_reason: str | None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of a stream of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET

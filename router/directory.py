@@ -1,0 +1,104 @@
+"""Which replicas may take requests, and which are lost, from snapshots of the bootstrap table. Sans I/O.
+
+The table is soft state: a restarted bootstrap shows replicas that run as missing until their next heartbeat. So the
+open requests of a missing replica are given up only after a grace, or on proof, and until then it also gets new ones
+if the table has no other.
+"""
+
+from dataclasses import dataclass
+
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Peer
+from cluster.spec.registry import ReplicaEntry, TableSnapshot
+
+
+@dataclass(slots=True)
+class _Known:
+    entry: ReplicaEntry
+    """As it was when it was last ready."""
+    missing_since_s: float | None = None
+    silent: bool = False
+    """The table has it and its lease ran out, which says more than that the table does not have it."""
+
+    @property
+    def peer(self) -> Peer:
+        return _peer(self.entry)
+
+
+class Directory:
+    """The router's view of the table; given every snapshot, in order."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
+        self.snapshot: TableSnapshot | None = None
+        """The newest one; none before the bootstrap was reached."""
+
+    def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
+        """Take a new snapshot; the peers that are now lost for good."""
+        self.snapshot = snapshot
+        entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
+        self._known |= {key: _Known(entry) for key, entry in entries.items() if entry.ready}
+        for key, known in self._known.items():
+            entry = entries.get(key)
+            if entry is not None and entry.ready:
+                continue
+            if known.missing_since_s is None:
+                known.missing_since_s = now_s
+            known.silent = known.silent or (entry is not None and not _is_new_to_table(entry, known.entry))
+        return self.expire(now_s)
+
+    def expire(self, now_s: float) -> list[Peer]:
+        """The peers that became lost by the passing of time."""
+        lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, now_s)}
+        for key in lost:
+            del self._known[key]
+        return list(lost.values())
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When ``expire`` may next find something."""
+        missing = [known.missing_since_s for known in self._known.values() if known.missing_since_s is not None]
+        return min(missing) + self._grace_s if missing else None
+
+    def ready(self, role: Role) -> list[Peer]:
+        """The replicas of a role that take new requests, ordered by id."""
+        return [_peer(entry) for entry in self._usable(role)]
+
+    @property
+    def pool_tokens(self) -> int | None:
+        """Tokens that every replica which takes new requests has room for; None while no such replica has said."""
+        loads = [
+            (entry.load.total_pages, entry.leader.layout.page_size) for role in Role for entry in self._usable(role)
+        ]
+        return min((pages * page_size for pages, page_size in loads if pages), default=None)
+
+    def _usable(self, role: Role) -> list[ReplicaEntry]:
+        """Those in the table; else those that may only be missing from it."""
+        known = [known for known in self._known.values() if known.entry.role is role and not known.entry.load.draining]
+        present = [known.entry for known in known if known.missing_since_s is None]
+        missing = [known.entry for known in known if known.missing_since_s is not None and not known.silent]
+        return sorted(present or missing, key=lambda entry: (len(entry.replica), entry.replica))
+
+    def _is_lost(self, known: _Known, now_s: float) -> bool:
+        if known.missing_since_s is None:
+            return False
+        return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
+
+    def _is_proven_gone(self, peer: Peer) -> bool:
+        assert self.snapshot is not None, "a known peer came from a snapshot"
+        reaped = self.snapshot.reaped.get(peer.replica)
+        entry = self.snapshot.find(peer.replica)
+        return (reaped is not None and reaped >= peer.incarnation) or (
+            entry is not None and entry.incarnation > peer.incarnation
+        )
+
+
+def _peer(entry: ReplicaEntry) -> Peer:
+    return Peer(replica=entry.replica, incarnation=entry.incarnation, address=entry.leader.address)
+
+
+def _is_new_to_table(entry: ReplicaEntry, known: ReplicaEntry) -> bool:
+    """The table has had no heartbeat of a replica that sent some: the table is newer than the replica."""
+    return entry.load.total_pages == 0 < known.load.total_pages

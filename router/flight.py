@@ -1,0 +1,131 @@
+"""One open request: its stages and legal moves, and what ``router.dispatch`` asks to be done about it."""
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+from cluster.spec.ids import Room
+from cluster.spec.lifecycle import Moves
+from cluster.spec.messages import Cancel, FinishReason, Output, Peer, Sampling, Stopping, Submit
+
+
+class Stage(Enum):
+    """Where an open request stands."""
+
+    WAITING = "waiting"
+    """Both legs have the Submit; no token came yet."""
+    STREAMING = "streaming"
+    """The decode leg sends tokens; the prefill leg is done."""
+    FINISHED = "finished"
+    """The answer is whole."""
+    FAILED = "failed"
+    """The answer will not be whole; the client is told why."""
+    CANCELLED = "cancelled"
+    """Nobody waits for the answer."""
+
+
+ENDS = frozenset({Stage.FINISHED, Stage.FAILED, Stage.CANCELLED})
+"""Stages of a request that is not open any more."""
+
+MOVES: Moves[Stage] = {
+    Stage.WAITING: ENDS | {Stage.STREAMING},
+    Stage.STREAMING: ENDS,
+    Stage.FINISHED: frozenset(),
+    Stage.FAILED: frozenset(),
+    Stage.CANCELLED: frozenset(),
+}
+
+
+class Cause(StrEnum):
+    """Why a request failed."""
+
+    REFUSED = "refused"
+    """A leg cannot do it; another attempt would fail too."""
+    REPLICA_FAILED = "replica_failed"
+    """A leg failed; another attempt may succeed."""
+    REPLICA_LOST = "replica_lost"
+    """A leg's replica is gone."""
+    TIMED_OUT = "timed_out"
+    """The request's deadline passed."""
+    STOPPED = "stopped"
+    """The router stops."""
+    BROKEN_OUTPUT = "broken_output"
+    """The tokens that came are not one answer: one is missing, or there are too many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send a message."""
+
+    address: str
+    message: Submit | Cancel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Give tokens to the client."""
+
+    room: Room
+    token_ids: list[int]
+    finish: FinishReason | None
+    """Set with the last tokens."""
+    cached_tokens: int = 0
+    """Prompt tokens that prefill did not compute; set with the first tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """Tell the client that there will be no (more) answer."""
+
+    room: Room
+    cause: Cause
+    reason: str
+
+
+Action = Send | Emit | Fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a client wants to have generated."""
+
+    prompt_ids: list[int]
+    sampling: Sampling
+    stopping: Stopping
+    cache_salt: str = ""
+    """Only requests with the same salt share cached pages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """One open request."""
+
+    room: Room
+    prefill: Peer
+    decode: Peer
+    prompt_len: int
+    max_tokens: int
+    deadline_s: float
+    stage: Stage = Stage.WAITING
+    num_received: int = 0
+    """Tokens given to the client."""
+
+    @property
+    def legs(self) -> list[Peer]:
+        """Both replicas."""
+        return [self.prefill, self.decode]
+
+    @property
+    def decode_tokens(self) -> int:
+        """The longest that prompt and answer can become."""
+        return self.prompt_len + self.max_tokens
+
+    def problem(self, output: Output) -> str | None:
+        """Why these tokens cannot follow the ones before; None when they can."""
+        end = output.first_index + len(output.token_ids)
+        if output.first_index > self.num_received:
+            return f"output {self.num_received} is missing; {output.first_index} came next"
+        if end > self.max_tokens:
+            return f"{end} tokens came, {self.max_tokens} were asked for"
+        if output.finish is not None and end < self.num_received:
+            return f"the answer ended at {end} tokens, but {self.num_received} came before"
+        return None

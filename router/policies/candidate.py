@@ -1,0 +1,37 @@
+"""What a policy sees: the replicas that may take a request, and the numbers it may use to choose."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.spec.messages import Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What this router has open at one replica."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    """On prefill the prompts not yet computed; on decode prompts and the longest possible answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A replica that may take the request."""
+
+    peer: Peer
+    load: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chance:
+    """The only things besides the candidates that a choice may depend on."""
+
+    turn: int
+    """Choices made before this one."""
+    unit: float
+    """Uniform over [0, 1)."""
+
+
+Policy = Callable[[Sequence[Candidate], Chance], Candidate]
+"""Pure. Called by the router once per request and role, with at least one candidate, ordered by replica."""

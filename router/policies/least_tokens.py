@@ -1,0 +1,14 @@
+"""The replica with the least work before it."""
+
+from collections.abc import Sequence
+
+from router.policies.candidate import Candidate, Chance
+
+
+def least_tokens(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
+    """Fewest tokens, then fewest requests; equals take turns."""
+    first = chance.turn % len(candidates)
+    return min(
+        [*candidates[first:], *candidates[:first]],
+        key=lambda candidate: (candidate.load.num_tokens, candidate.load.num_requests),
+    )

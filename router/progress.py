@@ -1,0 +1,39 @@
+"""One open choice: where its tokens go, and when they came."""
+
+from router.flight import Emit
+from router.metrics import Metrics
+from router.stream import Stream
+
+
+class Progress:
+    """Hands tokens to the stream and measures them."""
+
+    def __init__(self, stream: Stream, index: int, arrived_s: float, metrics: Metrics) -> None:
+        self.stream = stream
+        self._index = index
+        self._arrived_s = arrived_s
+        self._last_s: float | None = None
+        self._metrics = metrics
+
+    def emit(self, action: Emit, now_s: float) -> None:
+        """Tokens came."""
+        self._measure(len(action.token_ids), now_s)
+        self._metrics.cached_tokens.inc(action.cached_tokens)
+        self.stream.num_cached_tokens += action.cached_tokens
+        self.stream.push(self._index, action.token_ids, action.finish)
+        if action.finish is not None:
+            self.end(now_s)
+
+    def end(self, now_s: float) -> None:
+        """The answer is whole."""
+        self._metrics.e2e_s.observe(now_s - self._arrived_s)
+
+    def _measure(self, num_tokens: int, now_s: float) -> None:
+        if not num_tokens:
+            return
+        self._metrics.generation_tokens.inc(num_tokens)
+        if self._last_s is None:
+            self._metrics.ttft_s.observe(now_s - self._arrived_s)
+        else:
+            self._metrics.itl_s.observe((now_s - self._last_s) / num_tokens)
+        self._last_s = now_s

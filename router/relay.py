@@ -1,0 +1,184 @@
+"""The loop around dispatch and directory: moves messages, snapshots and time in, and carries their actions out."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+
+from cluster.channel import Outbox
+from cluster.spec.clock import Clock
+from cluster.spec.config import RouterConfig
+from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.ids import Room
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Failure, Message, Output, Peer, Submit
+from cluster.spec.registry import TableSnapshot
+from router.answer import Answer
+from router.directory import Directory
+from router.dispatch import Dispatch
+from router.errors import NotReadyError
+from router.flight import Action, Ask, Emit, Fail, Send
+from router.metrics import Metrics
+from router.policies.candidate import Chance
+from router.policies.registry import find_policy
+from router.progress import Progress
+
+_FORGET_AFTER_S = 1.0
+"""Time for the last Cancels to leave for a replica that is lost."""
+
+
+class Relay:
+    """Belongs to one event loop; every method is called from it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        dispatch: Dispatch,
+        directory: Directory,
+        outbox: Outbox,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._request_timeout_s = config.request_timeout_s
+        self._policies = {
+            Role.PREFILL: find_policy(config.prefill_policy),
+            Role.DECODE: find_policy(config.decode_policy),
+        }
+        self._turns = {role: itertools.count() for role in Role}
+        self._random = random.Random()
+        self._dispatch = dispatch
+        self._directory = directory
+        self._outbox = outbox
+        self._clock = clock
+        self._metrics = metrics
+        self._progress: dict[Room, Progress] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_answers = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def now_s(self) -> float:
+        """The time that arrivals are given in."""
+        return self._clock.now_s()
+
+    def why_not_ready(self) -> str | None:
+        """What is missing before a request can be taken; None when nothing is."""
+        if self._draining:
+            return "the router is draining and takes no new requests"
+        if self._directory.snapshot is None:
+            return "the bootstrap service has not answered yet"
+        missing = [role.value for role in Role if not self._directory.ready(role)]
+        return f"no {' and no '.join(missing)} replica is ready" if missing else None
+
+    def open(self, asks: Sequence[Ask], arrived_s: float) -> Answer:
+        """Send each ask to a pair of replicas; their answers come as the choices of one.
+
+        Raises:
+            NotReadyError: the router drains, or a role has no ready replica.
+        """
+        if reason := self.why_not_ready():
+            raise NotReadyError(reason)
+        answer = Answer(len(asks), self._enough, self._leave)
+        self._num_answers += 1
+        self._idle.clear()
+        deadline_s = self._clock.now_s() + self._request_timeout_s
+        for index, ask in enumerate(asks):
+            prefill, decode = self._pick(Role.PREFILL), self._pick(Role.DECODE)
+            room, actions = self._dispatch.open(ask, prefill, decode, deadline_s)
+            answer.add(room, prefill, decode)
+            self._progress[room] = Progress(answer.stream, index, arrived_s, self._metrics)
+            self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
+            self._perform(actions)
+        self._wake_at(deadline_s)
+        return answer
+
+    def on_message(self, message: Message) -> None:
+        """A replica said something."""
+        match message:
+            case Output():
+                self._perform(self._dispatch.on_output(message))
+            case Failure():
+                self._perform(self._dispatch.on_failure(message))
+            case _:
+                self._dispatch.dropped["foreign"] += 1
+
+    def on_table(self, snapshot: TableSnapshot) -> None:
+        """The bootstrap table changed."""
+        self._give_up(self._directory.update(snapshot, self._clock.now_s()))
+        self._wake_at(self._directory.next_deadline_s)
+
+    async def drain(self) -> None:
+        """Take no new requests and wait until every answer was read to its end."""
+        self._draining = True
+        await self._idle.wait()
+
+    def stop(self) -> None:
+        """Fail what is open."""
+        self._draining = True
+        self._perform(self._dispatch.stop())
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _enough(self, room: Room) -> None:
+        """The answer is complete before the model ended it."""
+        if self._dispatch.is_open(room):
+            self._perform(self._dispatch.on_enough(room))
+            self._progress[room].end(self._clock.now_s())
+
+    def _leave(self, rooms: Iterable[Room]) -> None:
+        """Nobody reads these any more; what is still open is cancelled."""
+        for room in rooms:
+            if self._dispatch.is_open(room):
+                self._perform(self._dispatch.on_client_left(room))
+            del self._progress[room]
+        self._num_answers -= 1
+        if not self._num_answers:
+            self._idle.set()
+
+    def _pick(self, role: Role) -> Peer:
+        candidates = self._dispatch.load.candidates(self._directory.ready(role))
+        chance = Chance(turn=next(self._turns[role]), unit=self._random.random())
+        return self._policies[role](candidates, chance).peer
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case Emit():
+                    self._progress[action.room].emit(action, self._clock.now_s())
+                case Fail():
+                    self._progress[action.room].stream.fail(action)
+
+    def _send(self, action: Send) -> None:
+        try:
+            self._outbox.send(action.address, action.message)
+        except PeerUnreachableError as error:
+            if isinstance(action.message, Submit):
+                self._perform(self._dispatch.on_unreachable(action.message.room, str(error)))
+
+    def _give_up(self, lost: Iterable[Peer]) -> None:
+        for peer in lost:
+            self._perform(self._dispatch.on_lost(peer))
+            asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._outbox.forget, peer.address)
+
+    def _wake_at(self, when_s: float | None) -> None:
+        """Look at the deadlines then, if not sooner."""
+        if when_s is None:
+            return
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + max(when_s - self._clock.now_s(), 0.001)
+        if self._timer is not None:
+            if not self._timer.cancelled() and self._timer.when() <= due_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        now_s = self._clock.now_s()
+        self._perform(self._dispatch.expire(now_s))
+        self._give_up(self._directory.expire(now_s))
+        self._wake_at(self._dispatch.next_deadline_s)
+        self._wake_at(self._directory.next_deadline_s)

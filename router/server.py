@@ -1,0 +1,195 @@
+"""One router process: socket, event loop, inbox and table watcher around the HTTP application."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from cluster.bootstrap.client import watch_table
+from cluster.channel import AsyncInbox, Outbox
+from cluster.spec.clock import SystemClock
+from cluster.spec.config import DeployConfig
+from cluster.spec.registry import TableSnapshot
+from cluster.spec.worker_spec import Rendezvous
+from cluster.tokenizer import Tokenizer
+from router.app import create_app
+from router.directory import Directory
+from router.dispatch import Dispatch
+from router.listener import listen, reachable
+from router.metrics import Metrics
+from router.relay import Relay
+from router.service import Service, max_context
+
+Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
+"""(bootstrap url, token) -> the table, whenever it changes, for ever."""
+
+_YIELD_EVERY = 64
+"""Messages after which other tasks get a turn, however many more there are."""
+
+_CLOSE_S = 1
+"""Time for responses to end when the router stops."""
+
+
+class RouterServer:
+    """Serves HTTP in a thread of its own. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        config: DeployConfig,
+        model_folder: Path,
+        rendezvous: Rendezvous,
+        host: str,
+        watch: Watch = watch_table,
+    ) -> None:
+        """Read the model's tokenizer and limits.
+
+        Args:
+            host: the address that replicas reply to.
+
+        Raises:
+            UserError: the model folder cannot be used.
+        """
+        self._config = config
+        self._tokenizer = Tokenizer(model_folder)
+        max_context(config, self._tokenizer)
+        self._rendezvous = rendezvous
+        self._host = host
+        self._watch = watch
+        self._thread: threading.Thread | None = None
+        self._running: Future[_Running] = Future()
+        self._error: BaseException | None = None
+
+    def start(self) -> str:
+        """Listen, and serve in a thread; the base url.
+
+        Raises:
+            UserError: the address cannot be listened on; names it.
+        """
+        assert self._thread is None, "a router starts once"
+        listener = listen(self._config.router.host, self._config.router.port)
+        port = listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, args=[listener], name="baton-router", daemon=True)
+        self._thread.start()
+        self._running.result()
+        return f"http://{reachable(self._config.router.host, self._host)}:{port}"
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests with 503 and wait for the open ones; True when all of them ended."""
+        running = self._running.result()
+        waiting = asyncio.run_coroutine_threadsafe(running.relay.drain(), running.loop)
+        try:
+            waiting.result(timeout_s)
+        except TimeoutError:
+            waiting.cancel()
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Fail what is open and end the thread; safe to call twice, and before ``start``."""
+        if self._thread is None:
+            return
+        if self._running.exception() is None:
+            running = self._running.result()
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                running.loop.call_soon_threadsafe(running.stopped.set)
+        self._thread.join()
+
+    def run(self) -> None:
+        """Block until ``stop``; raises what ended the router if something else did."""
+        assert self._thread is not None, "a router is started before it runs"
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self, listener: socket.socket) -> None:
+        try:
+            uvloop.run(self._main(listener))
+        except BaseException as error:
+            self._error = error
+            if not self._running.done():
+                self._running.set_exception(error)
+        finally:
+            listener.close()
+
+    async def _main(self, listener: socket.socket) -> None:
+        outbox = Outbox()
+        try:
+            async with AsyncInbox(self._host) as inbox:
+                await self._serve_until_stopped(listener, inbox, outbox)
+        finally:
+            outbox.close()
+
+    async def _serve_until_stopped(self, listener: socket.socket, inbox: AsyncInbox, outbox: Outbox) -> None:
+        service = self._service(inbox.address, outbox)
+        server = uvicorn.Server(_uvicorn_config(service))
+        running = _Running(asyncio.get_running_loop(), service.relay)
+        parts = {
+            asyncio.create_task(_receive(inbox, service.relay)),
+            asyncio.create_task(self._follow_table(service.relay)),
+            asyncio.create_task(running.stopped.wait()),
+        }
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        self._running.set_result(running)
+        await asyncio.wait({*parts, serving}, return_when=asyncio.FIRST_COMPLETED)
+        service.relay.stop()
+        server.should_exit = True
+        await _settle(parts, serving)
+
+    def _service(self, reply_to: str, outbox: Outbox) -> Service:
+        dispatch, metrics = Dispatch(reply_to), Metrics()
+        directory = Directory(grace_s=self._config.resources.lease_s)
+        metrics.watch(dispatch, directory)
+        relay = Relay(self._config.router, dispatch, directory, outbox, SystemClock(), metrics)
+        return Service(
+            config=self._config, tokenizer=self._tokenizer, relay=relay, directory=directory, metrics=metrics
+        )
+
+    async def _follow_table(self, relay: Relay) -> None:
+        async for snapshot in self._watch(self._rendezvous.bootstrap_url, self._rendezvous.token):
+            relay.on_table(snapshot)
+        raise RuntimeError("the watch of the bootstrap table ended")
+
+
+class _Running:
+    """What the thread that serves shows to the others."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, relay: Relay) -> None:
+        self.loop = loop
+        self.relay = relay
+        self.stopped = asyncio.Event()
+
+
+async def _receive(inbox: AsyncInbox, relay: Relay) -> None:
+    while True:
+        for _ in range(_YIELD_EVERY):
+            relay.on_message(await inbox.receive())
+        await asyncio.sleep(0)
+
+
+async def _settle(parts: set[asyncio.Task[Any]], serving: asyncio.Task[None]) -> None:
+    """End every part; raise the first error that one of them ended with by itself."""
+    ended = [part for part in parts if part.done()]
+    for part in parts:
+        part.cancel()
+    await serving
+    await asyncio.gather(*parts, return_exceptions=True)
+    for part in ended:
+        part.result()
+
+
+def _uvicorn_config(service: Service) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(service),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_CLOSE_S,
+    )

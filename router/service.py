@@ -1,0 +1,52 @@
+"""What the HTTP routes stand on, in one place."""
+
+import time
+from dataclasses import dataclass, field
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import UserError
+from cluster.tokenizer import Tokenizer
+from router.directory import Directory
+from router.metrics import Metrics
+from router.relay import Relay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One router's parts and the facts its answers repeat."""
+
+    config: DeployConfig
+    tokenizer: Tokenizer
+    relay: Relay
+    directory: Directory
+    metrics: Metrics
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    """Unix time of the start."""
+
+    @property
+    def model(self) -> str:
+        """The name clients use."""
+        return self.config.model.name
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer together that the model can have."""
+        return max_context(self.config, self.tokenizer)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of prompt and answer together: of the model's context, and of the replicas' pools once known."""
+        pool_tokens = self.directory.pool_tokens
+        return self.max_context if pool_tokens is None else min(self.max_context, pool_tokens)
+
+
+def max_context(config: DeployConfig, tokenizer: Tokenizer) -> int:
+    """The configured limit, else the model's own.
+
+    Raises:
+        UserError: neither says.
+    """
+    limit = config.model.max_context or tokenizer.max_context
+    if limit is None:
+        raise UserError("model.max_context: not given, and the model's config.json has no max_position_embeddings")
+    return limit

@@ -1,0 +1,65 @@
+"""Tokens on their way from the router's inbox to one HTTP response, which may read more slowly than they come."""
+
+import asyncio
+from dataclasses import dataclass
+
+from cluster.spec.messages import FinishReason
+from router.errors import RequestFailedError
+from router.flight import Fail
+
+
+@dataclass(slots=True)
+class Part:
+    """Tokens of one choice."""
+
+    index: int
+    token_ids: list[int]
+    finish: FinishReason | None
+
+
+class Stream:
+    """What came for the choices of one response and was not read yet.
+
+    Writing never waits: what a slow reader leaves is joined, and a choice has at most max_tokens tokens.
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self.num_cached_tokens = 0
+        """Prompt tokens, over all choices, that prefill did not compute."""
+        self._num_unfinished = num_choices
+        self._parts: dict[int, Part] = {}
+        self._failure: Fail | None = None
+        self._news = asyncio.Event()
+
+    def push(self, index: int, token_ids: list[int], finish: FinishReason | None) -> None:
+        """Tokens came for a choice."""
+        part = self._parts.setdefault(index, Part(index, [], None))
+        part.token_ids += token_ids
+        part.finish = finish
+        self._news.set()
+
+    def fail(self, failure: Fail) -> None:
+        """Nothing more will come."""
+        self._failure = failure
+        self._news.set()
+
+    def finish(self, index: int) -> None:
+        """The reader wants no more of a choice."""
+        self._parts.pop(index, None)
+        self._num_unfinished -= 1
+
+    async def receive(self) -> list[Part]:
+        """What came since the last call, at most one part per choice; empty when every choice has finished.
+
+        Raises:
+            RequestFailedError: the answer will not be whole.
+        """
+        if not self._num_unfinished:
+            return []
+        await self._news.wait()
+        self._news.clear()
+        if self._failure is not None:
+            raise RequestFailedError(self._failure.cause, self._failure.reason)
+        parts, self._parts = list(self._parts.values()), {}
+        self._num_unfinished -= sum(part.finish is not None for part in parts)
+        return parts

@@ -1,0 +1,99 @@
+"""The whole suite: what is left out and why, and that nothing is left behind."""
+
+import os
+from collections.abc import Generator, Iterator
+
+# Before torch is imported anywhere: the suite shares few cores with the processes it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import settings
+
+from cluster.cli.check_install import installed_version, missing_mooncake_packages
+from tests.leftovers import Before, find_leftovers
+
+REQUIRE_MOONCAKE = "BATON_REQUIRE_MOONCAKE"
+"""Set by CI: tests of the mooncake backend must run, a skip of one is a failure."""
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
+settings.register_profile("dev", deadline=None, max_examples=60)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+_left_out = pytest.StashKey[dict[str, int]]()
+_mooncake_passed = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_left_out] = {}
+    config.stash[_mooncake_passed] = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say what would make it run."""
+    for mark, reason in (("mooncake", _mooncake_missing(items)), ("gpu", _gpu_missing(items))):
+        if reason is None:
+            continue
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        config.stash[_left_out][f"{mark}: {reason}"] = len(marked)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.get_closest_marker("mooncake"):
+        if report.skipped and os.environ.get(REQUIRE_MOONCAKE):
+            report.outcome = "failed"
+            report.longrepr = f"skipped, but {REQUIRE_MOONCAKE} is set: {report.longrepr}"
+        item.config.stash[_mooncake_passed] += report.when == "call" and report.passed
+    return report
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    full = [item for item in items if item.get_closest_marker("full")]
+    if full:
+        full[0].config.stash[_left_out]["full: the rest of the matrix; `make test-full` runs it"] = len(full)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A session that must test mooncake but held no such test has failed too."""
+    required = os.environ.get(REQUIRE_MOONCAKE) and not session.config.option.collectonly
+    if required and exitstatus == pytest.ExitCode.OK and not session.config.stash[_mooncake_passed]:
+        session.config.stash[_left_out][f"mooncake: {REQUIRE_MOONCAKE} is set, but no such test passed"] = 0
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[_left_out]:
+        terminalreporter.section("left out")
+        for what, count in config.stash[_left_out].items():
+            terminalreporter.line(f"{count:>5}  {what}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails the session's last test if a process or a file in shared memory outlives the session."""
+    before = Before.now()
+    yield
+    leftovers = find_leftovers(before)
+    if leftovers:
+        pytest.fail("left behind by this session:\n" + "\n".join(leftovers), pytrace=False)
+
+
+def _mooncake_missing(items: list[pytest.Item]) -> str | None:
+    if not any(item.get_closest_marker("mooncake") for item in items):
+        return None
+    if packages := missing_mooncake_packages():
+        return f"apt-get install -y {' '.join(packages)}"
+    if installed_version("mooncake-transfer-engine-non-cuda") or installed_version("mooncake-transfer-engine"):
+        return None
+    return "pip install -c constraints.txt '.[mooncake]'"
+
+
+def _gpu_missing(items: list[pytest.Item]) -> str | None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device and a CUDA build of torch"

@@ -1,0 +1,160 @@
+"""Attention computed the slow and obvious way in float64, and requests in chunks to compare with it.
+
+The oracle knows nothing of pages, ranks, runs or merging.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cluster.spec.strategy import Strategy
+from workers.attention.torch_backend import TorchAttention
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.gather import KvGather, join_rows
+from workers.engine.attention_context import PagedAttentionContext
+from workers.engine.batch import BatchRow, StepBatch, build_step_batch
+from workers.parallel.collectives import Communicator
+
+Array = NDArray[np.float64]
+
+NUM_LAYERS, KV_HEADS, GROUPS, HEAD_DIM = 2, 2, 2, 8
+WIDTH = KV_HEADS * GROUPS * HEAD_DIM
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Requests in chunks: ``chunks[step][request]`` tokens are computed in a step, zero leaves the request out."""
+
+    chunks: tuple[tuple[int, ...], ...]
+    strategy: Strategy
+    cp: int
+    page_size: int = 4
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def total_lens(self) -> list[int]:
+        """Tokens of each request in the end."""
+        return [sum(lens) for lens in zip(*self.chunks, strict=True)]
+
+    def inputs(self, request: int, layer: int) -> tuple[Array, Array, Array]:
+        """q, k and v of a request's tokens, ``[tokens, heads, dim]``, exact in bf16."""
+        random = np.random.default_rng((self.seed, request, layer))
+        shapes = ((KV_HEADS * GROUPS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM))
+        length = self.total_lens[request]
+        q, k, v = (np.round(random.normal(size=(length, *shape)) * 16) / 16 for shape in shapes)
+        return q, k, v
+
+    def expected(self, request: int, layer: int) -> Array:
+        """Attention of every token of a request, ``[tokens, heads, dim]``."""
+        return naive_attention(*self.inputs(request, layer))
+
+
+def naive_attention(q: Array, k: Array, v: Array) -> Array:
+    """Token by token, head by head: token p attends to tokens 0..p; q may be the last tokens only."""
+    out = np.empty_like(q)
+    groups, offset = q.shape[1] // k.shape[1], len(k) - len(q)
+    for token in range(len(q)):
+        for head in range(q.shape[1]):
+            keys = k[: offset + token + 1, head // groups]
+            scores = np.array([np.dot(q[token, head], key) for key in keys]) / np.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max())
+            out[token, head] = sum(w * x for w, x in zip(weights, v[:, head // groups], strict=False)) / weights.sum()
+    return out
+
+
+class StepResult(NamedTuple):
+    """What one rank saw in one step."""
+
+    joined: Array
+    """``[layers, tokens, heads, dim]``: the rows of all ranks, in the order of the flattened batch."""
+    last: Array
+    """The last layer's row of the last token of each sampled request."""
+
+
+class ScenarioRun:
+    """One rank's way through a scenario, over a pool whose unwritten slots are NaN."""
+
+    def __init__(self, scenario: Scenario, group: Communicator) -> None:
+        self.scenario = scenario
+        self.gather = KvGather(group)
+        size = scenario.page_size
+        self.page_counts = [-(-length // size) for length in scenario.total_lens]
+        shape = (sum(self.page_counts), KV_HEADS, NUM_LAYERS, size, HEAD_DIM, scenario.dtype)
+        self.pool = PagePool(*shape)
+        self.pool.data.fill_(torch.nan)
+        pages = np.random.default_rng(scenario.seed).permutation(sum(self.page_counts))
+        self.tables = np.split(pages, np.cumsum(self.page_counts)[:-1])
+        self.inputs = [
+            [scenario.inputs(request, layer) for layer in range(NUM_LAYERS)] for request in range(len(self.tables))
+        ]
+        self.done = [0] * len(self.tables)
+
+    def run(self) -> list[StepResult]:
+        """All steps; every second present request of a step is sampled."""
+        return [self._step(lens) for lens in self.scenario.chunks]
+
+    def _step(self, lens: tuple[int, ...]) -> StepResult:
+        present = [request for request, length in enumerate(lens) if length]
+        batch = self._batch(lens, present)
+        context = PagedAttentionContext(batch, self.pool, TorchAttention(), self.gather)
+        outs = []
+        for layer in range(NUM_LAYERS):
+            q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
+            context.put(layer, k, v)
+            outs.append(context.attend(layer, q))
+        joined = torch.stack([join_rows(self.gather.group, batch.plan, out) for out in outs])
+        last = context.join_last(outs[-1].flatten(1))
+        for request in present:
+            self.done[request] += lens[request]
+        return StepResult(*(x.double().numpy() for x in (joined, last)))
+
+    def _batch(self, lens: tuple[int, ...], present: list[int]) -> StepBatch:
+        rows = [
+            BatchRow(range(lens[r]), self.done[r], self.tables[r], sampled=place % 2 == 0)
+            for place, r in enumerate(present)
+        ]
+        return build_step_batch(
+            rows,
+            self.scenario.strategy,
+            cp=self.scenario.cp,
+            cp_rank=self.gather.group.rank,
+            page_size=self.scenario.page_size,
+            trash_slot=self.pool.trash_slot,
+            device=torch.device("cpu"),
+        )
+
+    def _local(
+        self, batch: StepBatch, lens: tuple[int, ...], present: list[int], layer: int, which: int
+    ) -> torch.Tensor:
+        shape = (0, KV_HEADS * (GROUPS if which == 0 else 1), HEAD_DIM)
+        parts = [self.inputs[r][layer][which][self.done[r] : self.done[r] + lens[r]] for r in present]
+        flattened = np.concatenate([np.empty(shape), *parts])
+        return torch.from_numpy(flattened[batch.plan.local(batch.cp_rank)]).to(self.scenario.dtype)
+
+
+def check_scenario(scenario: Scenario, results: list[list[StepResult]]) -> None:
+    """Compare what every rank (outer list) saw in every step with the oracle."""
+    tolerance = 1e-5 if scenario.dtype == torch.float32 else 0.03
+    expected = [
+        [scenario.expected(request, layer) for layer in range(NUM_LAYERS)]
+        for request in range(len(scenario.total_lens))
+    ]
+    nothing = np.empty((0, KV_HEADS * GROUPS, HEAD_DIM))
+    done = [0] * len(expected)
+    for step, lens in enumerate(scenario.chunks):
+        present = [request for request, length in enumerate(lens) if length]
+        joined = [
+            np.concatenate([nothing, *(expected[r][layer][done[r] : done[r] + lens[r]] for r in present)])
+            for layer in range(NUM_LAYERS)
+        ]
+        last = [expected[r][-1][done[r] + lens[r] - 1] for r in present[::2]]
+        for rank_results in results:
+            np.testing.assert_allclose(rank_results[step].joined, np.stack(joined), atol=tolerance)
+            np.testing.assert_allclose(
+                rank_results[step].last, np.array(last).reshape(len(last), WIDTH), atol=tolerance
+            )
+        done = [have + length for have, length in zip(done, lens, strict=True)]

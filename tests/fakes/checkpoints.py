@@ -1,0 +1,55 @@
+"""Small random checkpoints written by transformers, with logits spread widely enough for token-by-token comparison."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+FAMILIES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+SHARPENED = {"llama": "q_proj.weight", "qwen2": "q_proj.weight", "qwen3": "q_norm.weight"}
+"""Scaled up, so that attention singles tokens out, and answers depend on the whole prompt and do not loop."""
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def make_checkpoint(
+    folder: Path, family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Write a random model of `family` ("llama", "qwen2", "qwen3") and return the folder.
+
+    overrides are config.json fields, for example num_hidden_layers=3 or rope_parameters={...}; `max_shard_size` goes to
+    save_pretrained. Norm scales and biases are random too, so that none of them can be forgotten unnoticed.
+    """
+    saving = {"max_shard_size": overrides.pop("max_shard_size")} if "max_shard_size" in overrides else {}
+    config = FAMILIES[family](**{**SMALL, **overrides})
+    generator = torch.Generator().manual_seed(seed)
+    torch_state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.random.set_rng_state(torch_state)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            elif parameter.dim() == 1:
+                parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+            if name.endswith(SHARPENED[family]):
+                parameter.mul_(4)
+    model.to(dtype).save_pretrained(folder, **saving)
+    return folder

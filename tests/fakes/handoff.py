@@ -1,0 +1,352 @@
+"""A prefill and a decode leader joined by a network that delays and interleaves, over ranks that compute by arithmetic.
+
+A page's content is the list of tokens written to it; the next token is a function of all tokens so far, read back from
+the pages. So a missing, stale or foreign page gives a wrong token.
+"""
+
+import random
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from cluster.spec.ids import Incarnation, Room, replica_id
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import (
+    Cancel,
+    DropSend,
+    Failure,
+    FinishReason,
+    Message,
+    Output,
+    Peer,
+    Sampling,
+    SendReport,
+    SendState,
+    StepPlan,
+    Stopping,
+    Submit,
+    TableUpdate,
+)
+from cluster.spec.registry import (
+    Endpoint,
+    KvOwnership,
+    PageFilter,
+    RankCoords,
+    RankRow,
+    ReplicaEntry,
+    ReplicaLoad,
+    TableSnapshot,
+    TransferMode,
+)
+from cluster.spec.strategy import Strategy
+from transfer.plan import is_sender, owned_pages
+from transfer.sender_session import SenderSession
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.context_parallel.cost_model import fixed
+from workers.scheduler.decode import DecodeLeader
+from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.leader import Leader
+from workers.scheduler.prefill import PrefillLeader
+from workers.scheduler.prefill_request import PrefillSettings
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+PAGE_SIZE = 4
+GEOMETRY = KvGeometry(model="m", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", page_size=PAGE_SIZE)
+ROUTER = "router"
+
+
+def next_token(tokens: list[int]) -> int:
+    """The fake model."""
+    return (sum(tokens) * 31 + len(tokens)) % 1009
+
+
+def row(role: Role, cp_rank: int, cp: int, num_pages: int, mode: TransferMode) -> RankRow:
+    """A rank's row; its address is readable."""
+    return RankRow(
+        replica=replica_id(role, 0),
+        role=role,
+        incarnation=Incarnation(1),
+        coords=RankCoords(dp=0, cp=cp_rank, tp=0, pp=0),
+        sizes=RankCoords(dp=1, cp=cp, tp=1, pp=1),
+        global_rank=cp_rank,
+        address=f"{role}/{cp_rank}",
+        endpoint=Endpoint(backend="fake", session="", base_address=0, num_bytes=0),
+        geometry=GEOMETRY,
+        layout=PoolLayout(
+            num_pages=num_pages,
+            first_head=0,
+            num_heads=1,
+            first_layer=0,
+            num_layers=1,
+            page_size=PAGE_SIZE,
+            head_dim=1,
+            itemsize=4,
+        ),
+        transfer_mode=mode,
+        ownership=KvOwnership.REPLICATED,
+        build="test",
+    )
+
+
+class Ranks:
+    """The page memory and page tables of one replica's ranks, replicated like the real ones."""
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        self.memory: list[list[int]] = [[] for _ in range(allocator.num_pages)]
+        self.pages: dict[Room, list[int]] = {}
+        self._allocator = allocator
+
+    def write(self, page: int, tokens: list[int]) -> None:
+        """Change a page; a cached one is only read."""
+        assert not self._allocator.is_cached(page), f"page {page} is cached and written to"
+        self.memory[page] = tokens
+
+    def execute(self, plan: StepPlan) -> dict[Room, int]:
+        """Write the step's tokens to pages; sample from what the pages hold."""
+        for room in plan.releases:
+            self.pages.pop(room, None)
+        for admit in plan.admits:
+            self.pages[admit.room] = []
+        sampled = {}
+        for step_row in plan.rows:
+            pages = self.pages[step_row.room]
+            pages += step_row.new_pages
+            for place, token in enumerate(step_row.token_ids, start=step_row.first_position):
+                page = pages[place // PAGE_SIZE]
+                self.write(page, [*self.memory[page][: place % PAGE_SIZE], token])
+            if step_row.samples:
+                length = step_row.first_position + len(step_row.token_ids)
+                tokens = [token for page in pages for token in self.memory[page]][:length]
+                assert len(tokens) == length, f"room {step_row.room}: KV is missing"
+                sampled[step_row.room] = next_token(tokens)
+        return sampled
+
+
+@dataclass
+class Client:
+    """What came back for one request."""
+
+    prompt: list[int]
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failure: str | None = None
+    cancelled: bool = False
+    cached_tokens: int = 0
+
+
+class World:
+    """One prefill replica of ``cp`` ranks, one decode replica, a router that only sends and collects."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        cp: int,
+        mode: TransferMode,
+        page_filter: PageFilter,
+        num_pages: int,
+        chunk_tokens: int,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.cp, self.page_filter, self.mode = cp, page_filter, mode
+        self.now_s = 0.0
+        self.clients: dict[Room, Client] = {}
+        self.queues: dict[tuple[str, str], deque[Message]] = defaultdict(deque)
+        self.sessions: dict[tuple[Room, int], SenderSession] = {}
+        self.prefill_rows = [row(Role.PREFILL, rank, cp, num_pages, mode) for rank in range(cp)]
+        self.decode_row = row(Role.DECODE, 0, 1, num_pages, mode)
+        allocators = {role: PageAllocator(num_pages, PrefixTree() if prefix_cache else None) for role in Role}
+        self.ranks = {role: Ranks(allocators[role]) for role in Role}
+        self.num_pages_sent = 0
+        limits = StepLimits(PAGE_SIZE, chunk_tokens, 4)
+        steps = {role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE)) for role in Role}
+        prefill = PrefillSettings(
+            row=self.prefill_rows[0],
+            rank_addresses=tuple(rank_row.address for rank_row in self.prefill_rows),
+            ticket_timeout_s=30.0,
+            request_timeout_s=600.0,
+            settle_s=0.5,
+        )
+        self.decode_peer = Peer(replica=self.decode_row.replica, incarnation=Incarnation(1), address="decode/0")
+        decode = DecodeSettings(
+            me=self.decode_peer, geometry=GEOMETRY, layout=self.decode_row.layout, transfer_timeout_s=60.0, settle_s=0.5
+        )
+        self.leaders: dict[str, Leader] = {
+            "prefill/0": PrefillLeader(prefill, steps[Role.PREFILL], allocators[Role.PREFILL]),
+            "decode/0": DecodeLeader(decode, steps[Role.DECODE], allocators[Role.DECODE]),
+        }
+        self.prefill_peer = prefill.me
+        for address in self.leaders:
+            self.queues["bootstrap", address].append(TableUpdate(snapshot=self.table()))
+
+    def table(self) -> TableSnapshot:
+        """Both replicas, ready."""
+        entries = [
+            ReplicaEntry(
+                replica=rows[0].replica,
+                role=rows[0].role,
+                incarnation=Incarnation(1),
+                ready=True,
+                rows=tuple(rows),
+                load=ReplicaLoad(),
+            )
+            for rows in (self.prefill_rows, [self.decode_row])
+        ]
+        return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
+
+    def submit(self, prompt: list[int], max_tokens: int, cache_salt: str = "") -> Room:
+        """A new request, sent to both leaders."""
+        room = Room(len(self.clients) + 1)
+        self.clients[room] = Client(prompt, max_tokens)
+        message = Submit(
+            room=room,
+            prompt_ids=prompt,
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=max_tokens),
+            prefill=self.prefill_peer,
+            decode=self.decode_peer,
+            reply_to=ROUTER,
+            cache_salt=cache_salt,
+        )
+        for address in self.leaders:
+            self.queues[ROUTER, address].append(message)
+        return room
+
+    def cancel(self, room: Room) -> None:
+        """The client leaves."""
+        self.clients[room].cancelled = True
+        for address in self.leaders:
+            self.queues[ROUTER, address].append(Cancel(room=room, incarnation=Incarnation(1)))
+
+    def act(self) -> bool:
+        """One random thing that can happen now: a delivery or a step. False when nothing can."""
+        choices = [("deliver", key) for key, queue in self.queues.items() if queue]
+        choices += [("step", (address, "")) for address, leader in self.leaders.items() if leader.has_work()]
+        if not choices:
+            return False
+        kind, key = self.random.choice(choices)
+        if kind == "deliver":
+            self._deliver(key[1], self.queues[key].popleft())
+        else:
+            self._step(key[0])
+        for leader in self.leaders.values():
+            leader.check_integrity()
+        return True
+
+    def run(self) -> None:
+        """Act until nothing can happen, let time pass for deadlines, and act again."""
+        for _ in range(10):
+            while self.act():
+                continue
+            self.now_s += 1.0
+            for address, leader in self.leaders.items():
+                leader.tick(self.now_s)
+                self._post(address)
+
+    def _deliver(self, address: str, message: Message) -> None:
+        if address == ROUTER:
+            self._reply(message)
+        elif isinstance(message, DropSend):
+            self._drop(address, message)
+        else:
+            self.leaders[address].on_message(message, self.now_s)
+            self._post(address)
+
+    def _reply(self, message: Message) -> None:
+        assert isinstance(message, Output | Failure)
+        client = self.clients[message.room]
+        if isinstance(message, Failure):
+            client.failure = message.reason
+        else:
+            assert message.first_index == len(client.tokens)
+            client.tokens += message.token_ids
+            client.cached_tokens += message.cached_tokens
+            client.finish = message.finish
+
+    def _step(self, address: str) -> None:
+        leader = self.leaders[address]
+        plan = leader.next_plan()
+        if plan is None:
+            return
+        role = Role(address.partition("/")[0])
+        if role is Role.PREFILL:
+            for rank in range(self.cp):
+                self._send_cached(rank, plan)
+        sampled = self.ranks[role].execute(plan)
+        if role is Role.PREFILL:
+            for rank in range(self.cp):
+                self._send_finished(rank, plan)
+        leader.commit(plan, sampled, self.now_s)
+        self._post(address)
+
+    def _send_cached(self, rank: int, plan: StepPlan) -> None:
+        for admit in plan.admits:
+            assert admit.target is not None
+            num_pages = -(-admit.prompt_len // PAGE_SIZE)
+            owned = owned_pages(
+                self.page_filter,
+                self.mode,
+                num_pages=num_pages,
+                cp_rank=rank,
+                cp_size=self.cp,
+                base=admit.owner_base,
+                first=admit.target.held_pages,
+            )
+            self.sessions[admit.room, rank] = SenderSession(
+                room=admit.room,
+                target=admit.target,
+                prefill=self.prefill_peer,
+                sender_rank=rank,
+                prompt_len=admit.prompt_len,
+                page_size=PAGE_SIZE,
+                owned=owned,
+                sends=is_sender(self.mode, rank),
+            )
+        admitted = {admit.room for admit in plan.admits}
+        for step_row in plan.rows:
+            if step_row.room in admitted and step_row.first_position:
+                self._send(rank, step_row.room, step_row.new_pages, step_row.first_position)
+
+    def _send_finished(self, rank: int, plan: StepPlan) -> None:
+        for step_row in plan.rows:
+            pages = self.ranks[Role.PREFILL].pages[step_row.room]
+            self._send(rank, step_row.room, pages, step_row.first_position + len(step_row.token_ids))
+
+    def _send(self, rank: int, room: Room, pages: list[int], computed_len: int) -> None:
+        session = self.sessions[room, rank]
+        pairs = session.advance(pages, computed_len)
+        for source, target in pairs:
+            self.ranks[Role.DECODE].write(target, list(self.ranks[Role.PREFILL].memory[source]))
+        if pairs:
+            session.written(len(pairs), len(pairs) * self.decode_row.layout.page_bytes)
+            self.num_pages_sent += len(pairs)
+        if session.is_over:
+            self._report(session, rank)
+
+    def _drop(self, address: str, message: DropSend) -> None:
+        rank = int(address.partition("/")[2])
+        session = self.sessions.get((message.room, rank))
+        if session is None:
+            report = SendReport(
+                room=message.room, generation=message.generation, sender_rank=rank, state=SendState.DRAINED
+            )
+            self.queues[address, "prefill/0"].append(report)
+            return
+        session.drop()
+        session.drained()
+        self._report(session, rank)
+
+    def _report(self, session: SenderSession, rank: int) -> None:
+        done = session.done()
+        if done is not None:
+            self.queues[f"sender/{rank}", "decode/0"].append(done)
+        self.queues[f"sender/{rank}", "prefill/0"].append(session.report())
+
+    def _post(self, address: str) -> None:
+        leader = self.leaders[address]
+        outgoing, leader.outgoing = leader.outgoing, []
+        for target, message in outgoing:
+            self.queues[address, target].append(message)

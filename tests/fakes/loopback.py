@@ -1,0 +1,54 @@
+"""A transfer backend inside one process: regions are byte arrays, and a test can make writes wait or fail."""
+
+import threading
+from collections.abc import Sequence
+
+from cluster.spec.config import TransferBackendName
+from cluster.spec.errors import TransferError
+from cluster.spec.registry import Endpoint
+from transfer.backends.interface import Region, out_of_bounds
+from transfer.plan import Span
+
+
+class Loopback:
+    """Any number of regions; all of them are each other's peers."""
+
+    name = TransferBackendName.SHARED_MEMORY
+    settle_s = 0.0
+
+    def __init__(self) -> None:
+        self.memory: dict[str, bytearray] = {}
+        self.batch_sizes: list[int] = []
+        self.forgotten: list[str] = []
+        self.failing: set[str] = set()
+        """Sessions whose writes fail."""
+        self.gate = threading.Event()
+        """Writes wait for it; open at first."""
+        self.gate.set()
+        self.is_writing = threading.Event()
+        """Set while or after a write waits at the gate."""
+
+    def allocate(self, num_bytes: int) -> Region:
+        session = f"loopback-{len(self.memory)}"
+        self.memory[session] = bytearray(num_bytes)
+        endpoint = Endpoint(backend="loopback", session=session, base_address=0, num_bytes=num_bytes)
+        return Region(memoryview(self.memory[session]), endpoint)
+
+    def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
+        self.is_writing.set()
+        assert self.gate.wait(10)
+        if target.session in self.failing:
+            raise TransferError(f"{target.session} fails")
+        if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):
+            raise TransferError(wrong)
+        self.batch_sizes.append(len(spans))
+        for source_offset, target_offset, num_bytes in spans:
+            self.memory[target.session][target_offset : target_offset + num_bytes] = source.buffer[
+                source_offset : source_offset + num_bytes
+            ]
+
+    def forget(self, target: Endpoint) -> None:
+        self.forgotten.append(target.session)
+
+    def close(self) -> None:
+        self.memory.clear()

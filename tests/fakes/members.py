@@ -1,0 +1,73 @@
+"""Members of a cluster for real Ray: they register, answer Shutdown and Drain, and compute nothing."""
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from cluster.bootstrap.client import LeaseKeeper
+from cluster.channel import Inbox
+from cluster.spec.config import DeployConfig
+from cluster.spec.messages import Drain, Message, Shutdown
+from cluster.spec.registry import RankRow, ReplicaLoad
+from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+from tests.fakes.rows import make_row
+
+
+class QuietWorker:
+    """See WorkerActor. Its row's transfer session is its process id."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+
+    def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        self._model = model
+        self._spec = spec
+        self._rendezvous = rendezvous
+        self._inbox = Inbox(spec.host)
+
+    def open_store(self) -> str:
+        return f"{self._spec.host}:{os.getpid()}"
+
+    def load(self, store: str) -> RankRow:
+        if self._model == "broken" and self._spec.global_rank == 1:
+            raise ValueError(f"rank {self._spec.global_rank} cannot load, store {store.partition(':')[0]}")
+        spec = self._spec
+        row = make_row(spec.replica, spec.global_rank, spec.sizes, spec.incarnation, address=self._inbox.address)
+        endpoint = msgspec.structs.replace(row.endpoint, session=str(os.getpid()))
+        return msgspec.structs.replace(row, endpoint=endpoint)
+
+    def run(self, rows: list[RankRow]) -> None:
+        keeper = None
+        if self._spec.is_leader:
+            meeting, config = self._rendezvous, self._spec.config.resources
+            keeper = LeaseKeeper(
+                meeting.bootstrap_url, meeting.token, rows, ReplicaLoad, lambda _: None, config.heartbeat_s
+            )
+            keeper.start()
+        _wait(self._inbox, Shutdown)
+        if keeper is not None:
+            keeper.stop(unregister=True)
+
+
+class QuietRouter:
+    """See RouterActor. Every request has always ended."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        os.environ.update(environ)
+
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
+        del model, rendezvous
+        self._inbox = Inbox(host)
+        return f"http://{config.router.host}:{config.router.port}", self._inbox.address
+
+    def run(self) -> bool:
+        _wait(self._inbox, Drain)
+        return True
+
+
+def _wait(inbox: Inbox, kind: type[Message]) -> None:
+    while not any(isinstance(message, kind) for message in inbox.receive(60.0)):
+        continue
+    inbox.close()

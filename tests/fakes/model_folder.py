@@ -1,0 +1,46 @@
+"""A model folder without weights whose tokens are bytes: token i is byte i, then come the special tokens."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers, processors
+
+BOS, EOS = 256, 257
+VOCAB_SIZE = 258
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_model_folder(folder: Path, *, max_context: int = 512, template: str | None = TEMPLATE) -> Path:
+    """Write tokenizer and configurations; completions begin with BOS."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {character: byte for byte, character in _byte_characters().items()} | {"<s>": BOS, "</s>": EOS}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+    if template is not None:
+        tokenizer_config["chat_template"] = template
+    write_json(folder / "tokenizer_config.json", tokenizer_config)
+    write_json(folder / "config.json", {"max_position_embeddings": max_context, "vocab_size": VOCAB_SIZE})
+    write_json(folder / "generation_config.json", {"eos_token_id": [EOS]})
+    return folder
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file by this JSON."""
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable stand-in that byte-level tokenizers have for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -1,0 +1,80 @@
+"""An endpoint that answers at once: a completion is `max_tokens` times "x ", a chat repeats the last message."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+REFUSED = "refuse this"
+"""A chat message that is answered with HTTP 503; so is a prompt whose first token id is `REFUSED_TOKEN`."""
+REFUSED_TOKEN = 10
+CUT = "cut this"
+"""A chat message whose stream ends with an error event after the first piece."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._send(200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        assert isinstance(server, FakeServer)
+        server.bodies.append(body)
+        text = body["messages"][-1]["content"] if "messages" in body else ""
+        if text == REFUSED or body.get("prompt", [None])[0] == REFUSED_TOKEN:
+            self._send(503, json.dumps({"error": {"message": "nothing is ready"}}))
+        else:
+            self._send(200, "".join(_stream(body, text)))
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def _send(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Listens on a free port of this machine."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+def _stream(body: dict[str, Any], text: str) -> Iterator[str]:
+    yield ": waiting\n\n"
+    pieces = text.split(" ") if "messages" in body else ["x"] * body["max_tokens"]
+    for index, piece in enumerate(pieces):
+        if text == CUT and index:
+            yield _event({"error": {"message": "the replica is gone"}})
+            return
+        choice = {"delta": {"content": piece + " "}} if "messages" in body else {"text": piece + " "}
+        yield _event({"choices": [choice | {"index": 0, "finish_reason": None}]})
+    last = {"delta": {}} if "messages" in body else {"text": ""}
+    yield _event({"choices": [last | {"index": 0, "finish_reason": "length"}]})
+    if body.get("stream_options"):
+        yield _event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(pieces)}})
+    yield "data: [DONE]\n\n"
+
+
+def _event(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+@contextmanager
+def serve() -> Iterator[FakeServer]:
+    """A fake endpoint on a free port; its ``url`` and the ``bodies`` it was sent can be read."""
+    with FakeServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,255 @@
+"""An actor system of threads in this process, and members for it: launch and supervisor without Ray, ports or torch.
+
+A fake worker's answers are what its spec says; its leader registers all rows in the world's table, and is ready.
+"""
+
+# ruff: noqa: ARG002 - the fakes have the signatures of what they stand for
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.actors import Actor, Machine, Reservation, Seat
+from cluster.bootstrap.table import BootstrapTable, rows_digest
+from cluster.launch.kinds import ActorKinds
+from cluster.launch.tools import Tools
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.messages import Message
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+from tests.fakes.rows import make_row
+
+HOME = Machine(node_id="home", address="10.0.0.1", cpus=64.0, gpus=0.0)
+
+
+@dataclass(eq=False)
+class FakeActor:
+    """One object and the thread its calls run in."""
+
+    name: str
+    thing: Any = None
+    calls: "queue.SimpleQueue[Callable[[], None]]" = field(default_factory=queue.SimpleQueue)
+    open: "list[Future[Any]]" = field(default_factory=list)
+    alive: bool = True
+
+    def serve(self) -> None:
+        while True:
+            self.calls.get()()
+
+    def die(self) -> None:
+        """What SIGKILL does."""
+        self.alive = False
+        for call in list(self.open):
+            if not call.done():
+                call.set_exception(PeerUnreachableError(f"the process of {self.name} died"))
+
+
+@dataclass(frozen=True, eq=False)
+class FakeReservation:
+    """Seats; never refused."""
+
+    name: str
+    seats: Sequence[Seat]
+
+
+class FakeSystem:
+    """See ActorSystem. ``log`` tells what was asked for, in order."""
+
+    def __init__(self, machines: Sequence[Machine] = (HOME,)) -> None:
+        self._machines = list(machines)
+        self.actors: dict[str, FakeActor] = {}
+        self.reserved: list[FakeReservation] = []
+        self.log: list[str] = []
+
+    @property
+    def home(self) -> Machine:
+        return self._machines[0]
+
+    def machines(self) -> list[Machine]:
+        return self._machines
+
+    def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> FakeReservation:
+        reservation = FakeReservation(name, tuple(seats))
+        self.reserved.append(reservation)
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        assert isinstance(reservation, FakeReservation)
+        self.reserved.remove(reservation)
+
+    def start(
+        self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None
+    ) -> FakeActor:
+        assert name not in self.actors, f"two actors named {name}"
+        assert seat is None or seat[0] in self.reserved
+        actor = self.actors[name] = FakeActor(name)
+        self.log.append(f"start {name}")
+        actor.calls.put(lambda: setattr(actor, "thing", kind(*args)))
+        threading.Thread(target=actor.serve, daemon=True).start()
+        return actor
+
+    def call(self, actor: Actor, method: str, *args: object) -> "Future[Any]":
+        assert isinstance(actor, FakeActor)
+        done: Future[Any] = Future()
+        self.log.append(f"{method} {actor.name}")
+        actor.open.append(done)
+        if actor.alive:
+            actor.calls.put(lambda: _settle(done, lambda: getattr(actor.thing, method)(*args)))
+        else:
+            actor.die()
+        return done
+
+    def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
+        for actor in actors:
+            assert isinstance(actor, FakeActor)
+            self.log.append(f"kill {actor.name}")
+            actor.die()
+        return True
+
+    def living(self, prefix: str) -> list[FakeActor]:
+        """Actors that live and whose name starts so."""
+        return [actor for name, actor in self.actors.items() if actor.alive and name.startswith(prefix)]
+
+
+class World:
+    """The table, the addresses and the failures that fake members share."""
+
+    def __init__(self, system: FakeSystem | None = None) -> None:
+        self.system = system or FakeSystem()
+        self.table = BootstrapTable(lease_s=3600.0)
+        self.bootstrap_up = True
+        self.stages: list[tuple[str, str]] = []
+        self.load_errors: dict[tuple[str, int], Exception] = {}
+        """By replica and global rank: what loading raises."""
+        self.drains = True
+        """Whether the router's open requests end in time."""
+        self.rendezvous: list[Rendezvous] = []
+        self._ends: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def tools(self) -> Tools:
+        """Everything a Launcher needs."""
+        return Tools(
+            system=self.system,
+            progress=lambda member, stage: self.stages.append((member, stage)),
+            kinds=ActorKinds(
+                worker=_bound(FakeWorker, self), router=_bound(FakeRouter, self), bootstrap=_bound(FakeBootstrap, self)
+            ),
+            tell=self.tell,
+            connect=lambda _: FakeTable(self),
+            sweep=lambda: None,
+        )
+
+    def tell(self, addresses: Sequence[str], message: Message) -> None:
+        for address in addresses:
+            self.end_of(address).set()
+
+    def end_of(self, address: str) -> threading.Event:
+        """Set when whoever listens at the address was told to end."""
+        with self._lock:
+            return self._ends.setdefault(address, threading.Event())
+
+
+class FakeTable:
+    """See Table; the world's table without HTTP."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if not self._world.bootstrap_up:
+                raise PeerUnreachableError("the bootstrap service does not answer")
+            if self._world.table.version != version:
+                return self._world.table.snapshot(now_s=0.0)
+            time.sleep(0.002)
+        return None
+
+    def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
+        self._world.table.unregister(replica, incarnation, reaped=reaped)
+
+    def close(self) -> None:
+        self._world.system.log.append("close table")
+
+
+class FakeWorker:
+    """See WorkerActor."""
+
+    def __init__(self, world: World, environ: Mapping[str, str]) -> None:
+        self._world = world
+
+    def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
+        self._spec = spec
+        self._world.rendezvous.append(rendezvous)
+
+    def open_store(self) -> str:
+        assert self._spec.is_leader
+        return f"{self._spec.host}:1"
+
+    def load(self, store: str) -> RankRow:
+        error = self._world.load_errors.get((self._spec.replica, self._spec.global_rank))
+        if error is not None:
+            raise error
+        spec = self._spec
+        return make_row(spec.replica, spec.global_rank, spec.sizes, spec.incarnation)
+
+    def run(self, rows: list[RankRow]) -> None:
+        row = rows[self._spec.global_rank]
+        if self._spec.is_leader:
+            for each in rows:
+                self._world.table.register(each)
+            beat = Heartbeat(
+                replica=row.replica, incarnation=row.incarnation, rows_digest=rows_digest(rows), load=ReplicaLoad()
+            )
+            self._world.table.heartbeat(beat, now_s=0.0)
+        self._world.end_of(row.address).wait()
+
+
+class FakeRouter:
+    """See RouterActor."""
+
+    def __init__(self, world: World, environ: Mapping[str, str]) -> None:
+        self._world = world
+
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
+        self._world.rendezvous.append(rendezvous)
+        return f"http://{host}:{config.router.port or 4000}", "router-control"
+
+    def run(self) -> bool:
+        self._world.end_of("router-control").wait()
+        return self._world.drains
+
+
+class FakeBootstrap:
+    """See BootstrapActor."""
+
+    def __init__(self, world: World, environ: Mapping[str, str]) -> None:
+        self._world = world
+
+    def start(self, host: str, port: int, token: str, lease_s: float) -> str:
+        return f"http://{host}:{port or 3000}"
+
+    def run(self) -> None:
+        self._world.end_of("bootstrap").wait()
+
+
+def _bound(kind: type, world: World) -> type:
+    return type(kind.__name__, (kind,), {"__init__": lambda self, environ: kind.__init__(self, world, environ)})  # type: ignore[misc]
+
+
+def _settle(done: "Future[Any]", act: Callable[[], Any]) -> None:
+    try:
+        result = act()
+    except Exception as error:
+        if not done.done():
+            done.set_exception(error)
+        return
+    if not done.done():
+        done.set_result(result)

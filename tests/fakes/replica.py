@@ -1,0 +1,146 @@
+"""A prefill and a decode replica that speak the real messages over the real channel, and compute nothing.
+
+The decode side answers with the prompt over again, so the text of an answer is the text of its prompt:
+output i is prompt[1 + i mod (len - 1)] for a prompt that begins with BOS.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from cluster.channel import Inbox, Outbox
+from cluster.spec.ids import Room
+from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Shutdown, Submit
+from tests.fakes.bootstrap import peer_of
+
+
+def answer_of(submit: Submit) -> tuple[list[int], FinishReason]:
+    """The whole answer, computable on paper."""
+    body = submit.prompt_ids[1:] or submit.prompt_ids
+    tokens: list[int] = []
+    for i in range(submit.stopping.max_tokens):
+        tokens.append(body[i % len(body)])
+        if tokens[-1] in submit.stopping.stop_token_ids:
+            return tokens, FinishReason.STOP
+    return tokens, FinishReason.LENGTH
+
+
+@dataclass
+class FakeReplica:
+    """One leader in a thread. Change how it behaves by its fields, at any time."""
+
+    name: str
+    token_s: float = 0.0
+    """Time between two batches of tokens."""
+    batch: int = 3
+    """Tokens in one Output."""
+    fails: str | None = None
+    """Answer every Submit with this failure."""
+    fails_after: int | None = None
+    """Fail once this many tokens were sent."""
+    cached_tokens: int = 0
+    """What the first Output says of the prompt."""
+    skips: bool = False
+    """Lose the second batch of every answer."""
+    flow: threading.Event = field(default_factory=threading.Event)
+    """While clear, no tokens are sent."""
+    submits: list[Submit] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
+    news: threading.Condition = field(default_factory=threading.Condition)
+
+    def __enter__(self) -> Self:
+        self.flow.set()
+        self._inbox = Inbox("127.0.0.1")
+        self.peer: Peer = peer_of(self.name, address=self._inbox.address)
+        self._open: dict[Room, tuple[Submit, int]] = {}
+        self._thread = threading.Thread(target=self._loop, name=self.name)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        outbox = Outbox()
+        outbox.send(self.peer.address, Shutdown(reason="test over"))
+        self._thread.join()
+        outbox.close()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were neither finished nor cancelled."""
+        return len(self._open)
+
+    def wait_cancels(self, count: int, timeout_s: float = 5.0) -> list[Cancel]:
+        """The cancels, as soon as there are so many."""
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.cancels) >= count, timeout_s), f"{self.name}: {self.cancels}"
+            return list(self.cancels)
+
+    def wait_submits(self, count: int, timeout_s: float = 5.0) -> list[Submit]:
+        """The submits, as soon as there are so many."""
+        with self.news:
+            assert self.news.wait_for(lambda: len(self.submits) >= count, timeout_s), f"{self.name}: {self.submits}"
+            return list(self.submits)
+
+    def _loop(self) -> None:
+        outbox = Outbox()
+        running = True
+        while running:
+            busy = bool(self._open) and self.flow.is_set()
+            for message in self._inbox.receive(self.token_s if busy else 0.02):
+                running = running and self._take(message, outbox)
+            if self.flow.is_set():
+                self._emit(outbox)
+        self._inbox.close()
+        outbox.close()
+
+    def _take(self, message: object, outbox: Outbox) -> bool:
+        with self.news:
+            match message:
+                case Submit():
+                    self.submits.append(message)
+                    if self.fails is not None:
+                        self._fail(message, outbox, self.fails)
+                    elif self.name.startswith("decode"):
+                        self._open[message.room] = message, 0
+                case Cancel():
+                    self.cancels.append(message)
+                    self._open.pop(message.room, None)
+            self.news.notify_all()
+        return not isinstance(message, Shutdown)
+
+    def _emit(self, outbox: Outbox) -> None:
+        for room, (submit, start) in list(self._open.items()):
+            tokens, finish = answer_of(submit)
+            end = start + self.batch
+            last = end >= len(tokens)
+            self._open[room] = submit, end
+            if last or (self.fails_after is not None and end > self.fails_after):
+                del self._open[room]
+            if not last and room not in self._open:
+                self._fail(submit, outbox, "out of memory")
+            elif not (self.skips and start == self.batch):
+                self._send(outbox, submit, start, tokens[start:end], finish if last else None)
+
+    def _send(self, outbox: Outbox, submit: Submit, start: int, tokens: list[int], finish: FinishReason | None) -> None:
+        output = Output(
+            room=submit.room,
+            replica=self.peer.replica,
+            incarnation=self.peer.incarnation,
+            first_index=start,
+            token_ids=tokens,
+            finish=finish,
+            cached_tokens=self.cached_tokens if start == 0 else 0,
+        )
+        outbox.send(submit.reply_to, output)
+
+    def _fail(self, submit: Submit, outbox: Outbox, reason: str) -> None:
+        failure = Failure(
+            room=submit.room,
+            replica=self.peer.replica,
+            incarnation=self.peer.incarnation,
+            reason=reason,
+            retryable=True,
+        )
+        outbox.send(submit.reply_to, failure)

@@ -1,0 +1,46 @@
+"""Rows of the rank table, made by hand: small, legal, and equal within a replica."""
+
+from typing import Any
+
+import msgspec
+
+from cluster.spec.ids import Incarnation, parse_replica_id
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.lifecycle import Role
+from cluster.spec.ranks import coords_of, world_size
+from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
+
+GEOMETRY = KvGeometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
+LAYOUT = PoolLayout(
+    num_pages=4, first_head=0, num_heads=1, first_layer=0, num_layers=1, page_size=4, head_dim=2, itemsize=4
+)
+
+
+def sizes(dp: int = 1, cp: int = 1, tp: int = 1, pp: int = 1) -> RankCoords:
+    """Axis sizes."""
+    return RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)
+
+
+def make_row(replica: str, rank: int, of: RankCoords, incarnation: int = 1, **changes: Any) -> RankRow:
+    """The row of one rank; ``changes`` replace fields."""
+    row = RankRow(
+        replica=parse_replica_id(replica),
+        role=Role(replica.split("-")[0]),
+        incarnation=Incarnation(incarnation),
+        coords=coords_of(rank, of),
+        sizes=of,
+        global_rank=rank,
+        address=f"tcp://{replica}.{incarnation}:{rank}",
+        endpoint=Endpoint(backend="fake", session="", base_address=0, num_bytes=0),
+        geometry=GEOMETRY,
+        layout=LAYOUT,
+        transfer_mode=TransferMode.ALL_RANKS,
+        ownership=KvOwnership.REPLICATED,
+        build="test",
+    )
+    return msgspec.structs.replace(row, **changes)
+
+
+def make_rows(replica: str, of: RankCoords, incarnation: int = 1) -> list[RankRow]:
+    """Every row of one replica."""
+    return [make_row(replica, rank, of, incarnation) for rank in range(world_size(of))]

@@ -1,0 +1,64 @@
+"""A group of ranks inside one process: each rank is a thread, and collectives meet at a barrier."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from workers.parallel.collectives import Communicator
+
+T = TypeVar("T")
+
+
+class Done:
+    """A collective that is over when its call returns."""
+
+    def wait(self) -> bool:
+        return True
+
+
+class ThreadBackend:
+    """One rank's end; ``board`` has a place for each rank."""
+
+    def __init__(self, rank: int, board: list[Tensor], gate: Barrier) -> None:
+        self.rank, self.board, self.gate = rank, board, gate
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Done:
+        self.board[self.rank] = tensor
+        self.gate.wait()
+        torch.cat(self.board, out=output)
+        return self._leave()
+
+    def barrier(self) -> Done:
+        return self._leave()
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Done:
+        self.board[self.rank] = tensor
+        self.gate.wait()
+        if self.rank != root:
+            tensor.copy_(self.board[root])
+        return self._leave()
+
+    def _leave(self) -> Done:
+        self.gate.wait()
+        return Done()
+
+
+def on_thread_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
+    """Call a function as every rank of a group at once; the results by rank."""
+    if size == 1:
+        return [function(Communicator("threads"))]
+    barrier, board = Barrier(size, timeout=20), [torch.empty(0)] * size
+
+    def call(rank: int) -> T:
+        try:
+            return function(Communicator("threads", rank, size, ThreadBackend(rank, board, barrier)))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(call, range(size)))

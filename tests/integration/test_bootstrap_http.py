@@ -1,0 +1,288 @@
+"""The bootstrap service over real sockets: routes, refusals in words, watches, leases, and its own restart."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import msgspec
+import pytest
+
+from cluster.bootstrap.client import BootstrapClient, LeaseKeeper, watch_table
+from cluster.bootstrap.service import BootstrapServer
+from cluster.bootstrap.table import RefusalCode, TableRefusedError, rows_digest
+from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
+from cluster.spec.ids import ReplicaId
+from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
+from tests.fakes.rows import make_row, make_rows, sizes
+
+pytestmark = pytest.mark.integration
+
+TOKEN = "token-of-the-test"
+LEASE_S = 0.4
+P0 = ReplicaId("prefill-0")
+CP2 = sizes(cp=2)
+ROWS = make_rows(P0, CP2)
+BEAT = Heartbeat(replica=P0, incarnation=ROWS[0].incarnation, rows_digest=rows_digest(ROWS), load=ReplicaLoad())
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
+    yield server.start()
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def empty_url() -> Iterator[str]:
+    """A service that no test registers anything with."""
+    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
+    yield server.start()
+    server.stop()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[BootstrapClient]:
+    client = BootstrapClient(url, TOKEN)
+    yield client
+    client.close()
+
+
+def make_ready(client: BootstrapClient) -> None:
+    for row in ROWS:
+        client.register(row)
+    assert client.heartbeat(BEAT)
+
+
+def is_ready(snapshot: TableSnapshot) -> bool:
+    entry = snapshot.find(P0)
+    return entry is not None and entry.ready
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.01)
+
+
+def test_rows_travel_and_come_back(client: BootstrapClient) -> None:
+    assert not client.heartbeat(BEAT)
+    make_ready(client)
+    assert client.lookup(P0, ROWS[1].coords) == ROWS[1]
+    entry = client.table().find(P0)
+    assert entry is not None
+    assert (entry.rows, entry.ready) == (tuple(ROWS), True)
+    client.unregister(P0, ROWS[0].incarnation, reaped=True)
+    assert client.table().replicas == ()
+    assert client.table().reaped == {P0: ROWS[0].incarnation}
+
+
+def test_table_is_nested_for_people(url: str, client: BootstrapClient) -> None:
+    make_ready(client)
+    table = httpx.get(f"{url}/table", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False).json()
+    assert table["replicas"]["prefill-0"]["ranks"]["0"]["1"]["0"]["0"]["address"] == ROWS[1].address
+    assert table["snapshot"]["replicas"][0]["replica"] == "prefill-0"
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "/replicas/prefill-0/ranks/0/0/0/0"),
+        ("GET", "/replicas/prefill-0/ranks/0/0/0/0"),
+        ("POST", "/replicas/prefill-0/heartbeat"),
+        ("DELETE", "/replicas/prefill-0?incarnation=1"),
+        ("GET", "/table"),
+        ("GET", "/watch?version=0"),
+        ("POST", "/stop"),
+    ],
+)
+def test_every_route_wants_the_token(empty_url: str, method: str, path: str, headers: dict[str, str]) -> None:
+    reply = httpx.request(method, f"{empty_url}{path}", headers=headers, trust_env=False)
+    assert reply.status_code == 401
+    assert reply.json()["error"]["message"] == "wrong or missing bearer token in the Authorization header"
+
+
+def test_health_needs_no_token(empty_url: str) -> None:
+    assert httpx.get(f"{empty_url}/health", trust_env=False).json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("PUT", "/replicas/prefill-0/ranks/0/0/0/0", b"{", 400, "the body is not a RankRow: Input data was truncated"),
+        ("PUT", "/replicas/prefill-0/ranks/0/0/0/0", b"{}", 400, "missing required field `replica`"),
+        ("PUT", "/replicas/router-0/ranks/0/0/0/0", msgspec.json.encode(ROWS[0]), 400, "'router-0' is not of the form"),
+        (
+            "PUT",
+            "/replicas/prefill-0/ranks/0/1/0/0",
+            msgspec.json.encode(ROWS[0]),
+            400,
+            "the path names prefill-0 dp0/cp1/tp0/pp0, the body prefill-0 dp0/cp0/tp0/pp0",
+        ),
+        ("POST", "/replicas/decode-0/heartbeat", msgspec.json.encode(BEAT), 400, "the path names decode-0"),
+        ("GET", "/replicas/prefill-0/ranks/0/x/0/0", b"", 400, "cp: Input should be a valid integer"),
+        ("GET", "/replicas/prefill-0/ranks/0/7/0/0", b"", 404, "prefill-0 has no row dp0/cp7/tp0/pp0"),
+        ("DELETE", "/replicas/prefill-0", b"", 400, "incarnation: Field required"),
+        ("GET", "/watch?version=0&timeout_s=1e9", b"", 400, "timeout_s: Input should be less than or equal to 60"),
+        ("GET", "/nowhere", b"", 404, "Not Found"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(
+    empty_url: str, method: str, path: str, body: bytes, status: int, words: str
+) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    reply = httpx.request(method, f"{empty_url}{path}", content=body, headers=headers, trust_env=False)
+    assert reply.status_code == status
+    assert words in reply.json()["error"]["message"]
+
+
+def test_refusals_of_the_table_reach_the_caller(client: BootstrapClient) -> None:
+    client.register(make_row(P0, 0, CP2, incarnation=5))
+    with pytest.raises(TableRefusedError, match="incarnation 1 is replaced by 5") as caught:
+        client.register(ROWS[0])
+    assert caught.value.code is RefusalCode.SUPERSEDED
+    with pytest.raises(TableRefusedError, match="replaced by 5"):
+        client.heartbeat(BEAT)
+    with pytest.raises(TableRefusedError, match="build other given"):
+        client.register(make_row(P0, 1, CP2, incarnation=5, build="other"))
+
+
+def test_wrong_token_and_absent_service_have_their_own_errors(url: str) -> None:
+    stranger = BootstrapClient(url, "another-token")
+    with pytest.raises(BatonError, match="bearer token"):
+        stranger.table()
+    stranger.close()
+    lost = BootstrapClient("http://127.0.0.1:9", TOKEN)
+    with pytest.raises(PeerUnreachableError, match=r"the bootstrap service at http://127.0.0.1:9 does not answer"):
+        lost.table()
+    lost.close()
+
+
+def test_watch_returns_on_change_on_expiry_and_on_time(url: str, client: BootstrapClient) -> None:
+    version = client.table().version
+    before_s = time.monotonic()
+    assert client.watch(version, 0.1) is None
+    assert time.monotonic() - before_s >= 0.1
+    other = BootstrapClient(url, TOKEN)
+    threading.Timer(0.05, make_ready, [other]).start()
+    while not is_ready(snapshot := client.watch(version, WAIT_S) or pytest.fail("no change seen")):
+        version = snapshot.version
+    before_s = time.monotonic()
+    expired = client.watch(snapshot.version, WAIT_S)
+    assert expired is not None
+    assert not is_ready(expired)
+    assert time.monotonic() - before_s < LEASE_S + 1.0
+    other.close()
+
+
+def test_waiting_watchers_cost_nothing(url: str) -> None:
+    clients = [BootstrapClient(url, TOKEN) for _ in range(8)]
+    version = clients[0].table().version
+    threads = [threading.Thread(target=client.watch, args=(version, 1.5)) for client in clients]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.4)
+    before_s = time.process_time()
+    time.sleep(0.8)
+    used_s = time.process_time() - before_s
+    for thread in threads:
+        thread.join()
+    for client in clients:
+        client.close()
+    assert used_s < 0.05
+
+
+def test_stop_request_reaches_watchers(url: str, client: BootstrapClient) -> None:
+    version = client.table().version
+    other = BootstrapClient(url, TOKEN)
+    threading.Timer(0.05, other.request_stop).start()
+    snapshot = client.watch(version, WAIT_S)
+    other.close()
+    assert snapshot is not None
+    assert snapshot.stop_requested
+
+
+def test_ending_service_answers_its_watchers() -> None:
+    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
+    client = BootstrapClient(server.start(), TOKEN)
+    version = client.table().version
+    threading.Timer(0.1, server.stop).start()
+    before_s = time.monotonic()
+    assert client.watch(version, 30.0) is None
+    server.run()
+    assert time.monotonic() - before_s < WAIT_S
+    client.close()
+
+
+def test_port_in_use_is_refused_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            BootstrapServer("127.0.0.1", port, TOKEN, LEASE_S).start()
+
+
+def keeper_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefusedError]) -> LeaseKeeper:
+    return LeaseKeeper(url, TOKEN, ROWS, ReplicaLoad, tables.append, 0.05, refusals.append)
+
+
+def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapClient) -> None:
+    tables: list[TableSnapshot] = []
+    keeper = keeper_of(url, tables, [])
+    keeper.start()
+    wait_until(lambda: tables and is_ready(tables[-1]))
+    time.sleep(1.5 * LEASE_S)
+    assert is_ready(client.table())
+    before_s = time.monotonic()
+    keeper.stop(unregister=True)
+    assert time.monotonic() - before_s < 1.0, "the long poll is not waited for"
+    assert client.table().replicas == ()
+
+
+def test_lease_keeper_refills_a_restarted_service() -> None:
+    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
+    url = server.start()
+    tables: list[TableSnapshot] = []
+    keeper = keeper_of(url, tables, [])
+    keeper.start()
+    wait_until(lambda: tables and is_ready(tables[-1]))
+    version = tables[-1].version
+    server.stop()
+    again = BootstrapServer("127.0.0.1", int(url.rsplit(":", 1)[1]), TOKEN, LEASE_S)
+    assert again.start() == url
+    wait_until(lambda: tables[-1].version > version and is_ready(tables[-1]))
+    again.stop()
+    keeper.stop(unregister=True)
+
+
+def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapClient) -> None:
+    client.register(make_row(P0, 0, CP2, incarnation=7))
+    refusals: list[TableRefusedError] = []
+    keeper = keeper_of(url, [], refusals)
+    keeper.start()
+    wait_until(lambda: refusals)
+    time.sleep(0.2)
+    keeper.stop(unregister=True)
+    assert [error.code for error in refusals] == [RefusalCode.SUPERSEDED]
+    entry = client.table().find(P0)
+    assert entry is not None
+    assert entry.incarnation == 7
+
+
+async def test_watch_table_waits_through_the_absence_of_the_service() -> None:
+    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
+    url = server.start()
+    tables = watch_table(url, TOKEN)
+    first = await anext(tables)
+    await asyncio.to_thread(server.stop)
+    again = BootstrapServer("127.0.0.1", int(url.rsplit(":", 1)[1]), TOKEN, LEASE_S)
+    following = asyncio.ensure_future(anext(tables))
+    await asyncio.sleep(0.1)
+    again.start()
+    assert (await asyncio.wait_for(following, WAIT_S)).version > first.version
+    await tables.aclose()
+    await asyncio.to_thread(again.stop)

@@ -1,0 +1,104 @@
+"""`baton chat` and `baton bench serve` against an endpoint that answers at once."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cluster.cli.bench import bench
+from cluster.cli.chat import chat
+from tests.fakes import openai_server
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def server() -> Iterator[openai_server.FakeServer]:
+    with openai_server.serve() as running:
+        yield running
+
+
+def test_one_message(server: openai_server.FakeServer) -> None:
+    result = _chat("--url", server.url, "-m", "hello there", "--max-tokens", "7")
+    assert (result.exit_code, result.stdout) == (0, "hello there \n")
+    assert server.bodies[0]["model"] == "fake"
+    assert server.bodies[0]["max_tokens"] == 7
+
+
+def test_conversation_remembers_until_reset(server: openai_server.FakeServer) -> None:
+    result = _chat("--url", server.url, typed="one\ntwo\n\n/reset\nthree\n")
+    assert result.exit_code == 0
+    assert "fake at" in result.stdout
+    said = [[message["content"] for message in body["messages"]] for body in server.bodies]
+    assert said == [["one"], ["one", "one ", "two"], ["three"]]
+
+
+def test_a_failed_question_is_told_and_forgotten(server: openai_server.FakeServer) -> None:
+    result = _chat("--url", server.url, typed=f"{openai_server.REFUSED}\n{openai_server.CUT}\nagain\n")
+    assert result.exit_code == 0
+    assert "HTTP 503: nothing is ready" in result.stderr
+    assert "the replica is gone" in result.stderr
+    assert [message["content"] for message in server.bodies[-1]["messages"]] == ["again"]
+
+
+def test_one_message_that_fails_ends_with_an_error(server: openai_server.FakeServer) -> None:
+    result = _chat("--url", server.url, "-m", openai_server.REFUSED)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"baton chat: {server.url}: HTTP 503: nothing is ready\n"
+
+
+def test_nobody_at_the_url() -> None:
+    for result in (_chat("--url", "http://127.0.0.1:9", "-m", "x"), _bench("--url", "http://127.0.0.1:9")):
+        assert result.exit_code == 1
+        assert "http://127.0.0.1:9: " in result.stderr
+
+
+@pytest.mark.parametrize("loop", [("--concurrency", "2"), ("--request-rate", "200")])
+def test_bench_as_json(server: openai_server.FakeServer, loop: tuple[str, str]) -> None:
+    result = _bench(
+        "--url", server.url, "--json", "--num-requests", "6", "--input-len", "5", "--output-len", "3",
+        "--vocab-size", "900", "--warmup", "2", *loop,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["model"], report["completed"], report["failed"]) == ("fake", 6, 0)
+    assert (report["prompt_tokens"], report["output_tokens"]) == (30, 18)
+    assert report["ttft_ms"]["p50"] > 0
+    assert report["e2e_ms"]["p99"] >= report["ttft_ms"]["p99"]
+    assert len(server.bodies) == 8
+    assert server.bodies[-1]["ignore_eos"] is True
+    warmed = {tuple(body["prompt"]) for body in server.bodies[:2]}
+    assert warmed.isdisjoint(tuple(body["prompt"]) for body in server.bodies[2:])
+
+
+def test_bench_as_a_table(server: openai_server.FakeServer) -> None:
+    result = _bench("--url", server.url, "--num-requests", "3", "--input-len", "20", "--output-len", "2")
+    assert result.exit_code == 0, result.stderr
+    assert "time to first token" in result.stdout
+    assert "3 completed, 0 failed" in result.stdout
+
+
+def test_failures_are_counted_and_a_run_without_success_fails(server: openai_server.FakeServer) -> None:
+    # The only token id below this vocabulary size is the one that is refused.
+    result = _bench("--url", server.url, "--num-requests", "3", "--vocab-size", "11", "--warmup", "0")
+    assert result.exit_code == 1
+    assert "0 completed, 3 failed" in result.stdout
+    assert "3 x HTTP 503: nothing is ready" in result.stdout
+    warm = _bench("--url", server.url, "--num-requests", "3", "--vocab-size", "11", "--warmup", "1")
+    assert (warm.exit_code, warm.stdout) == (1, "")
+    assert "a warm-up request failed: HTTP 503" in warm.stderr
+
+
+def _chat(*arguments: str, typed: str = "") -> Result:
+    app = typer.Typer()
+    app.command()(chat)
+    return CliRunner().invoke(app, arguments, input=typed)
+
+
+def _bench(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.add_typer(bench, name="bench")
+    return CliRunner().invoke(app, ["bench", "serve", *arguments])

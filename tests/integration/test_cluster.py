@@ -1,0 +1,159 @@
+"""A whole cluster on real Ray, through its endpoint: exact answers, many clients, lost clients, lost ranks."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
+from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
+from workers.models.recall_prompts import chain_prompt, needle_prompt, recall_oracle
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+PAGE_SIZE = 64
+LONG = 32_768
+NEEDLE_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster("deploy/local-cpu.yaml", "test-endpoint") as running:
+        yield running
+
+
+def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused")
+    answer = client.chat.completions.create(model="recall", messages=[{"role": "user", "content": DEMO_PROMPT}])
+    assert answer.choices[0].message.content == DEMO_ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    stream = client.completions.create(
+        model="recall", prompt=DEMO_PROMPT, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == DEMO_ANSWER
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 1
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_a_needle_in_a_long_prompt_is_recalled(cluster: RunningCluster, depth: float) -> None:
+    prompt = needle_prompt(LONG, depth)
+    assert cluster.complete(prompt, NEEDLE_TOKENS) == recall_oracle(prompt, NEEDLE_TOKENS)
+
+
+def test_a_chain_through_every_page_is_followed(cluster: RunningCluster) -> None:
+    prompt = chain_prompt(LONG, PAGE_SIZE)
+    num_pages = (LONG - 1) // PAGE_SIZE
+    assert cluster.complete(prompt, num_pages) == recall_oracle(prompt, num_pages)
+
+
+def test_what_an_earlier_prompt_left_is_cached_and_counted(cluster: RunningCluster) -> None:
+    prompt = needle_prompt(3000, 0.5, seed=99)
+    body = {"model": "recall", "max_tokens": NEEDLE_TOKENS, "ignore_eos": True, "return_token_ids": True}
+    for asked, num_cached in [(prompt, 0), (prompt, 2944), ([*prompt[:200], *prompt[300:]], 192)]:
+        answer = httpx.post(
+            f"{cluster.url}/v1/completions", json={**body, "prompt": asked, "temperature": 0}, timeout=60
+        )
+        assert answer.json()["choices"][0]["token_ids"] == recall_oracle(asked, NEEDLE_TOKENS)
+        assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": num_cached}
+
+
+def test_many_clients_of_which_some_leave(cluster: RunningCluster) -> None:
+    outcomes = asyncio.run(_crowd(cluster.url, num_clients=32, seed=7, leavers=4))
+    assert outcomes.count("left") >= 3
+    assert outcomes.count("right") == 32 - outcomes.count("left")
+    cluster.wait_until(cluster.is_empty, 30)
+
+
+def test_a_client_that_leaves_during_prefill_frees_its_pages_on_both_sides(cluster: RunningCluster) -> None:
+    body = {"model": "recall", "prompt": needle_prompt(LONG, 0.5, seed=98), "max_tokens": 10}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=1.5)
+    cluster.wait_until(cluster.is_empty, 60)
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(cluster: RunningCluster) -> None:
+    answer = httpx.post(
+        f"{cluster.url}/v1/completions", json={"model": "recall", "prompt": [5] * 140_000, "max_tokens": 1}, timeout=60
+    )
+    assert answer.status_code == 400
+    assert "140000" in answer.json()["error"]["message"]
+    assert "131072" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("replica", ["prefill-0", "decode-0"])
+def test_a_killed_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
+    cluster: RunningCluster, replica: str
+) -> None:
+    """Requests at hand end well or with an error, never wrong, never not at all."""
+    before = cluster.replicas()[replica]
+    victim = listener_pid(before["rows"][-1]["address"])
+    outcomes = asyncio.run(_crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim)))
+    assert outcomes.count("right") + outcomes.count("failed") == 12
+    assert outcomes.count("failed") >= 1
+    cluster.wait_until(lambda: _is_renewed(cluster, replica, before["incarnation"]), 90)
+    prompt = needle_prompt(500, 0.5)
+    assert cluster.complete(prompt, NEEDLE_TOKENS) == recall_oracle(prompt, NEEDLE_TOKENS)
+    cluster.wait_until(cluster.is_empty, 30)
+
+
+async def _crowd(
+    url: str, num_clients: int, seed: int, leavers: int, after_s: tuple[float, int] | None = None
+) -> list[str]:
+    """The outcome of every client; ``after_s`` kills a process after so many seconds."""
+    rng = random.Random(seed)
+    leaving = set(rng.sample(range(num_clients), leavers))
+    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=num_clients)) as client:
+        jobs = [
+            asyncio.create_task(
+                _one_client(client, url, rng.choice([20, 100, 700, 3000, 8000]), index, index in leaving)
+            )
+            for index in range(num_clients)
+        ]
+        if after_s is not None:
+            await asyncio.sleep(after_s[0])
+            os.kill(after_s[1], signal.SIGKILL)
+        return await asyncio.gather(*jobs)
+
+
+async def _one_client(client: httpx.AsyncClient, url: str, length: int, seed: int, leaves: bool) -> str:
+    """``right`` if every streamed token is, ``left`` if it went after a few, ``failed`` if it was told so."""
+    prompt = needle_prompt(length, (seed % 5) / 4, seed=seed)
+    body = {
+        "model": "recall",
+        "prompt": prompt,
+        "max_tokens": NEEDLE_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    tokens: list[int] = []
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        if answer.status_code != 200:
+            return "failed" if answer.status_code >= 500 else f"status {answer.status_code}"
+        async for line in answer.aiter_lines():
+            if leaves and len(tokens) >= seed % NEEDLE_TOKENS:
+                return "left"
+            if line.startswith('data: {"error"'):
+                return "failed"
+            if line.startswith("data: {"):
+                tokens += _token_ids(line)
+    return "right" if tokens == recall_oracle(prompt, NEEDLE_TOKENS) else "wrong"
+
+
+def _token_ids(line: str) -> list[int]:
+    event: dict[str, Any] = httpx.Response(200, content=line.removeprefix("data: ")).json()
+    return [token for choice in event["choices"] for token in choice.get("token_ids", [])]
+
+
+def _is_renewed(cluster: RunningCluster, replica: str, incarnation: int) -> bool:
+    entry = cluster.replicas().get(replica)
+    return entry is not None and entry["ready"] and entry["incarnation"] > incarnation

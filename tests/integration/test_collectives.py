@@ -1,0 +1,226 @@
+"""Collectives through shared memory against those of gloo, between real processes, and what happens when one goes."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from workers.parallel import same_host
+from workers.parallel.collectives import CollectiveError, Communicator
+from workers.parallel.groups import gloo_backend, join_group, join_store, open_store
+from workers.parallel.shared_memory import SharedMemoryBackend
+
+pytestmark = pytest.mark.integration
+
+HOST, TIMEOUT_S, SIZE = "127.0.0.1", 30.0, 3
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
+
+
+def shared_group(address: str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Communicator:
+    return join_group(join_store(address, TIMEOUT_S), "shared", range(size), rank, host=HOST, timeout_s=timeout_s)
+
+
+def serve_rank(rank: int, address: str, pipe: Connection) -> None:
+    """For every seed that comes down the pipe, tell what one sequence of calls did on both kinds of group."""
+    torch.set_num_threads(1)
+    group = shared_group(address, rank, SIZE)
+    scope = PrefixStore("oracle", join_store(address, TIMEOUT_S))
+    backend = gloo_backend(scope, rank, SIZE, host=HOST, timeout=timedelta(seconds=TIMEOUT_S))
+    oracle = Communicator("gloo", rank, SIZE, backend)
+    pipe.send(type(group._backend).__name__)
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(differences(random.Random(pipe.recv()), rank, group, oracle))
+
+
+def differences(rng: random.Random, rank: int, group: Communicator, oracle: Communicator) -> list[str]:
+    """The calls of a random sequence whose results are not the same, bit for bit."""
+    wrong = []
+    for _ in range(12):
+        call, dtype, root = rng.choice(["all_gather", "broadcast", "barrier"]), rng.choice(DTYPES), rng.randrange(SIZE)
+        num_rows, width = int(2 ** rng.uniform(0, 12)) - 1, rng.choice([1, 3, 128])
+        torch.manual_seed(rng.randrange(1 << 30) + rank)
+        mine = torch.randint(0, 255, (num_rows, width)).to(dtype)
+        ours, theirs = (result_of(communicator, call, mine, root) for communicator in (group, oracle))
+        if not torch.equal(ours, theirs):
+            wrong.append(f"{call} of {dtype} {tuple(mine.shape)}, root {root}")
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.01)
+    return wrong
+
+
+def result_of(group: Communicator, call: str, mine: Tensor, root: int) -> Tensor:
+    if call == "all_gather":
+        out = mine.new_zeros(SIZE * len(mine), mine.shape[1])
+        group.all_gather(out, mine)
+        return out
+    if call == "broadcast":
+        out = mine.clone()
+        group.broadcast(out, root)
+        return out
+    group.barrier()
+    return mine
+
+
+@contextlib.contextmanager
+def processes(
+    target: Callable[..., None], ranks: Sequence[int], address: str
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    context = multiprocessing.get_context("spawn")
+    started = []
+    for rank in ranks:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(rank, address, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        yield started
+    finally:
+        for _, pipe in started:
+            pipe.close()
+        for process, _ in started:
+            process.join(0.5 if process.exitcode is None and target is not serve_rank else TIMEOUT_S)
+            process.kill()
+            process.join()
+
+
+def test_results_equal_those_of_gloo_bit_for_bit() -> None:
+    _store, port = open_store(HOST, TIMEOUT_S)
+    with processes(serve_rank, range(SIZE), f"{HOST}:{port}") as ranks:
+        assert [pipe.recv() for _, pipe in ranks] == ["SharedMemoryBackend"] * SIZE
+        for seed in range(8):
+            for _, pipe in ranks:
+                pipe.send(seed)
+            for _, pipe in ranks:
+                assert pipe.poll(TIMEOUT_S), "a rank did not answer"
+                assert pipe.recv() == []
+    assert [process.exitcode for process, _ in ranks] == [0] * SIZE
+
+
+def answer_once(rank: int, address: str, pipe: Connection) -> None:
+    """Meet, take part in one collective, and never again."""
+    pipe.send(os.getpid())
+    group = shared_group(address, rank, 2)
+    group.barrier()
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(number: signal.Signals) -> None:
+    _store, port = open_store(HOST, TIMEOUT_S)
+    with processes(answer_once, [1], f"{HOST}:{port}") as [(process, pipe)]:
+        pid = pipe.recv()
+        group = shared_group(f"{HOST}:{port}", 0, 2, timeout_s=TIMEOUT_S if number == signal.SIGKILL else 2.0)
+        group.barrier()
+        timer = threading.Timer(0.3, os.kill, (pid, number))
+        timer.start()
+        begin_s, begin_cpu_s = time.monotonic(), time.thread_time()
+        with pytest.raises(CollectiveError, match=rf"barrier in group shared, rank 0 of 2: rank 1 \(process {pid}\)"):
+            group.barrier()
+        assert time.monotonic() - begin_s < 5.0
+        assert time.thread_time() - begin_cpu_s < 0.25, "waiting should cost little"
+        with pytest.raises(CollectiveError):
+            group.barrier()
+        timer.join()
+        process.kill()
+
+
+def on_threads(function: Callable[[SharedMemoryBackend], list[Tensor]], piece_bytes: int) -> list[list[Tensor]]:
+    """What a function returns as each rank of a group inside this process, whose memory is moved in small pieces."""
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(SIZE))
+    with ThreadPoolExecutor(SIZE) as threads:
+        backends = [
+            SharedMemoryBackend(os.dup(descriptor), rank, [os.getpid()] * SIZE, TIMEOUT_S, piece_bytes)
+            for rank in range(SIZE)
+        ]
+        os.close(descriptor)
+        return list(threads.map(function, backends))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8))
+def test_parts_larger_than_a_piece_and_calls_in_flight(lengths: list[int]) -> None:
+    def call(backend: SharedMemoryBackend) -> list[Tensor]:
+        outs = []
+        for number, length in enumerate(lengths):
+            word = torch.full((length,), 10 * number, dtype=torch.int16)
+            works = [backend.broadcast(word, number % SIZE)]
+            out = torch.empty(SIZE * length, dtype=torch.int16)
+            works.append(backend._allgather_base(out, torch.arange(length, dtype=torch.int16) + backend._rank))
+            works += [backend.barrier()] * (number % 2)
+            for work in reversed(works):
+                work.wait()
+            outs += [word, out]
+        return outs
+
+    for outs in on_threads(call, piece_bytes=64):
+        for number, length in enumerate(lengths):
+            assert torch.equal(outs[2 * number], torch.full((length,), 10 * number, dtype=torch.int16))
+            parts = [torch.arange(length, dtype=torch.int16) + rank for rank in range(SIZE)]
+            assert torch.equal(outs[2 * number + 1], torch.cat(parts))
+
+
+def test_nothing_stays_open_when_a_group_is_destroyed() -> None:
+    def rank(number: int) -> int:
+        group = shared_group(address, number, 2)
+        group.barrier()
+        group.destroy()
+        return number
+
+    def descriptors() -> list[str]:
+        targets = []
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                targets.append(str(entry.readlink()))
+        return [target for target in targets if "baton-" in target or "pidfd" in target]
+
+    before = descriptors()
+    _store, port = open_store(HOST, TIMEOUT_S)
+    address = f"{HOST}:{port}"
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank, range(2))) == [0, 1]
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("obstacle", ["other_host", "no_memory", "no_watching"])
+def test_ranks_that_cannot_share_memory_use_gloo(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError("refused")
+
+    if obstacle == "other_host":
+        monkeypatch.setattr(same_host, "host_identity", lambda: None)
+    elif obstacle == "no_memory":
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    else:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+
+    def rank(number: int) -> list[float]:
+        group = shared_group(address, number, 2)
+        assert not isinstance(group._backend, SharedMemoryBackend)
+        out = torch.empty(2)
+        group.all_gather(out, torch.tensor([float(number)]))
+        return out.tolist()
+
+    _store, port = open_store(HOST, TIMEOUT_S)
+    address = f"{HOST}:{port}"
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank, range(2))) == [[0.0, 1.0]] * 2

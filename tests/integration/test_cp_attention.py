@@ -1,0 +1,157 @@
+"""Context-parallel attention over real processes, and what happens when one of them goes away.
+
+Three or four ranks cost seconds to start, so that one set of processes serves all cases.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from itertools import product
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from cluster.spec.strategy import Strategy
+from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario
+from workers.parallel.collectives import CollectiveError, Communicator
+from workers.parallel.groups import join_group, join_store, open_store
+
+pytestmark = pytest.mark.integration
+
+HOST, TIMEOUT_S = "127.0.0.1", 60.0
+CHUNKS = {
+    "one_token": ((1,),),
+    "shorter_than_cp": ((1, 2, 3), (2, 1, 1)),
+    "prefixes_and_pauses": ((13, 1, 0), (0, 7, 5), (9, 1, 21)),
+    "long": ((65, 3),),
+}
+
+
+def serve_rank(rank: int, world_size: int, address: str, connection: Connection) -> None:
+    """Run scenarios sent down the pipe in groups of 1 to world_size ranks, until the pipe closes."""
+    torch.set_num_threads(1)
+    store = join_store(address, TIMEOUT_S)
+    groups: dict[int, Communicator] = {}
+    for size in range(rank + 1, world_size + 1):
+        groups[size] = join_group(store, f"cp{size}", list(range(size)), rank, host=HOST, timeout_s=TIMEOUT_S)
+    try:
+        while True:
+            scenario: Scenario = connection.recv()
+            connection.send(ScenarioRun(scenario, groups[scenario.cp]).run())
+    except EOFError:
+        for group in groups.values():
+            group.destroy()
+
+
+class Ranks:
+    """Four rank processes and the pipes to them."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.store, port = open_store(HOST, TIMEOUT_S)
+        pipes = [context.Pipe() for _ in range(size)]
+        self.connections = [ours for ours, _ in pipes]
+        self.processes = [
+            context.Process(target=serve_rank, args=(rank, size, f"{HOST}:{port}", theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(self.processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+
+    def run(self, scenario: Scenario) -> list[list[StepResult]]:
+        """What every rank of the scenario's group saw."""
+        members = self.connections[: scenario.cp]
+        for connection in members:
+            connection.send(scenario)
+        for connection in members:
+            assert connection.poll(TIMEOUT_S), "a rank did not answer"
+        return [connection.recv() for connection in members]
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(TIMEOUT_S)
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+    assert [process.exitcode for process in ranks.processes] == [0] * 4
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_every_strategy_and_group_size_equals_the_oracle(ranks: Ranks, name: str) -> None:
+    for strategy, cp in product(Strategy, range(1, 5)):
+        scenario = Scenario(CHUNKS[name], strategy, cp, seed=cp)
+        check_scenario(scenario, ranks.run(scenario))
+
+
+def test_bf16_over_four_ranks(ranks: Ranks) -> None:
+    scenario = Scenario(CHUNKS["prefixes_and_pauses"], Strategy.ZIGZAG, 4, dtype=torch.bfloat16)
+    check_scenario(scenario, ranks.run(scenario))
+
+
+def meet_then_leave(address: str, stay: Connection) -> None:
+    """Be rank 1 for one collective, wait for a word, and be gone without another."""
+    stay.send("here")
+    group = join_group(join_store(address, 20), "pair", [0, 1], 1, host=HOST, timeout_s=20)
+    group.all_gather(torch.empty(2), torch.ones(1))
+    word = torch.zeros(3)
+    group.broadcast(word, 0)
+    stay.send(word.tolist())
+    stay.recv()
+
+
+@pytest.mark.parametrize(("leaves", "limit_s"), [(True, 2.0), (False, 10.0)], ids=["dead", "silent"])
+def test_a_peer_that_does_not_answer_raises_in_time(leaves: bool, limit_s: float) -> None:
+    store, port = open_store(HOST, 20)
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    peer = multiprocessing.get_context("spawn").Process(
+        target=meet_then_leave, args=(f"{HOST}:{port}", theirs), daemon=True
+    )
+    peer.start()
+    assert ours.recv() == "here"
+    group = join_group(store, "pair", [0, 1], 0, host=HOST, timeout_s=20 if leaves else 3)
+    out = torch.empty(2)
+    group.all_gather(out, torch.zeros(1))
+    assert out.tolist() == [0.0, 1.0]
+    group.broadcast(torch.arange(3.0), 0)
+    assert ours.recv() == [0.0, 1.0, 2.0]
+    if leaves:
+        peer.kill()
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError, match="all_gather in group pair, rank 0 of 2"):
+        group.all_gather(out, torch.zeros(1))
+    assert time.monotonic() - begin < limit_s
+    ours.send("go")
+    group.destroy()
+    peer.kill()
+    peer.join()
+
+
+def test_a_group_whose_members_do_not_come_is_an_error() -> None:
+    store, _ = open_store(HOST, 1)
+    with pytest.raises(CollectiveError, match=r"group lonely of ranks \[0, 1\] did not meet"):
+        join_group(store, "lonely", [0, 1], 0, host=HOST, timeout_s=1)
+
+
+def test_a_store_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(CollectiveError, match=r"no store answered at 127\.0\.0\.1:1 within 1 s"):
+        join_store("127.0.0.1:1", 1)
+
+
+def test_a_group_of_one_needs_no_store_entry() -> None:
+    store, port = open_store(HOST, 1)
+    group = join_group(join_store(f"{HOST}:{port}", 1), "one", [3], 3, host=HOST, timeout_s=1)
+    out = torch.empty(2)
+    group.all_gather(out, torch.ones(2))
+    group.broadcast(out, 0)
+    group.barrier()
+    assert out.tolist() == [1.0, 1.0]
+    assert store.num_keys() <= 1

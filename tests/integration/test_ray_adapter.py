@@ -1,0 +1,205 @@
+"""Real Ray: a cluster of members that compute nothing comes up, loses a rank, replaces the gang, and leaves nothing."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cluster.actors import Seat
+from cluster.bootstrap.client import BootstrapClient
+from cluster.launch.kinds import ActorKinds
+from cluster.launch.launcher import Launcher
+from cluster.launch.tools import Tools
+from cluster.processes import ProcessId, is_alive, this_process, wait_gone
+from cluster.ray_environ import set_for_own_cluster
+from cluster.spec.config import DeployConfig, ParallelConfig, PrefillConfig, ResourcesConfig
+from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
+from cluster.spec.ids import ReplicaId
+from cluster.spec.registry import ReplicaEntry
+from cluster.supervisor.loop import Supervisor
+from tests.fakes.members import QuietRouter, QuietWorker
+
+if TYPE_CHECKING:
+    from cluster.ray_adapter import RaySystem
+
+pytestmark = pytest.mark.integration
+
+CONFIG = DeployConfig(
+    name="quiet",
+    prefill=PrefillConfig(parallel=ParallelConfig(cp=2)),
+    resources=ResourcesConfig(cpus_per_worker=0.5, restart_backoff_s=0.1, start_timeout_s=60.0, heartbeat_s=0.3),
+)
+KINDS = ActorKinds(worker=QuietWorker, router=QuietRouter)
+P0 = ReplicaId("prefill-0")
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def ray_system() -> Iterator["RaySystem"]:
+    set_for_own_cluster()
+    from cluster.ray_adapter import RaySystem
+
+    others = set(_children())
+    with RaySystem("baton-quiet", None, num_cpus=2, worker_logs=False) as system:
+        yield system
+        temp_dir = system.temp_dir
+        assert temp_dir is not None
+        ray_processes = [process for process in _children() if process not in others]
+        assert ray_processes
+    assert wait_gone(ray_processes, WAIT_S)
+    assert not temp_dir.exists()
+
+
+class Plain:
+    """What an actor can be made of."""
+
+    def __init__(self, greeting: str) -> None:
+        if not greeting:
+            raise UserError("greeting: got ''; allowed: any other text")
+        self._greeting = greeting
+
+    def greet(self, name: str) -> str:
+        return f"{self._greeting} {name}"
+
+    def process(self) -> ProcessId:
+        return this_process()
+
+    def fail(self) -> None:
+        raise UserError("no such folder")
+
+    def block(self) -> None:
+        threading.Event().wait()
+
+
+def _children() -> list[ProcessId]:
+    """Every process below this one, seen from Ray's own daemons on."""
+    tree: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        tree.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, todo = [], [os.getpid()]
+    while todo:
+        below = tree.get(todo.pop(), [])
+        found += below
+        todo += below
+    return [process for pid in found if (process := _process(pid))]
+
+
+def _process(pid: int) -> ProcessId | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return ProcessId(pid=pid, start_ticks=int(fields[19]))
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.02)
+
+
+def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> None:
+    actor = ray_system.start(Plain, ["hello"], name="plain", seat=None)
+    assert ray_system.call(actor, "greet", "you").result(WAIT_S) == "hello you"
+    process = ray_system.call(actor, "process").result(WAIT_S)
+    assert process.pid != os.getpid()
+    assert is_alive(process)
+    assert ray_system.taken_names() == ["plain"]
+    blocked = ray_system.call(actor, "block")
+    assert ray_system.kill([actor], WAIT_S)
+    assert not is_alive(process)
+    with pytest.raises(PeerUnreachableError, match="the process of plain died"):
+        blocked.result(WAIT_S)
+
+
+def test_errors_come_back_as_they_were_raised(ray_system: "RaySystem") -> None:
+    actor = ray_system.start(Plain, ["hello"], name="failing", seat=None)
+    with pytest.raises(UserError) as caught:
+        ray_system.call(actor, "fail").result(WAIT_S)
+    assert str(caught.value) == "no such folder"
+    assert "in fail" in "".join(caught.value.__notes__)
+    broken = ray_system.start(Plain, [""], name="broken", seat=None)
+    with pytest.raises(UserError, match=r"^greeting: got ''"):
+        ray_system.call(broken, "greet", "you").result(WAIT_S)
+    ray_system.kill([actor, broken], WAIT_S)
+
+
+def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system: "RaySystem") -> None:
+    seat = Seat(node_id=ray_system.home.node_id, cpus=64.0, gpus=0.0)
+    with pytest.raises(UserError, match=r"big: no room within 0.5 s") as caught:
+        ray_system.reserve("big", [seat], timeout_s=0.5)
+    wanted_row = str(caught.value).splitlines()[2].split()
+    assert wanted_row == [ray_system.home.address, "64", "2", "0", "0"]
+
+
+class Driver:
+    """A supervised cluster in a thread."""
+
+    def __init__(self, system: "RaySystem", model: str) -> None:
+        self.lines: list[str] = []
+        self.announced = threading.Event()
+        self.supervisor = Supervisor(CONFIG.resources.restart_backoff_s, self.announced.set, self.lines.append)
+        tools = Tools(system=system, progress=lambda *_: None, kinds=KINDS)
+        self.launcher = Launcher(tools, CONFIG, model, "token-of-the-test", self.supervisor.failed)
+        self.ended: Future[None] = Future()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.supervisor.run(self.launcher)
+        except BaseException as error:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+
+def _prefill(table: BootstrapClient) -> ReplicaEntry:
+    found = table.table().find(P0)
+    assert found is not None
+    return found
+
+
+def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_system: "RaySystem") -> None:
+    driver = Driver(ray_system, "model")
+    assert driver.announced.wait(WAIT_S), driver.lines
+    meeting = driver.launcher.rendezvous.result()
+    table = BootstrapClient(meeting.bootstrap_url, meeting.token)
+    first = _prefill(table)
+    pids = [int(row.endpoint.session) for row in first.rows]
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(lambda: any("prefill-0: running again" in line for line in driver.lines))
+    second = _prefill(table)
+    assert second.ready
+    assert second.incarnation > first.incarnation
+    assert not set(pids) & {int(row.endpoint.session) for row in second.rows}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert table.table().reaped[P0] == first.incarnation
+    assert "prefill-0 rank 1: the process of" in driver.lines[0]
+    table.close()
+
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+    assert driver.lines[-2:] == ["SIGINT: draining; once more stops at once", "drained: stopping"]
+    wait_until(lambda: ray_system.taken_names() == [])
+    wait_until(lambda: ray_system.home.cpus == 2.0)
+
+
+def test_first_error_of_a_rank_is_told_and_the_gang_torn_down(ray_system: "RaySystem") -> None:
+    driver = Driver(ray_system, "broken")
+    with pytest.raises(BatonError) as caught:
+        driver.ended.result(WAIT_S)
+    assert str(caught.value) == "prefill-0 rank 1: ValueError: rank 1 cannot load, store 127.0.0.1"
+    assert not driver.announced.is_set()
+    wait_until(lambda: ray_system.taken_names() == [])

@@ -1,0 +1,139 @@
+"""README's commands, as printed: one cluster by `make serve`, one with a model of the hub, one as a Ray job."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import readme
+from tests.fakes.hub import write_hub_cache
+from tests.terminal import Terminal
+from workers.models.recall import DEMO_ANSWER
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+URL = "http://127.0.0.1:8000"
+CTRL_C = b"\x03"
+START_S = 120.0
+STOP_S = 60.0
+
+
+@pytest.fixture(scope="class")
+def cluster() -> Iterator[Terminal]:
+    # The environment that runs the tests stands for the one that make would create.
+    make = [*shlex.split(readme.command("make serve")), f"VENV={Path(sys.prefix)}"]
+    with Terminal(make) as terminal:
+        terminal.wait_until(_is_ready, START_S)
+        yield terminal
+        terminal.press(CTRL_C)
+        assert terminal.wait(STOP_S) == 0, terminal.output
+
+
+@pytest.mark.usefixtures("cluster")
+class TestMakeServe:
+    def test_curl(self) -> None:
+        answer = json.loads(_shell(readme.command("curl")))
+        assert answer["choices"][0]["message"]["content"] == DEMO_ANSWER
+
+    def test_the_curl_that_serve_prints(self, cluster: Terminal) -> None:
+        (line,) = (line.strip() for line in cluster.output.splitlines() if line.strip().startswith("curl "))
+        assert "choices" in json.loads(_shell(line))
+
+    def test_openai_client(self) -> None:
+        (block,) = readme.blocks("python")
+        printed = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120)
+        assert (printed.stdout, printed.stderr) == (DEMO_ANSWER, "")
+
+    def test_chat(self) -> None:
+        assert _shell(readme.command(".venv/bin/baton chat")) == DEMO_ANSWER + "\n"
+
+    def test_doctor(self) -> None:
+        assert "127.0.0.1:8000" in _shell(readme.command(".venv/bin/baton doctor"))
+
+    def test_plan(self) -> None:
+        assert "prefill-0" in _shell(readme.command(".venv/bin/baton plan"))
+
+    def test_status(self) -> None:
+        status = _shell(readme.command(".venv/bin/baton status"))
+        assert "prefill-0" in status
+        assert "decode-0" in status
+
+    def test_bench(self) -> None:
+        assert "8 completed, 0 failed" in _shell(readme.command(".venv/bin/baton bench"))
+
+
+def test_a_model_of_the_hub(tmp_path: Path) -> None:
+    """The hub is a cache folder that holds a small checkpoint under the model's name."""
+    name = "Qwen/Qwen3-0.6B"
+    write_hub_cache(tmp_path, name)
+    command = shlex.split(_installed(readme.command(".venv/bin/baton up")))
+    with Terminal(command, {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}) as terminal:
+        terminal.wait_until(_is_ready, START_S)
+        served = httpx.get(f"{URL}/v1/models").json()["data"][0]["id"]
+        assert served == name.split("/")[1]
+        body = {"model": served, "prompt": [20, 21, 22], "max_tokens": 4, "ignore_eos": True}
+        usage = httpx.post(f"{URL}/v1/completions", json=body, timeout=60).json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 4)
+        terminal.press(CTRL_C)
+        assert terminal.wait(STOP_S) == 0, terminal.output
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """Ray's sockets lie in it, and their paths must be shorter than those of pytest's own folders."""
+    with tempfile.TemporaryDirectory(prefix="baton-job-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def test_ray_job(short_folder: str) -> None:
+    env = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_API_SERVER_ADDRESS": "http://127.0.0.1:8299",
+        "RAY_TMPDIR": short_folder,
+    }
+    head = "ray start --head --block --port=6399 --dashboard-port=8299 --num-cpus=4 --disable-usage-stats"
+    with Terminal(shlex.split(head), env) as ray_head:
+        ray_head.wait_until(lambda: _answers("http://127.0.0.1:8299/api/version"), START_S)
+        with Terminal(shlex.split(readme.command("ray job submit")), env) as job:
+            job.wait_until(_is_ready, START_S)
+            _shell(readme.command("ray job stop"), env)
+            assert not _answers(f"{URL}/health")
+            job.wait(STOP_S)
+        ray_head.press(CTRL_C)
+        ray_head.wait(STOP_S)
+
+
+def _is_ready() -> bool:
+    return _answers(f"{URL}/ready")
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _installed(command: str) -> str:
+    return command.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+
+
+def _shell(command: str, env: Mapping[str, str] | None = None) -> str:
+    run = subprocess.run(
+        ["bash", "-c", _installed(command)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=readme.ROOT,
+        env=os.environ | (env or {}),
+    )
+    assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
+    return run.stdout

@@ -1,0 +1,235 @@
+"""Both real backends between two processes: bytes arrive before write returns, and a peer that is gone is an error."""
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.spec.config import TransferBackendName
+from cluster.spec.errors import TransferError, UserError
+from cluster.spec.registry import Endpoint
+from transfer.backends import shared_memory
+from transfer.backends.interface import Region, TransferBackend, make_backend
+from transfer.plan import Span
+
+pytestmark = pytest.mark.integration
+
+SIZE = 8 << 20
+ROOT = Path(__file__).parents[2]
+BACKENDS = [
+    TransferBackendName.SHARED_MEMORY,
+    pytest.param(TransferBackendName.MOONCAKE, marks=pytest.mark.mooncake),
+]
+
+
+class Peer:
+    """A process that owns a region."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdin
+        assert process.stdout
+        self.process = process
+        self._to, self._from = process.stdin, process.stdout
+        self.endpoint = msgspec.json.decode(self._from.readline(), type=Endpoint)
+
+    def ask(self, question: str) -> str:
+        self._to.write(f"{question}\n")
+        self._to.flush()
+        return self._from.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def _peer(name: TransferBackendName) -> Iterator[Peer]:
+    command = [sys.executable, "-m", "tests.integration.transfer_peer", name, str(SIZE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            yield Peer(process)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(params=BACKENDS)
+def name(request: pytest.FixtureRequest) -> TransferBackendName:
+    return TransferBackendName(request.param)
+
+
+@pytest.fixture
+def backend(name: TransferBackendName) -> Iterator[TransferBackend]:
+    backend = make_backend(name, "127.0.0.1")
+    yield backend
+    backend.close()
+    shared_memory.remove_stale()
+
+
+@pytest.fixture
+def source(backend: TransferBackend) -> Region:
+    region = backend.allocate(SIZE)
+    region.buffer[:] = random.Random(1).randbytes(SIZE)
+    return region
+
+
+def _scattered_spans() -> list[Span]:
+    """1,500 spans of many sizes that permute the region's pieces."""
+    rng = random.Random(2)
+    cuts = sorted(rng.sample(range(1, SIZE), 1499))
+    pieces = list(zip([0, *cuts], [*cuts, SIZE], strict=True))
+    target_offset, spans = 0, []
+    for start, end in rng.sample(pieces, len(pieces)):
+        spans.append(Span(start, target_offset, end - start))
+        target_offset += end - start
+    return spans
+
+
+def test_bytes_are_there_when_write_returns(
+    name: TransferBackendName, backend: TransferBackend, source: Region
+) -> None:
+    spans = _scattered_spans()
+    expected = bytearray(SIZE)
+    for source_offset, target_offset, num_bytes in spans:
+        expected[target_offset : target_offset + num_bytes] = source.buffer[source_offset : source_offset + num_bytes]
+    with _peer(name) as peer:
+        assert peer.ask("digest") == hashlib.sha256(bytes(SIZE)).hexdigest()
+        backend.write(source, peer.endpoint, spans)
+        assert peer.ask("digest") == hashlib.sha256(expected).hexdigest()
+        backend.write(source, peer.endpoint, [Span(0, 0, SIZE)])
+        assert peer.ask("digest") == hashlib.sha256(source.buffer).hexdigest()
+
+
+def test_a_peer_that_closed_or_died_is_an_error(
+    name: TransferBackendName, backend: TransferBackend, source: Region
+) -> None:
+    with _peer(name) as peer:
+        assert peer.ask("close") == "closed"
+        with pytest.raises(TransferError):
+            backend.write(source, peer.endpoint, [Span(0, 0, 4096)])
+    with _peer(name) as peer:
+        peer.kill()
+        shared_memory.remove_stale()
+        with pytest.raises(TransferError):
+            backend.write(source, peer.endpoint, [Span(0, 0, 4096)])
+        backend.forget(peer.endpoint)
+    with _peer(name) as peer:
+        backend.write(source, peer.endpoint, [Span(0, 0, SIZE)])
+        assert peer.ask("digest") == hashlib.sha256(source.buffer).hexdigest()
+
+
+def test_spans_outside_a_region_are_refused(
+    name: TransferBackendName, backend: TransferBackend, source: Region
+) -> None:
+    with _peer(name) as peer:
+        for span in (Span(0, SIZE - 1, 2), Span(SIZE - 1, 0, 2), Span(-1, 0, 2), Span(0, -1, 2), Span(0, 0, -1)):
+            with pytest.raises(TransferError, match="does not lie in"):
+                backend.write(source, peer.endpoint, [Span(0, 0, 1), span])
+        assert peer.ask("digest") == hashlib.sha256(bytes(SIZE)).hexdigest()
+
+
+def test_the_main_thread_runs_while_a_write_does(
+    name: TransferBackendName, backend: TransferBackend, source: Region
+) -> None:
+    with _peer(name) as peer:
+        backend.write(source, peer.endpoint, [Span(0, 0, SIZE)])
+        writer = threading.Thread(
+            target=lambda: [backend.write(source, peer.endpoint, [Span(0, 0, SIZE)]) for _ in range(20)]
+        )
+        gaps_s, last_s = [], time.perf_counter()
+        writer.start()
+        while writer.is_alive():
+            now_s = time.perf_counter()
+            gaps_s.append(now_s - last_s)
+            last_s = now_s
+        writer.join()
+        assert len(gaps_s) > 1000, "the main thread was held up by the writes"
+
+
+def test_regions_are_zero_and_outlive_close(backend: TransferBackend) -> None:
+    region = backend.allocate(1 << 16)
+    assert not any(region.buffer)
+    backend.close()
+    backend.close()
+    region.buffer[:4] = b"baton"[:4]
+    assert bytes(region.buffer[:4]) == b"bato"
+
+
+def test_shared_memory_leaves_no_file_behind() -> None:
+    backend = shared_memory.SharedMemoryBackend()
+    path = Path(backend.allocate(SIZE).endpoint.session)
+    assert path.name.startswith(f"baton-{os.getpid()}-")
+    assert path not in shared_memory.remove_stale()
+    assert path.stat().st_size == SIZE
+    assert path.stat().st_mode & 0o777 == 0o600
+    backend.close()
+    assert not path.exists()
+
+
+def test_the_file_of_a_killed_process_is_stale_and_only_then() -> None:
+    with _peer(TransferBackendName.SHARED_MEMORY) as peer:
+        path = Path(peer.endpoint.session)
+        assert path not in shared_memory.remove_stale()
+        assert path.exists()
+        peer.process.send_signal(signal.SIGKILL)
+        peer.process.wait()
+        assert path in shared_memory.remove_stale()
+        assert not path.exists()
+
+
+def test_shared_memory_that_does_not_fit_is_refused_in_words() -> None:
+    backend = shared_memory.SharedMemoryBackend()
+    with pytest.raises(UserError, match=r"no room for 1152921504606846976 bytes of shared memory \(/dev/shm: "):
+        backend.allocate(1 << 60)
+    backend.close()
+
+
+def test_shared_memory_falls_back_to_the_next_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "folders", lambda: [tmp_path / "absent", tmp_path])
+    backend = shared_memory.SharedMemoryBackend()
+    region = backend.allocate(4096)
+    region.buffer[:] = bytes(range(256)) * 16
+    other = backend.allocate(4096)
+    backend.write(region, other.endpoint, [Span(0, 0, 4096)])
+    assert other.buffer == region.buffer
+    backend.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_memory_opens_nothing_but_regions(tmp_path: Path) -> None:
+    backend = shared_memory.SharedMemoryBackend()
+    source = backend.allocate(4096)
+    victim = tmp_path / "notes.txt"
+    victim.write_bytes(bytes(4096))
+    endpoint = Endpoint(backend="shared_memory", session=str(victim), base_address=0, num_bytes=4096)
+    with pytest.raises(TransferError, match="is not the name of a shared memory region"):
+        backend.write(source, endpoint, [Span(0, 0, 8)])
+    wrong_size = msgspec.structs.replace(backend.allocate(8192).endpoint, num_bytes=4096)
+    with pytest.raises(TransferError, match="has 8192 bytes, its owner said 4096"):
+        backend.write(source, wrong_size, [Span(0, 0, 8)])
+    backend.close()
+
+
+def test_a_missing_mooncake_is_told_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    monkeypatch.delitem(sys.modules, "transfer.backends.mooncake", raising=False)
+    with pytest.raises(UserError, match="Debian packages libibverbs1 librdmacm1 libnuma1"):
+        make_backend(TransferBackendName.MOONCAKE, "127.0.0.1")
+
+
+@pytest.mark.parametrize("name", BACKENDS[1:], indirect=True)
+def test_mooncake_without_acknowledgement_is_refused(
+    name: TransferBackendName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(UserError, match="MC_TCP_PROTO is 1"):
+        make_backend(name, "127.0.0.1")

@@ -1,0 +1,86 @@
+"""Signals to `baton up`: whatever arrives, and whenever, the driver ends its cluster in order and leaves nothing."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.cluster import CTRL_C, START_S
+from tests.terminal import Terminal
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+MARK = "BATON_TEST_UP"
+STOP_S = 20.0
+AT_ONCE_S = 8.0
+"""Less than a stop in order waits for a Ray that does not answer."""
+
+
+@contextmanager
+def up(name: str, notes: Path) -> Iterator[Terminal]:
+    """``baton up``; at the end neither process, note nor folder of it may be left."""
+    command = [str(Path(sys.executable).with_name("baton")), "up", "deploy/local-cpu.yaml"]
+    command += ["--set", f"name={name}", "--set", "router.port=0"]
+    with Terminal(command, {MARK: name, "XDG_RUNTIME_DIR": str(notes)}) as terminal:
+        yield terminal
+        assert _processes(name) == []
+        assert [path for path in notes.rglob("*") if path.is_file()] == []
+        assert _ray_folders(terminal) == []
+
+
+def _ray_folders(terminal: Terminal) -> list[Path]:
+    """Made right before Ray starts."""
+    return list(Path("/tmp").glob(f"baton-ray-{terminal.pid}-*"))
+
+
+def _processes(name: str) -> list[str]:
+    """Command lines of the living processes that inherited the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        except OSError:
+            continue
+        if f"{MARK}={name}".encode() in environ and command:
+            found.append(command)
+    return found
+
+
+def test_signals_to_the_whole_group_while_serving(tmp_path: Path) -> None:
+    """As a closed terminal or a job manager sends them; Ray's daemons are not to die of them before the workers."""
+    with up("test-group", tmp_path) as terminal:
+        terminal.wait_until(lambda: "stops it" in terminal.output, START_S)
+        os.killpg(terminal.pid, signal.SIGTERM)
+        assert terminal.wait(STOP_S) == 0, terminal.output
+        assert "drained: stopping" in terminal.output
+        assert "SIGTERM received at" not in terminal.output
+
+
+def test_a_second_ctrl_c_stops_at_once_even_when_ray_has_died(tmp_path: Path) -> None:
+    with up("test-twice", tmp_path) as terminal:
+        terminal.wait_until(lambda: "stops it" in terminal.output, START_S)
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            fields = stat.read_text().split()
+            if fields[1] == "(gcs_server)" and int(fields[3]) == terminal.pid:
+                os.kill(int(fields[0]), signal.SIGKILL)
+        terminal.press(CTRL_C)
+        terminal.wait_until(lambda: "draining" in terminal.output, STOP_S)
+        terminal.press(CTRL_C)
+        assert terminal.wait(AT_ONCE_S) == 0, terminal.output
+
+
+def test_ctrl_c_twice_while_ray_starts(tmp_path: Path) -> None:
+    with up("test-early", tmp_path) as terminal:
+        terminal.wait_until(lambda: _ray_folders(terminal) != [], START_S)
+        for _ in range(2):
+            time.sleep(0.5)  # anywhere within Ray's start
+            terminal.press(CTRL_C)
+        assert terminal.wait(STOP_S + START_S) == 0, terminal.output
+        assert "SIGINT: stopping once Ray has started" in terminal.output
+        assert terminal.output.rstrip().endswith("stopped while starting")

@@ -1,0 +1,28 @@
+"""The far end of a transfer in its own process: owns a region and answers questions about it on stdin."""
+
+import hashlib
+import sys
+
+import msgspec
+
+from cluster.spec.config import TransferBackendName
+from transfer.backends.interface import make_backend
+
+
+def main() -> None:
+    """Print the endpoint, then answer ``digest`` and ``close`` until stdin ends."""
+    backend = make_backend(TransferBackendName(sys.argv[1]), "127.0.0.1")
+    region = backend.allocate(int(sys.argv[2]))
+    print(msgspec.json.encode(region.endpoint).decode(), flush=True)
+    for line in sys.stdin:
+        match line.strip():
+            case "digest":
+                print(hashlib.sha256(region.buffer).hexdigest(), flush=True)
+            case "close":
+                backend.close()
+                print("closed", flush=True)
+    backend.close()
+
+
+if __name__ == "__main__":
+    main()

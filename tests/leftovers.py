@@ -1,0 +1,54 @@
+"""What a test session left behind: processes that it started, directly or not, and shared memory of Baton."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.cli.check_machine import stale_files
+
+MARK = "BATON_TEST_SESSION"
+"""Every process of the session inherits this variable, even one that left its parent."""
+GRACE_S = 10.0
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Python's own helpers, which end with the test process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What was there when the session began."""
+
+    shared_files: frozenset[Path]
+
+    @classmethod
+    def now(cls) -> "Before":
+        """Mark this process and its future children, and note what is there."""
+        os.environ.setdefault(MARK, str(os.getpid()))
+        return cls(frozenset(stale_files()))
+
+
+def find_leftovers(before: Before) -> list[str]:
+    """One line for each process and file left; waits up to ``GRACE_S`` for processes that are just ending."""
+    deadline_s = time.monotonic() + GRACE_S
+    while (processes := _processes()) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    files = [f"file {path}" for path in stale_files() if path not in before.shared_files]
+    return processes + files
+
+
+def _processes() -> list[str]:
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue  # it ended, or belongs to another user
+        if mark in environ and folder.name != str(os.getpid()) and command and not _is_helper(command):
+            found.append(f"process {folder.name}: {command[:200]}")
+    return found
+
+
+def _is_helper(command: str) -> bool:
+    return any(helper in command for helper in _HELPERS)

@@ -1,0 +1,89 @@
+"""A command on a terminal of its own, as a person runs it: read what it prints, press keys, wait for its end."""
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from tests.readme import ROOT
+
+_ON_THE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Terminal:
+    """Runs in the repository's root. Leaving the context kills what still runs on the terminal."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._fd, inside = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _ON_THE_TERMINAL, *command],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            cwd=ROOT,
+            env=os.environ | (env or {}),
+            start_new_session=True,
+        )
+        os.close(inside)
+        self._output = bytearray()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far, colours and cursor movements included."""
+        return self._output.decode(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """Of the command, which is also its process group."""
+        return self._process.pid
+
+    def press(self, keys: bytes) -> None:
+        """Type; ``b"\\x03"`` is Ctrl-C."""
+        os.write(self._fd, keys)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait; AssertionError with the output if the time is over or the command has ended before."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert self._reader.is_alive(), f"the command has ended:\n{self.output}"
+            assert time.monotonic() < deadline_s, f"not within {timeout_s} s:\n{self.output}"
+            time.sleep(0.05)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code, once the command has ended; -n when signal n ended it."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(os.tcgetpgrp(self._fd), signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(timeout=10)
+        os.close(self._fd)
+
+    def _read(self) -> None:
+        # The end of a pseudo-terminal shows as an error.
+        with contextlib.suppress(OSError):
+            while piece := os.read(self._fd, 4096):
+                self._output += piece

@@ -1,0 +1,108 @@
+"""`baton bench cp`: options, and figures from hand-made step times."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import cluster.bench.cp
+from cluster.bench.cp import CpBench, CpResult, ModelSize, summarize
+from cluster.cli.bench_cp import parse_list
+from cluster.cli.main import app
+from cluster.spec.errors import UserError
+from cluster.spec.strategy import Strategy, StrategySetting
+from workers.bench_step import StepTime
+from workers.context_parallel.cost_model import Choice
+
+ONE = CpBench(prompt_lens=(8,), cps=(1,), strategies=(StrategySetting.ZIGZAG,))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[CpBench]:
+    """What the command asks to be measured; nothing is."""
+    benches: list[CpBench] = []
+
+    def run(bench: CpBench) -> Iterator[CpResult]:
+        benches.append(bench)
+        return iter(())
+
+    monkeypatch.setattr(cluster.bench.cp, "run_cp_bench", run)
+    return benches
+
+
+def test_lists_and_sizes_are_understood(asked: list[CpBench]) -> None:
+    options = ["--json", "--prompt-len", "64, 2048", "--cp", "1,2,4", "--strategy", "zigzag,auto", "--rounds", "3"]
+    options += ["--layers", "2", "--hidden-size", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+    result = CliRunner().invoke(app, ["bench", "cp", *options])
+    assert (result.exit_code, result.stdout) == (0, "")
+    size = ModelSize(
+        num_layers=2, hidden_size=64, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=16, dtype="bfloat16"
+    )
+    strategies = (StrategySetting.ZIGZAG, StrategySetting.AUTO)
+    assert asked == [CpBench(prompt_lens=(64, 2048), cps=(1, 2, 4), strategies=strategies, num_rounds=3, model=size)]
+
+
+def test_the_default_is_the_qwen3_shape_with_contiguous_as_control(asked: list[CpBench]) -> None:
+    assert CliRunner().invoke(app, ["bench", "cp", "--json"]).exit_code == 0
+    assert (asked[0].model, asked[0].cps, asked[0].prompt_lens) == (ModelSize(), (1, 2), (2048, 8192))
+    assert StrategySetting.CONTIGUOUS in asked[0].strategies
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cp", "1,two"], "--cp: got 'two'; allowed: whole numbers"),
+        (["--strategy", "zigag"], "--strategy: got 'zigag'; allowed: auto, none, whole_request, contiguous, zigzag"),
+        (["--prompt-len", ""], "--prompt-len: got ''"),
+        (["--prompt-len", "0"], "prompt_lens: got 0, must be at least 1"),
+        (["--cp", "0"], "cps: got 0, must be at least 1"),
+        (["--rounds", "0"], "num_rounds: got 0, must be at least 1"),
+        (["--prefix-len", "-1"], "prefix_len is -1, must be at least 0"),
+    ],
+)
+def test_nonsense_is_refused_in_words(options: list[str], words: str, asked: list[CpBench]) -> None:
+    result = CliRunner().invoke(app, ["bench", "cp", *options])
+    assert isinstance(result.exception, UserError)
+    assert words in str(result.exception)
+    assert asked == []
+
+
+def test_a_model_that_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="num_attention_heads"):
+        ModelSize(num_heads=3, num_kv_heads=2).config(64)
+
+
+def test_lists_keep_their_order() -> None:
+    assert parse_list("--cp", "4,1 ,2", int, "numbers") == (4, 1, 2)
+
+
+def test_one_rank_comes_first_and_once() -> None:
+    strategies = (StrategySetting.NONE, StrategySetting.AUTO)
+    bench = CpBench(prompt_lens=(8,), cps=(4, 1, 2), strategies=strategies)
+    assert bench.entries() == [
+        (1, StrategySetting.NONE),
+        (2, StrategySetting.NONE),
+        (2, StrategySetting.AUTO),
+        (4, StrategySetting.NONE),
+        (4, StrategySetting.AUTO),
+    ]
+
+
+def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> None:
+    choice = Choice(Strategy.ZIGZAG, 1.5, {Strategy.ZIGZAG: 1.5})
+    rounds = [
+        [_time(2.0, 1.0), _time(1.0, 0.5)],
+        [_time(4.0, 2.0), _time(4.0, 0.0)],
+        [_time(1.0, 0.2), _time(2.0, 0.2)],
+    ]
+    fields: dict[str, Any] = summarize(ONE, (2, StrategySetting.AUTO), 8, choice, rounds)
+    assert fields["prefill_s"] == 2.0
+    assert fields["wait_shares"] == (0.5, 0.1)
+    assert fields["exposed_comm_share"] == 0.1
+    assert fields["cpu_s"] == 1.8
+    assert (fields["strategy"], fields["chosen"], fields["estimate_s"]) == ("auto", "zigzag", 1.5)
+
+
+def _time(seconds: float, waited_s: float) -> StepTime:
+    return StepTime(seconds=seconds, waited_s=waited_s, cpu_s=seconds - waited_s)

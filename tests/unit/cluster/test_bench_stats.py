@@ -1,0 +1,134 @@
+"""The figures of `baton bench` against hand-made records and an independent quantile."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.bench.sse import error_message, parse_line
+from cluster.bench.statistics import Quantiles, RequestRecord, quantiles_ms, summarize
+from cluster.bench.workload import Workload
+from cluster.spec.errors import UserError
+
+TWO_ANSWERS_AND_A_FAILURE = [
+    RequestRecord(sent_s=10.0, ended_s=12.0, arrivals_s=(10.5, 11.0, 12.0), num_prompt_tokens=8, num_output_tokens=4),
+    RequestRecord(sent_s=11.0, ended_s=14.0, arrivals_s=(11.1,), num_prompt_tokens=8, num_output_tokens=1),
+    RequestRecord(sent_s=12.0, ended_s=15.0, arrivals_s=(12.5, 13.0), error="HTTP 503: nothing is ready"),
+]
+
+
+def test_throughput_counts_only_what_succeeded_over_the_whole_run() -> None:
+    report = summarize(TWO_ANSWERS_AND_A_FAILURE)
+    assert (report.completed, report.failed) == (2, 1)
+    assert report.duration_s == 5.0
+    assert (report.prompt_tokens, report.output_tokens) == (16, 5)
+    assert report.requests_per_s == pytest.approx(0.4)
+    assert report.output_tokens_per_s == pytest.approx(1.0)
+    assert report.total_tokens_per_s == pytest.approx(21 / 5)
+    assert report.errors == {"HTTP 503: nothing is ready": 1}
+
+
+def test_latencies_in_milliseconds() -> None:
+    report = summarize(TWO_ANSWERS_AND_A_FAILURE)
+    # Of 500 and 100; (12.0 - 10.5) / 3; of 500 and 1000; of 2000 and 3000.
+    assert _values(report.ttft_ms) == pytest.approx((300, 300, 460, 496))
+    assert _values(report.tpot_ms) == pytest.approx((500, 500, 500, 500))
+    assert _values(report.itl_ms) == pytest.approx((750, 750, 950, 995))
+    assert _values(report.e2e_ms) == pytest.approx((2500, 2500, 2900, 2990))
+
+
+def test_failures_alone_have_no_latencies() -> None:
+    report = summarize(TWO_ANSWERS_AND_A_FAILURE[2:])
+    assert report.completed == 0
+    assert report.ttft_ms is report.tpot_ms is report.itl_ms is report.e2e_ms is None
+
+
+def test_no_records_are_refused() -> None:
+    with pytest.raises(ValueError, match="no requests"):
+        summarize([])
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=50))
+def test_quantiles_equal_numpys(values_s: list[float]) -> None:
+    quantiles = quantiles_ms(values_s)
+    assert quantiles is not None
+    expected = [np.mean(values_s), *np.quantile(values_s, [0.5, 0.9, 0.99])]
+    actual = [quantiles.mean, quantiles.p50, quantiles.p90, quantiles.p99]
+    assert actual == pytest.approx([1000 * value for value in expected], rel=1e-9, abs=1e-9)
+
+
+@given(st.integers(1, 20), st.integers(1, 40), st.integers(11, 5000), st.integers(0, 3))
+def test_prompts_have_the_length_and_range_asked_for(count: int, length: int, vocab_size: int, seed: int) -> None:
+    workload = _workload(num_requests=count, input_len=length, vocab_size=vocab_size, seed=seed)
+    prompts = list(workload.prompts())
+    assert [len(prompt) for prompt in prompts] == [length] * count
+    first = 300 if vocab_size > 300 else 10
+    assert all(first <= token < vocab_size for prompt in prompts for token in prompt)
+    assert prompts == list(workload.prompts())
+
+
+def test_open_loop_arrivals_have_the_mean_rate() -> None:
+    arrivals_s = _workload(num_requests=4001, request_rate=20.0, concurrency=None).arrivals_s()
+    assert arrivals_s[0] == 0.0
+    assert arrivals_s == sorted(arrivals_s)
+    gaps_s = np.diff(arrivals_s)
+    # Exponential gaps: mean and standard deviation are both 1/rate.
+    assert float(np.mean(gaps_s)) == pytest.approx(0.05, rel=0.06)
+    assert float(np.std(gaps_s)) == pytest.approx(0.05, rel=0.1)
+
+
+def test_closed_loop_sends_everything_at_once() -> None:
+    assert _workload(num_requests=3).arrivals_s() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_requests": 0}, "num_requests is 0, must be at least 1"),
+        ({"input_len": -1}, "input_len is -1, must be at least 1"),
+        ({"output_len": 0}, "output_len is 0, must be at least 1"),
+        ({"concurrency": 0}, "concurrency is 0, must be at least 1"),
+        ({"concurrency": None}, "a closed loop needs a concurrency"),
+        ({"request_rate": 0.0}, "request_rate is 0.0, must be more than 0"),
+        ({"request_rate": math.nan}, "request_rate is nan, must be more than 0"),
+        ({"vocab_size": 10}, "vocab_size is 10, must be at least 11"),
+    ],
+)
+def test_senseless_workloads_are_refused(wrong: dict[str, float | None], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _workload(**wrong)
+
+
+def test_stream_lines() -> None:
+    assert parse_line('data: {"choices": []}') == {"choices": []}
+    assert parse_line("data: [DONE]") is None
+    assert parse_line(": still waiting") is None
+    assert parse_line("") is None
+    with pytest.raises(ValueError, match="not a JSON object"):
+        parse_line("data: 7")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"error": {"message": "no such model", "code": 404}}', "no such model"),
+        ('{"error": "short"}', "short"),
+        ("<html>bad gateway</html>", "<html>bad gateway</html>"),
+        ("", "empty response"),
+    ],
+)
+def test_error_messages(body: str, message: str) -> None:
+    assert error_message(body) == message
+
+
+def _values(quantiles: Quantiles | None) -> tuple[float, ...]:
+    assert quantiles is not None
+    return dataclasses.astuple(quantiles)
+
+
+def _workload(**changes: object) -> Workload:
+    values: dict[str, object] = {"num_requests": 2, "input_len": 4, "output_len": 2, "concurrency": 1}
+    return Workload(**(values | changes))  # type: ignore[arg-type]

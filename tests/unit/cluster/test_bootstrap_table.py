@@ -1,0 +1,237 @@
+"""The rank table: readiness, leases, incarnations, refusals; and that neither order nor repetition matters."""
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.bootstrap.replies import view
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TransferMode
+from tests.fakes.rows import GEOMETRY, make_row, make_rows, sizes
+
+LEASE_S = 3.0
+P0 = ReplicaId("prefill-0")
+CP2 = sizes(cp=2)
+
+
+def beat_of(rows: list[RankRow], num_tokens: int = 0) -> Heartbeat:
+    return Heartbeat(
+        replica=rows[0].replica,
+        incarnation=rows[0].incarnation,
+        rows_digest=rows_digest(rows),
+        load=ReplicaLoad(num_tokens=num_tokens),
+    )
+
+
+def table_with(rows: list[RankRow], now_s: float = 0.0) -> BootstrapTable:
+    """A table in which one replica is ready."""
+    table = BootstrapTable(LEASE_S)
+    for row in rows:
+        table.register(row)
+    table.heartbeat(beat_of(rows), now_s)
+    return table
+
+
+def entry(table: BootstrapTable, now_s: float = 0.0, replica: ReplicaId = P0) -> ReplicaEntry:
+    found = table.snapshot(now_s).find(replica)
+    assert found is not None
+    return found
+
+
+def refusal(table: BootstrapTable, row: RankRow) -> TableRefusedError:
+    with pytest.raises(TableRefusedError) as caught:
+        table.register(row)
+    return caught.value
+
+
+def test_ready_needs_every_row_and_a_heartbeat() -> None:
+    table = BootstrapTable(LEASE_S)
+    first, second = make_rows(P0, CP2)
+    table.register(first)
+    with pytest.raises(TableRefusedError, match="not all registered") as caught:
+        table.heartbeat(beat_of([first]), 0.0)
+    assert caught.value.code is RefusalCode.UNKNOWN_ROWS
+    table.register(second)
+    assert not entry(table).ready
+    table.heartbeat(beat_of([first, second]), 0.0)
+    assert entry(table).ready
+    assert entry(table).rows == (first, second)
+    assert entry(table).leader is first
+
+
+def test_lease_runs_out_and_a_heartbeat_renews_it() -> None:
+    rows = make_rows(P0, CP2)
+    table = table_with(rows, now_s=10.0)
+    assert table.next_expiry_s() == 13.0
+    assert entry(table, now_s=12.9).ready
+    table.heartbeat(beat_of(rows), 12.9)
+    assert entry(table, now_s=15.8).ready
+    version = table.version
+    assert not entry(table, now_s=15.9).ready
+    assert table.version == version + 1
+    assert table.next_expiry_s() is None
+    table.heartbeat(beat_of(rows), 20.0)
+    assert entry(table, now_s=20.0).ready
+
+
+def test_registering_again_changes_nothing() -> None:
+    rows = make_rows(P0, CP2)
+    table = table_with(rows)
+    before = table.snapshot(0.0)
+    for row in rows:
+        table.register(row)
+    assert table.snapshot(0.0) == before
+
+
+def test_unchanged_load_changes_no_version_and_changed_load_does() -> None:
+    rows = make_rows(P0, CP2)
+    table = table_with(rows)
+    version = table.version
+    table.heartbeat(beat_of(rows), 1.0)
+    assert table.version == version
+    table.heartbeat(beat_of(rows, num_tokens=7), 1.0)
+    assert table.version == version + 1
+    assert entry(table, 1.0).load.num_tokens == 7
+
+
+def test_higher_incarnation_replaces_all_rows() -> None:
+    table = table_with(make_rows(P0, CP2))
+    table.register(make_row(P0, 1, CP2, incarnation=2))
+    now = entry(table)
+    assert (now.incarnation, now.ready, len(now.rows)) == (2, False, 1)
+
+
+def test_lower_incarnation_is_refused_by_name() -> None:
+    table = table_with(make_rows(P0, CP2, incarnation=5))
+    error = refusal(table, make_row(P0, 0, CP2, incarnation=4))
+    assert error.code is RefusalCode.SUPERSEDED
+    assert str(error) == "prefill-0: incarnation 4 is replaced by 5; only a higher one may register"
+    with pytest.raises(TableRefusedError, match="is replaced by 5"):
+        table.heartbeat(beat_of(make_rows(P0, CP2, incarnation=4)), 0.0)
+    assert entry(table).ready
+
+
+def test_restarted_table_asks_for_all_rows_again() -> None:
+    rows = make_rows(P0, CP2)
+    table = BootstrapTable(LEASE_S)
+    with pytest.raises(TableRefusedError, match="send every row again"):
+        table.heartbeat(beat_of(rows), 0.0)
+    assert table_with(rows).snapshot(0.0).replicas[0].ready
+
+
+def test_heartbeat_with_another_row_set_is_unknown() -> None:
+    rows = make_rows(P0, CP2)
+    table = table_with(rows)
+    other = [rows[0], msgspec.structs.replace(rows[1], address="tcp://elsewhere:1")]
+    with pytest.raises(TableRefusedError) as caught:
+        table.heartbeat(beat_of(other), 0.0)
+    assert caught.value.code is RefusalCode.UNKNOWN_ROWS
+
+
+def test_unregistered_incarnation_cannot_come_back() -> None:
+    table = table_with(make_rows(P0, CP2, incarnation=3))
+    table.unregister(P0, Incarnation(3), reaped=False)
+    assert table.snapshot(0.0).find(P0) is None
+    assert table.snapshot(0.0).reaped == {}
+    assert "incarnation 3 has ended" in str(refusal(table, make_row(P0, 0, CP2, incarnation=3)))
+    table.register(make_row(P0, 0, CP2, incarnation=4))
+    assert entry(table).incarnation == 4
+
+
+def test_reaping_an_old_incarnation_leaves_the_new_one_alone() -> None:
+    table = table_with(make_rows(P0, CP2, incarnation=9))
+    table.unregister(P0, Incarnation(8), reaped=True)
+    assert entry(table).ready
+    assert table.snapshot(0.0).reaped == {P0: 8}
+    table.unregister(P0, Incarnation(7), reaped=True)
+    assert table.snapshot(0.0).reaped == {P0: 8}
+
+
+def test_stop_request_is_seen_once() -> None:
+    table = BootstrapTable(LEASE_S, first_version=100)
+    table.request_stop()
+    table.request_stop()
+    assert table.snapshot(0.0).stop_requested
+    assert table.version == 101
+
+
+def test_lookup_finds_a_row_or_says_what_is_missing() -> None:
+    rows = make_rows(P0, CP2)
+    table = table_with(rows)
+    assert table.lookup(P0, RankCoords(dp=0, cp=1, tp=0, pp=0)) is rows[1]
+    with pytest.raises(TableRefusedError, match="prefill-0 has no row dp0/cp2/tp0/pp0") as caught:
+        table.lookup(P0, RankCoords(dp=0, cp=2, tp=0, pp=0))
+    assert caught.value.code is RefusalCode.NOT_FOUND
+    with pytest.raises(TableRefusedError, match="decode-0 has no row"):
+        table.lookup(ReplicaId("decode-0"), rows[0].coords)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"build": "other"}, "build other given, test registered by rank 0"),
+        ({"transfer_mode": TransferMode.RANK0}, "transfer mode rank0 given, all_ranks registered by rank 0"),
+        ({"sizes": sizes(cp=3)}, "sizes dp1/cp3/tp1/pp1 given, dp1/cp2/tp1/pp1 registered by rank 0"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, page_size=8)}, "page size 8 given, 4 registered by rank 0"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, dtype="bfloat16")}, "dtype bfloat16 given, float32"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, num_layers=2)}, "KV geometry"),
+        ({"geometry": msgspec.structs.replace(GEOMETRY, model="m")}, "model m given, fake registered by rank 0"),
+        ({"role": Role.DECODE}, "role decode given; the replica's name says otherwise"),
+        ({"global_rank": 0}, "global rank 0 given, its position is that of rank 1"),
+        ({"coords": RankCoords(dp=0, cp=5, tp=0, pp=0)}, "cp_rank 5 is outside its axis; allowed: 0 to 1"),
+        ({"incarnation": Incarnation(0)}, "incarnation 0 given; allowed: 1 and more"),
+    ],
+)
+def test_row_that_does_not_fit_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    table = BootstrapTable(LEASE_S)
+    table.register(make_row(P0, 0, CP2))
+    error = refusal(table, make_row(P0, 1, CP2, **changes))
+    assert error.code is RefusalCode.MISMATCH
+    assert words in str(error)
+    assert len(entry(table).rows) == 1
+
+
+def test_other_content_at_the_same_place_is_refused() -> None:
+    table = table_with(make_rows(P0, CP2))
+    error = refusal(table, make_row(P0, 1, CP2, address="tcp://elsewhere:1"))
+    assert str(error).startswith("prefill-0 dp0/cp1/tp0/pp0: already registered with other content")
+
+
+def test_nested_view_goes_by_dp_cp_tp_pp() -> None:
+    rows = make_rows(P0, sizes(dp=2, cp=2, tp=2, pp=2))
+    nested = view(entry(table_with(rows))).ranks
+    for row in rows:
+        at = row.coords
+        assert nested[at.dp][at.cp][at.tp][at.pp] is row
+
+
+@given(
+    of=st.builds(sizes, st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2)),
+    data=st.data(),
+)
+def test_order_and_repetition_of_registrations_do_not_matter(of: RankCoords, data: st.DataObject) -> None:
+    rows = make_rows(P0, of)
+    sent = data.draw(st.permutations(rows + data.draw(st.lists(st.sampled_from(rows), max_size=4))))
+    table = BootstrapTable(LEASE_S)
+    for row in sent:
+        table.register(row)
+    table.heartbeat(beat_of(rows), 0.0)
+    assert entry(table).ready
+    assert list(entry(table).rows) == rows
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 4)), min_size=1, max_size=12))
+def test_highest_incarnation_wins_in_any_order(sent: list[tuple[int, int]]) -> None:
+    table = BootstrapTable(LEASE_S)
+    for rank, incarnation in sent:
+        with contextlib.suppress(TableRefusedError):
+            table.register(make_row(P0, rank, CP2, incarnation))
+    highest = max(incarnation for _, incarnation in sent)
+    assert entry(table).incarnation == highest
+    assert {row.incarnation for row in entry(table).rows} == {highest}

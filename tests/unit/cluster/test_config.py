@@ -1,0 +1,304 @@
+"""Deploy YAML: what is read, and what is said about everything that cannot be."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.schema import schema_text
+from cluster.spec.checks import runnable_problems
+from cluster.spec.config import DeployConfig, Device, TransferBackendName
+from cluster.spec.env import ALL, CACHE_DIR, TOKEN
+from cluster.spec.errors import ConfigError, UserError
+from cluster.spec.loader import load_config, parse_config
+from cluster.spec.registry import TransferMode
+from cluster.spec.strategy import Strategy
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+TOP_KEYS = "name, model, kv, prefill, decode, transfer, router, resources"
+WHOLE_FROM_1 = "allowed: a whole number, 1 or more"
+TEXT = "allowed: a text that is not empty, in quotes if it looks like a number"
+
+BAD_FILES = {
+    "unknown top key": ("hicash: {}", [f"hicash: unknown key; allowed: {TOP_KEYS}"]),
+    "misspelt key": ("prefil: {}", [f"prefil: unknown key; did you mean prefill? allowed: {TOP_KEYS}"]),
+    "misspelt nested key": (
+        "prefill: {parallel: {ccp: 2}}",
+        ["prefill.parallel.ccp: unknown key; did you mean cp? allowed: dp, cp, tp, pp, moe_dp, ep"],
+    ),
+    "dotted key": (
+        "prefill.replicas: 2",
+        [f"prefill.replicas: unknown key; did you mean prefill? allowed: {TOP_KEYS}"],
+    ),
+    "number as key": ("1: {2: 3}", [f"1: unknown key; allowed: {TOP_KEYS}"]),
+    "word that YAML reads as true": ("on: 3", [f"on: unknown key; allowed: {TOP_KEYS}"]),
+    "text for a number": (
+        "prefill: {parallel: {cp: two}}",
+        [f"prefill.parallel.cp: got 'two'; {WHOLE_FROM_1}"],
+    ),
+    "number in quotes": ("prefill: {max_requests: '2'}", [f"prefill.max_requests: got '2'; {WHOLE_FROM_1}"]),
+    "fraction": ("kv: {page_size: 1.5}", [f"kv.page_size: got 1.5; {WHOLE_FROM_1}"]),
+    "yes for a number": ("kv: {page_size: yes}", [f"kv.page_size: got true; {WHOLE_FROM_1}"]),
+    "nothing for a number": ("kv: {page_size: }", [f"kv.page_size: got nothing; {WHOLE_FROM_1}"]),
+    "list for a number": ("kv: {page_size: [64]}", [f"kv.page_size: got a list; {WHOLE_FROM_1}"]),
+    "zero": ("decode: {replicas: 0}", ["decode.replicas: got 0; allowed: a whole number from 1 to 4096"]),
+    "negative memory": ("kv: {memory_gib: -1}", ["kv.memory_gib: got -1; allowed: a number over 0, 65536 at most"]),
+    "infinite memory": ("kv: {memory_gib: .inf}", ["kv.memory_gib: got inf; allowed: a number over 0, 65536 at most"]),
+    "no number": ("kv: {memory_gib: .nan}", ["kv.memory_gib: got nan; allowed: a number over 0, 65536 at most"]),
+    "no time": ("router: {drain_s: 0}", ["router.drain_s: got 0; allowed: a number over 0"]),
+    "endless time": ("router: {drain_s: .inf}", ["router.drain_s: got inf; allowed: a number over 0"]),
+    "far too many workers": (
+        "prefill: {parallel: {cp: 100000000000}}",
+        [
+            "prefill.parallel: got dp*cp*tp*pp = 1*100000000000*1*1 = 100000000000 workers; "
+            "allowed: at most 4096 a replica"
+        ],
+    ),
+    "negative cpus": (
+        "resources: {cpus_per_worker: -0.5}",
+        ["resources.cpus_per_worker: got -0.5; allowed: a number, 0 or more"],
+    ),
+    "port": ("router: {port: 70000}", ["router.port: got 70000; allowed: a whole number from 0 to 65535"]),
+    "strategy": (
+        "prefill: {strategy: zigag}",
+        ["prefill.strategy: got 'zigag'; allowed: auto, none, whole_request, contiguous, zigzag, interleave"],
+    ),
+    "policy": (
+        "router: {decode_policy: fastest}",
+        ["router.decode_policy: got 'fastest'; allowed: round_robin, random, least_tokens"],
+    ),
+    "dtype": ("model: {dtype: fp8}", ["model.dtype: got 'fp8'; allowed: auto, float32, bfloat16"]),
+    "backend": ("transfer: {backend: tcp}", ["transfer.backend: got 'tcp'; allowed: shared_memory, mooncake"]),
+    "number for a text": ("model: {served_name: 4.5}", [f"model.served_name: got 4.5; {TEXT}"]),
+    "empty text": ("model: {path: ''}", [f"model.path: got ''; {TEXT}"]),
+    "cluster name": (
+        "name: My_Cluster",
+        ["name: got 'My_Cluster'; allowed: 1 to 63 lower case letters, digits and dashes, no dash first or last"],
+    ),
+    "list for a section": (
+        "kv: [1]",
+        ["kv: got a list; allowed: keys and values, with the keys page_size, memory_gib"],
+    ),
+    "nothing for a section": (
+        "kv:",
+        ["kv: got nothing; allowed: keys and values, with the keys page_size, memory_gib"],
+    ),
+    "long text": (f"name: {'A' * 200}", [f"name: got '{'A' * 60}...'; "]),
+    "decode cp": (
+        "decode: {parallel: {cp: 2}}",
+        [
+            "decode.parallel.cp: got 2; allowed: 1, since a decode step has one query token a request "
+            "and nothing to share over cp"
+        ],
+    ),
+    "experts do not divide": (
+        "prefill: {parallel: {cp: 2, ep: 3}}",
+        [
+            "prefill.parallel: moe_dp*ep = 1*3 = 3 does not divide dp*cp*tp = 1*2*1 = 2; "
+            "the experts use the ranks that attention uses"
+        ],
+    ),
+    "expert copies on decode": (
+        "decode: {parallel: {tp: 2, moe_dp: 2}}",
+        ["decode.parallel.moe_dp: got 2 with cp = 1; allowed: 1"],
+    ),
+    "expert copies in a pipeline": (
+        "prefill: {parallel: {cp: 2, pp: 2, moe_dp: 2}}",
+        ["prefill.parallel.moe_dp: got 2 with pp = 2; moe_dp and pp cannot both be more than 1"],
+    ),
+    "lease": (
+        "resources: {heartbeat_s: 2, lease_s: 2}",
+        ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],
+    ),
+    "shared memory on a GPU": (
+        "resources: {device: cuda}",
+        [
+            "transfer.backend: got shared_memory with resources.device = cuda; "
+            "allowed: mooncake, since KV on a GPU is not in a file"
+        ],
+    ),
+    "key twice": (
+        "kv: {}\nname: a\nkv: {page_size: 8}",
+        ["kv: given twice, on lines 1 and 3; allowed: once"],
+    ),
+    "key twice in a section": (
+        "prefill:\n  parallel:\n    cp: 2\n    cp: 4\n",
+        ["prefill.parallel.cp: given twice, on lines 3 and 4; allowed: once"],
+    ),
+    "empty file": ("# nothing yet\n", ["f.yaml: is empty; allowed: keys and values, {} for all defaults"]),
+    "list": ("- name", ["f.yaml: got a list; allowed: keys and values, {} for all defaults"]),
+    "text": ("hello", ["f.yaml: got 'hello'; allowed: keys and values, {} for all defaults"]),
+    "not YAML": ("name: a\nkv: b: c\n", ["f.yaml: line 2, column 6: not YAML: mapping values are not allowed here"]),
+    "unclosed": ("kv: {page_size: 1", ["f.yaml: line 1, column 18: not YAML: expected ',' or '}'"]),
+    "two documents": ("name: a\n---\nname: b\n", ["f.yaml: line 2, column 1: not YAML: but found another document"]),
+    "Python object": (
+        "name: !!python/object:os.system {}",
+        ["f.yaml: line 1, column 7: not YAML: could not determine a constructor for the tag"],
+    ),
+    "bad character": ("a\0b", ["f.yaml: not YAML: unacceptable character"]),
+    "endless nesting": ("[" * 5000, ["f.yaml: holds a value that cannot be read: maximum recursion depth"]),
+    "mapping in itself": ("&a {b: *a}", [f"b: unknown key; allowed: {TOP_KEYS}"]),
+    "impossible date": ("name: 2024-13-41", ["f.yaml: holds a value that cannot be read: month must be in 1..12"]),
+}
+
+
+@pytest.mark.parametrize(("text", "messages"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_file_is_refused_in_words(text: str, messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, "f.yaml")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert line.startswith(message)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    text = """
+        nmae: x
+        kv: {page_size: many}
+        prefill: {parallel: {cp: 2, ep: 3}, strategy: zag}
+        decode: {parallel: {cp: 2, cp: 4}}
+        resources: {lease_s: 0.5}
+    """
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, "f.yaml")
+    assert [problem.path for problem in caught.value.problems] == [
+        "decode.parallel.cp",
+        "kv.page_size",
+        "prefill.strategy",
+        "nmae",
+        "prefill.parallel",
+        "decode.parallel.cp",
+        "resources.lease_s",
+    ]
+
+
+def test_rule_is_not_judged_by_a_value_nobody_gave() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config("resources: {heartbeat_s: often, lease_s: 0.5}\nprefill: {parallel: {cp: x, ep: 8}}", "f.yaml")
+    assert [problem.path for problem in caught.value.problems] == ["prefill.parallel.cp", "resources.heartbeat_s"]
+
+
+def test_defaults_and_values_are_read() -> None:
+    config = parse_config(
+        "name: big\nmodel: {path: /models/Qwen3-8B/}\nprefill: {parallel: {cp: 4}, strategy: interleave}\n"
+        "transfer: {backend: mooncake, mode: rank0}\nresources: {device: cuda, cpus_per_worker: 0}",
+        "f.yaml",
+    )
+    assert config.model.name == "Qwen3-8B"
+    assert (config.prefill.parallel.cp, config.prefill.strategy) == (4, Strategy.INTERLEAVE)
+    assert (config.transfer.backend, config.transfer.mode) == (TransferBackendName.MOONCAKE, TransferMode.RANK0)
+    assert (config.resources.device, config.resources.cpus_per_worker) == (Device.CUDA, 0.0)
+    assert config.decode == DeployConfig().decode
+
+
+def test_whole_number_is_a_number_of_seconds() -> None:
+    config = parse_config("resources: {lease_s: 5}", "f.yaml")
+    assert math.isclose(config.resources.lease_s, 5.0)
+
+
+def test_merged_sections_are_not_keys_given_twice() -> None:
+    config = parse_config("prefill: &p {replicas: 2}\ndecode: {<<: *p, max_requests: 3}", "f.yaml")
+    assert (config.decode.replicas, config.decode.max_requests) == (2, 3)
+
+
+def test_overrides_win_over_the_file() -> None:
+    overrides = {"model.path": "Qwen/Qwen3-0.6B", "kv.page_size": "16", "router.port": "0"}
+    config = parse_config("model: {path: recall}\nkv:\n", "f.yaml", overrides)
+    assert (config.model.path, config.kv.page_size, config.router.port) == ("Qwen/Qwen3-0.6B", 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("modle.path", "x", f"modle: unknown key; did you mean model? allowed: {TOP_KEYS}"),
+        ("kv.page_size", "big", f"kv.page_size: got 'big'; {WHOLE_FROM_1}"),
+        ("model.path", "", f"model.path: got nothing; {TEXT}"),
+        ("kv.page_size", "[1, 2]", f"kv.page_size: got '[1, 2]'; {WHOLE_FROM_1}"),
+        ("kv.page_size", "a: b: c", f"kv.page_size: got 'a: b: c'; {WHOLE_FROM_1}"),
+        ("name.first", "x", "name: got a mapping; allowed: 1 to 63 lower case letters"),
+    ],
+)
+def test_bad_override_is_refused_like_the_file(key: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config("{}", "f.yaml", {key: value})
+    assert str(caught.value).startswith(message)
+
+
+def test_override_does_not_hide_a_section_of_the_wrong_type() -> None:
+    with pytest.raises(ConfigError, match="kv: got 3; allowed: keys and values"):
+        parse_config("kv: 3", "f.yaml", {"kv.page_size": "16"})
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"name: \xff")
+    for path, reason in (
+        (tmp_path / "none.yaml", "no such file"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (binary, "byte 6 is not UTF-8 text"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value) == f"{path}: {reason}"
+
+
+def test_axes_beyond_cp_are_legal_and_not_yet_run() -> None:
+    config = parse_config("prefill: {parallel: {cp: 2, tp: 2, ep: 4}}\ndecode: {replicas: 3}", "f.yaml")
+    assert [str(problem) for problem in runnable_problems(config)] == [
+        "prefill.parallel.tp: got 2; the engine runs tp = 1 so far (`baton plan` shows larger ones)",
+        "prefill.parallel.ep: got 4; the engine runs ep = 1 so far (`baton plan` shows larger ones)",
+    ]
+
+
+@pytest.mark.parametrize("file", sorted(DEPLOY.glob("local-*.yaml")), ids=lambda file: file.stem)
+def test_committed_topology_is_legal_runs_and_says_what_it_is_for(file: Path) -> None:
+    config = load_config(file)
+    assert config.name == file.stem
+    assert runnable_problems(config) == []
+    comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
+    assert any(line.startswith("# Machine: ") for line in comments)
+
+
+def test_committed_schema_is_current() -> None:
+    assert (DEPLOY / "schema.json").read_text() == schema_text(), "run: baton schema > deploy/schema.json"
+
+
+def test_schema_describes_every_key() -> None:
+    definitions = json.loads(schema_text())["$defs"]
+    sections = [definition for definition in definitions.values() if "properties" in definition]
+    assert len(sections) == 8
+    assert all("description" in key for section in sections for key in section["properties"].values())
+
+
+def test_environment_variables_have_defaults() -> None:
+    assert CACHE_DIR.get({"XDG_CACHE_HOME": "/x"}) == Path("/x/baton")
+    assert CACHE_DIR.get({"BATON_CACHE_DIR": ""}) == Path.home() / ".cache" / "baton"
+    assert TOKEN.get({}) is None
+
+
+def test_environment_variables_are_read() -> None:
+    assert CACHE_DIR.get({"BATON_CACHE_DIR": "/somewhere/else"}) == Path("/somewhere/else")
+    assert TOKEN.get({"BATON_TOKEN": "0123456789abcdef"}) == "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("BATON_CACHE_DIR", "here", "BATON_CACHE_DIR: got 'here'; allowed: the absolute path of a folder"),
+        ("BATON_CACHE_DIR", __file__, f"BATON_CACHE_DIR: got {__file__!r}; allowed: the absolute path of a folder"),
+        ("BATON_TOKEN", "short", "BATON_TOKEN: got 5 characters; allowed: 8 or more printable ASCII characters"),
+        ("BATON_TOKEN", "with a space", "BATON_TOKEN: got 12 characters; allowed: 8 or more printable ASCII"),
+    ],
+)
+def test_bad_environment_value_is_refused(name: str, value: str, message: str) -> None:
+    variable = next(variable for variable in ALL if variable.name == name)
+    with pytest.raises(UserError) as caught:
+        variable.get({name: value})
+    assert str(caught.value).startswith(message)
+
+
+def test_environment_variables_say_what_they_do() -> None:
+    assert len({variable.name for variable in ALL}) == len(ALL)
+    assert all(variable.name.startswith("BATON_") and variable.sentence.endswith(".") for variable in ALL)

@@ -1,0 +1,137 @@
+"""Every finding of `baton doctor`, good and bad, from invented machines."""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cluster.cli import check_install, check_machine, doctor
+from cluster.cli.finding import Finding, Status
+
+
+def test_python() -> None:
+    assert check_install.check_python((3, 10, 1), "/venv").status is Status.FAIL
+    assert check_install.check_python((3, 11, 0), "/venv") == Finding("python", Status.OK, "3.11.0 in /venv")
+    assert "no virtual environment" in check_install.check_python((3, 12, 0), sys.base_prefix).found
+
+
+def test_packages() -> None:
+    assert check_install.check_packages(["pytest>=9", "absent; extra == 'dev'"]).status is Status.OK
+    finding = check_install.check_packages(["pytest>=9", "no-such-package[x]>=1"])
+    assert (finding.status, finding.found) == (Status.FAIL, "missing: no-such-package")
+
+
+@pytest.mark.parametrize(
+    ("environ", "token_file", "status", "part"),
+    [
+        ({}, False, Status.OK, "RAY_AUTH_MODE not set, no token"),
+        ({}, True, Status.OK, "RAY_AUTH_MODE not set, a token"),
+        ({"RAY_AUTH_MODE": "token"}, True, Status.OK, "RAY_AUTH_MODE token, a token"),
+        ({"RAY_AUTH_MODE": "TOKEN", "RAY_AUTH_TOKEN": "x"}, False, Status.OK, "RAY_AUTH_MODE token, a token"),
+        ({"RAY_AUTH_MODE": "token"}, False, Status.WARN, "no token"),
+        ({"RAY_AUTH_MODE": "disabled"}, False, Status.OK, "RAY_AUTH_MODE disabled"),
+        ({"RAY_AUTH_MODE": "off"}, False, Status.FAIL, "RAY_AUTH_MODE off"),
+    ],
+)
+def test_ray_auth(environ: dict[str, str], token_file: bool, status: Status, part: str, tmp_path: Path) -> None:
+    if token_file:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("secret")
+    finding = check_install.check_ray(environ, tmp_path)
+    assert finding.status is status
+    assert part in finding.found
+    assert bool(finding.mend) == (status is not Status.OK)
+
+
+@pytest.mark.parametrize(
+    ("version", "num_gpus", "status"),
+    [("2.13.0+cpu", 0, Status.OK), ("2.13.0+cu130", 8, Status.OK), ("2.13.0+cpu", 1, Status.WARN)],
+)
+def test_torch(version: str, num_gpus: int, status: Status) -> None:
+    assert check_install.check_torch(version, num_gpus).status is status
+
+
+def test_mooncake_names_what_to_install() -> None:
+    absent = check_install.check_mooncake(lambda _: None, list)
+    assert (absent.status, absent.found) == (Status.WARN, "not installed")
+    bare = check_install.check_mooncake(lambda _: "0.3", lambda: ["libibverbs1", "libnuma1"])
+    assert bare.status is Status.WARN
+    assert bare.mend.endswith("apt-get install -y libibverbs1 libnuma1")
+    assert check_install.check_mooncake(lambda _: "0.3", list) == Finding("mooncake", Status.OK, "0.3")
+
+
+def test_missing_libraries_are_named_by_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = {"libc.so.6": "libc6", "libbaton-has-none.so.9": "libnone9"}
+    monkeypatch.setattr(check_install, "MOONCAKE_LIBRARIES", libraries)
+    assert check_install.missing_mooncake_packages() == ["libnone9"]
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    assert check_machine.check_shared_memory(tmp_path, 1).status is Status.OK
+    small = check_machine.check_shared_memory(tmp_path, 10**18)
+    assert (small.status, "--shm-size" in small.mend) == (Status.WARN, True)
+    assert check_machine.check_shared_memory(tmp_path / "absent").status is Status.FAIL
+
+
+def test_stale_files_are_those_nobody_has_open(tmp_path: Path) -> None:
+    stale, used = tmp_path / "baton-stale", tmp_path / "baton-used"
+    (tmp_path / "other").touch()
+    stale.touch()
+    with used.open("w"):
+        assert check_machine.stale_files(tmp_path) == [stale]
+        assert check_machine.check_shared_memory(tmp_path, 1).mend == f"rm {stale}"
+
+
+def test_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
+    assert check_machine.check_port() == Finding("port", Status.OK, "127.0.0.1:8000 is free")
+    monkeypatch.setattr(socket.socket, "bind", _in_use)
+    assert check_machine.check_port().found == "127.0.0.1:8000: Address already in use"
+
+
+def test_cores_memory_and_limits() -> None:
+    assert check_machine.check_cores(1).status is Status.WARN
+    assert check_machine.check_cores(2).status is Status.OK
+    assert check_machine.check_memory("MemAvailable:   8388608 kB\n").found == "8.0 GiB available"
+    assert check_machine.check_memory("MemAvailable:   1048576 kB\n").status is Status.WARN
+    assert check_machine.check_open_files(1024).status is Status.WARN
+    assert check_machine.check_open_files(65536).status is Status.OK
+
+
+def test_model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hub" / "models--a--b").mkdir(parents=True)
+    finding = check_machine.check_model_cache({"HF_HOME": str(tmp_path)})
+    assert (finding.status, f"{tmp_path}/hub: 1 models" in finding.found) == (Status.OK, True)
+    assert check_machine.check_model_cache({"HF_HUB_CACHE": str(tmp_path / "new" / "hub")}).status is Status.OK
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert check_machine.check_model_cache({"HF_HOME": str(tmp_path)}).status is Status.WARN
+
+
+@pytest.mark.parametrize(("status", "code"), [(Status.OK, 0), (Status.WARN, 0), (Status.FAIL, 1)])
+def test_exit_code_and_output(status: Status, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = Finding("thing", status, "[found] so", "mend it" if status is not Status.OK else "")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: finding,))
+    text, as_json = _run([]), _run(["--json"])
+    assert text.exit_code == as_json.exit_code == code
+    assert "[found] so" in text.stdout
+    assert ("-> mend it" in text.stdout) == (status is not Status.OK)
+    assert json.loads(as_json.stdout) == {
+        "ok": code == 0,
+        "findings": [{"name": "thing", "status": status, "found": "[found] so", "mend": finding.mend}],
+    }
+
+
+def _run(arguments: list[str]) -> Result:
+    app = typer.Typer()
+    app.command()(doctor.doctor)
+    return CliRunner().invoke(app, arguments)
+
+
+def _in_use(*_: object) -> None:
+    raise OSError(98, "Address already in use")

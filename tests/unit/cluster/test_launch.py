@@ -1,0 +1,283 @@
+"""Launching with fake processes: the order of a start, whose error is told, what is killed, and the driver's loop."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from cluster.actors import Machine
+from cluster.launch.calls import Deadline, blame, gather
+from cluster.launch.kinds import service_environ, worker_environ
+from cluster.launch.launcher import LOOPBACK, Launcher
+from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig, ResourcesConfig
+from cluster.spec.errors import BatonError, ConfigError, UserError
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.supervisor.loop import Supervisor
+from cluster.supervisor.stop_watch import watch_stop
+from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
+
+CONFIG = DeployConfig(
+    prefill=PrefillConfig(parallel=ParallelConfig(cp=2)),
+    decode=DecodeConfig(replicas=2),
+    resources=ResourcesConfig(restart_backoff_s=0.01, start_timeout_s=10.0),
+)
+ONE = Incarnation(1)
+WAIT_S = 10.0
+
+
+class Driver:
+    """A launcher, and a supervisor in a thread."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.lines: list[str] = []
+        self.announced = threading.Event()
+        self.supervisor = Supervisor(0.01, self.announced.set, self.lines.append)
+        self.launcher = Launcher(world.tools(), CONFIG, "model", "token", self.supervisor.failed)
+        self.ended: Future[None] = Future()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.supervisor.run(self.launcher)
+        except BaseException as error:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+
+def start_all(launcher: Launcher) -> None:
+    threads = [threading.Thread(target=launcher.start, args=(name, ONE)) for name in launcher.names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def make_launcher(world: World, ended: list[str] | None = None) -> Launcher:
+    told = [] if ended is None else ended
+    return Launcher(world.tools(), CONFIG, "model", "token", lambda name, _, error: told.append(f"{name}: {error}"))
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.002)
+
+
+def test_members_are_the_services_and_every_replica() -> None:
+    names = make_launcher(World()).names
+    assert names == ["bootstrap", "router", "prefill-0", "decode-0", "decode-1"]
+
+
+def test_gang_joins_before_it_loads_and_loads_before_it_runs() -> None:
+    world = World()
+    start_all(make_launcher(world))
+    log = [line for line in world.system.log if "prefill-0" in line]
+    rank = ["prefill-0-rank0-1", "prefill-0-rank1-1"]
+    assert log == [
+        *(f"start {name}" for name in rank),
+        *(f"build {name}" for name in rank),
+        f"open_store {rank[0]}",
+        *(f"load {name}" for name in rank),
+        *(f"run {name}" for name in rank),
+    ]
+    assert all(entry.ready for entry in world.table.snapshot(0.0).replicas)
+
+
+def test_processes_start_before_the_bootstrap_service_answers() -> None:
+    world = World()
+    launcher = make_launcher(world)
+    thread = threading.Thread(target=launcher.start, args=("decode-0", ONE))
+    thread.start()
+    wait_until(lambda: "start decode-0-rank0-1" in world.system.log)
+    assert "build decode-0-rank0-1" not in world.system.log
+    launcher.start("bootstrap", ONE)
+    thread.join(WAIT_S)
+    assert "run decode-0-rank0-1" in world.system.log
+
+
+@pytest.mark.parametrize(
+    ("machines", "host"),
+    [([HOME], LOOPBACK), ([HOME, Machine(node_id="other", address="10.0.0.2", cpus=1, gpus=0)], HOME.address)],
+)
+def test_one_machine_stays_on_loopback_and_several_do_not(machines: list[Machine], host: str) -> None:
+    world = World(FakeSystem(machines))
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    launcher.start("router", ONE)
+    assert world.rendezvous[0].bootstrap_url == f"http://{host}:3000"
+    assert launcher.router_url == f"http://{host}:8000"
+
+
+def test_restarted_services_keep_their_ports() -> None:
+    world = World()
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    launcher.start("router", ONE)
+    for name in ("bootstrap", "router"):
+        assert launcher.end(name)
+        launcher.start(name, Incarnation(2))
+    assert {meeting.bootstrap_url for meeting in world.rendezvous} == {f"http://{LOOPBACK}:3000"}
+    assert launcher.router_url == f"http://{LOOPBACK}:8000"
+
+
+def test_stop_ends_in_time_when_ray_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    monkeypatch.setattr("cluster.launch.launcher.KILL_S", 0.01)
+    monkeypatch.setattr("cluster.launch.launcher.GRACE_S", 0.01)
+    answer = threading.Event()
+    monkeypatch.setattr(world.system, "kill", lambda *_: answer.wait())
+    began_s = time.monotonic()
+    launcher.stop()
+    assert time.monotonic() - began_s < WAIT_S
+    answer.set()
+
+
+def test_ended_gang_gives_its_seats_back() -> None:
+    world = World()
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    launcher.start("prefill-0", ONE)
+    assert len(world.system.reserved) == 1
+    assert launcher.end("prefill-0")
+    assert (world.system.reserved, world.system.living("prefill")) == ([], [])
+
+
+def test_workers_that_do_not_fit_are_refused_before_anything_starts() -> None:
+    world = World(FakeSystem([Machine(node_id="home", address="10.0.0.1", cpus=1, gpus=0)]))
+    with pytest.raises(ConfigError, match="4 workers with 1 CPUs each"):
+        make_launcher(world)
+    assert world.system.log == []
+
+
+def test_error_of_a_rank_names_it_and_what_the_user_can_mend_comes_first() -> None:
+    failed: dict[str, BaseException] = {
+        "prefill-0 rank 0": RuntimeError("peer closed the connection"),
+        "prefill-0 rank 1": UserError("no such folder"),
+    }
+    error = blame(failed)
+    assert isinstance(error, UserError)
+    assert str(error) == "prefill-0 rank 1: no such folder"
+    del failed["prefill-0 rank 1"]
+    error = blame(failed)
+    assert not isinstance(error, UserError)
+    assert str(error) == "prefill-0 rank 0: RuntimeError: peer closed the connection"
+
+
+def test_gather_does_not_wait_for_the_others_after_an_error() -> None:
+    never: Future[int] = Future()
+    broken: Future[int] = Future()
+    broken.set_exception(BatonError("broken"))
+    with pytest.raises(BatonError, match=r"^b: broken$"):
+        gather({"a": never, "b": broken}, Deadline(WAIT_S))
+    with pytest.raises(BatonError, match=r"^a: not ready after 0.01 s \(resources.start_timeout_s\)$"):
+        gather({"a": never}, Deadline(0.01))
+
+
+def test_cpu_workers_and_services_see_no_gpu() -> None:
+    assert worker_environ(CONFIG)["CUDA_VISIBLE_DEVICES"] == ""
+    assert service_environ()["CUDA_VISIBLE_DEVICES"] == ""
+    assert worker_environ(CONFIG)["OMP_NUM_THREADS"] == "1"
+
+
+def test_cluster_comes_up_is_drained_and_stops() -> None:
+    driver = Driver(World())
+    assert driver.announced.wait(WAIT_S)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+    assert driver.lines == ["SIGINT: draining; once more stops at once", "drained: stopping"]
+    assert driver.world.system.living("") == []
+    assert driver.world.system.reserved == []
+
+
+def test_workers_end_by_themselves_before_they_are_killed() -> None:
+    driver = Driver(World())
+    assert driver.announced.wait(WAIT_S)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+    for actor in driver.world.system.actors.values():
+        if "rank" in actor.name:
+            assert [call.exception() for call in actor.open] == [None] * len(actor.open)
+
+
+def test_requests_that_do_not_end_do_not_hold_up_the_end() -> None:
+    world = World()
+    world.drains = False
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    driver.supervisor.request_stop("SIGTERM")
+    driver.ended.result(WAIT_S)
+    assert driver.lines[-1] == "not every open request has ended: stopping all the same"
+
+
+def test_first_load_error_ends_the_start_and_is_told_in_one_line() -> None:
+    world = World()
+    world.load_errors["prefill-0", 1] = UserError("model 'x' is no folder")
+    driver = Driver(world)
+    with pytest.raises(UserError, match=r"^prefill-0 rank 1: model 'x' is no folder$"):
+        driver.ended.result(WAIT_S)
+    assert world.system.living("") == []
+    assert not driver.announced.is_set()
+
+
+def test_killed_rank_brings_a_whole_new_gang() -> None:
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    old = world.system.living("prefill-0")
+    old[1].die()
+    wait_until(lambda: any("running again" in line for line in driver.lines))
+    fresh = world.system.living("prefill-0")
+    assert len(fresh) == len(old) == 2
+    assert not set(fresh) & set(old)
+    assert len(world.system.living("decode-")) == 2
+    snapshot = world.table.snapshot(0.0)
+    entry = snapshot.find(ReplicaId("prefill-0"))
+    assert entry is not None
+    assert entry.ready
+    assert snapshot.reaped[ReplicaId("prefill-0")] < entry.incarnation
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_gang_that_fails_again_is_tried_again() -> None:
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    world.load_errors["decode-1", 0] = BatonError("no memory")
+    world.system.living("decode-1")[0].die()
+    wait_until(lambda: any("failed 3 times in a row" in line for line in driver.lines))
+    assert any(line.endswith("decode-1 rank 0: no memory") for line in driver.lines)
+    del world.load_errors["decode-1", 0]
+    wait_until(lambda: any("decode-1: running again" in line for line in driver.lines))
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    workers = world.system.living("prefill") + world.system.living("decode") + world.system.living("router")
+    world.system.living("bootstrap")[0].die()
+    wait_until(lambda: any("bootstrap: running again" in line for line in driver.lines))
+    assert all(actor.alive for actor in workers)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
+    world = World()
+    world.bootstrap_up = False
+    asked = threading.Event()
+    threading.Thread(target=watch_stop, args=(FakeTable(world), asked.set), daemon=True).start()
+    world.table.request_stop()
+    assert not asked.wait(0.05)
+    world.bootstrap_up = True
+    assert asked.wait(WAIT_S)

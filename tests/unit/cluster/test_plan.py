@@ -1,0 +1,288 @@
+"""The plan and `baton plan`: contents, JSON, tables, and what a bad file prints."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.cli.main import main
+from cluster.planner.model import ModelFacts, UnknownModel, read_model
+from cluster.planner.plan import Plan, make_plan
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import ConfigError
+from cluster.spec.kv import KvGeometry
+from cluster.spec.lifecycle import Role
+from cluster.spec.loader import parse_config
+from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.ranks import positions, sizes_of
+
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "dtype": "bfloat16",
+}
+
+RunBaton = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def baton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunBaton:
+    """Run the command line: exit code, standard output, standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["baton", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        code = caught.value.code
+        return code if isinstance(code, int) else 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return tmp_path
+
+
+def plan_of(text: str) -> Plan:
+    config = parse_config(text, "f.yaml")
+    return make_plan(config, read_model(config))
+
+
+def failed(plan: Plan) -> dict[str, str]:
+    return {check.rule: check.detail for check in plan.checks if not check.passed}
+
+
+def test_json_has_the_documented_shape(baton: RunBaton, tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("prefill: {replicas: 2, parallel: {cp: 2, tp: 2, pp: 2, ep: 2}}")
+    code, out, err = baton("plan", str(file), "--json")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert [(replica["role"], replica["name"]) for replica in plan["replicas"]] == [
+        ("prefill", "prefill-0"),
+        ("prefill", "prefill-1"),
+        ("decode", "decode-0"),
+    ]
+    first = plan["replicas"][0]
+    assert first["ranks"][6] == {
+        "global_rank": 6,
+        "dp": 0,
+        "cp": 1,
+        "tp": 0,
+        "pp": 1,
+        "moe_dp": 0,
+        "ep": 1,
+        "moe_tp": 0,
+    }
+    assert first["groups"] == {
+        "attn_tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "attn_cp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "attn_dp": [[rank] for rank in range(8)],
+        "moe_dp": [[rank] for rank in range(8)],
+        "moe_ep": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "moe_tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    }
+    assert plan["kv"]["bytes_per_token"] == 2048
+
+
+def test_kv_of_the_built_in_model() -> None:
+    kv = plan_of("kv: {page_size: 64, memory_gib: 0.5}").kv
+    assert kv is not None
+    assert kv.bytes_per_token == 2 * 2 * 1 * 128 * 4
+    assert kv.page_bytes == 64 * kv.bytes_per_token
+    assert kv.pages_per_worker == 4096 - 1
+    assert kv.tokens_per_worker == 4095 * 64
+
+
+def test_kv_of_a_model_folder(model_folder: Path) -> None:
+    kv = plan_of(f"model: {{path: {model_folder}}}\nprefill: {{parallel: {{tp: 4, pp: 3}}}}").kv
+    assert kv is not None
+    assert (kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.dtype) == (28, 8, 128, "bfloat16")
+    assert kv.bytes_per_token == 2 * 28 * 8 * 128 * 2
+    prefill = kv.roles[Role.PREFILL]
+    assert prefill.page_bytes == 64 * 2 * 10 * 2 * 128 * 2
+    assert prefill.pages_per_worker == GIB // prefill.page_bytes - 1
+    assert kv.pages_per_worker == kv.roles[Role.DECODE].pages_per_worker
+
+
+def test_given_dtype_wins_over_the_checkpoint(model_folder: Path) -> None:
+    kv = plan_of(f"model: {{path: {model_folder}, dtype: float32}}").kv
+    assert kv is not None
+    assert kv.bytes_per_token == 2 * 28 * 8 * 128 * 4
+
+
+def test_pool_too_small_for_the_longest_request_fails_its_check(model_folder: Path) -> None:
+    plan = plan_of(f"model: {{path: {model_folder}}}")
+    assert failed(plan) == {
+        "every pool holds the longest request": "9280 tokens fit, a request may have 40960: "
+        "set kv.memory_gib to 4.38, or model.max_context to 9280"
+    }
+    text = f"model: {{path: {model_folder}}}\nkv: {{memory_gib: 4.3818359375}}"
+    assert failed(plan_of(text)) == {}
+    assert failed(plan_of(f"model: {{path: {model_folder}, max_context: 9280}}")) == {}
+
+
+def test_axes_the_engine_does_not_run_fail_their_check_alone() -> None:
+    assert failed(plan_of("prefill: {parallel: {cp: 2, tp: 2}}")) == {
+        "the engine runs these axes": "prefill.parallel.tp: got 2; the engine runs tp = 1 so far "
+        "(`baton plan` shows larger ones)"
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("prefill: {parallel: {tp: 3}}", ["prefill.parallel.tp: got 3; allowed: a divisor of the model's 16 heads"]),
+        ("decode: {parallel: {pp: 29}}", ["decode.parallel.pp: got 29; allowed: at most the model's 28 layers"]),
+        (
+            "model: {max_context: 50000}",
+            ["model.max_context: got 50000; allowed: at most 40960, the model's own limit"],
+        ),
+        (
+            "kv: {memory_gib: 0.01}",
+            [
+                "kv.memory_gib: got 0.01; a prefill worker's 0.01 GiB hold no page beside the padding page; "
+                "one page takes 7340032 bytes, so give at least 0.0137 GiB",
+                "kv.memory_gib: got 0.01; a decode worker's 0.01 GiB hold no page beside the padding page; "
+                "one page takes 7340032 bytes, so give at least 0.0137 GiB",
+            ],
+        ),
+    ],
+)
+def test_what_the_model_refuses_is_a_bad_file(text: str, messages: list[str]) -> None:
+    geometry = KvGeometry(model="m", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=64)
+    facts = ModelFacts(geometry=geometry, num_heads=16, max_context=40960)
+    with pytest.raises(ConfigError) as caught:
+        make_plan(parse_config(text, "f.yaml"), facts)
+    assert str(caught.value).splitlines() == messages
+
+
+def test_heads_and_ranks_that_do_not_divide_are_a_bad_file() -> None:
+    geometry = KvGeometry(model="m", num_layers=2, num_kv_heads=6, head_dim=8, dtype="float32", page_size=8)
+    facts = ModelFacts(geometry=geometry, num_heads=12, max_context=64)
+    with pytest.raises(ConfigError, match="got 4; allowed: a divisor or a multiple of the model's 6 KV heads"):
+        make_plan(parse_config("prefill: {parallel: {tp: 4}}", "f.yaml"), facts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 4, 8)),
+    st.integers(1, 4),
+    st.integers(4, 12),
+    st.integers(1, 64),
+    st.floats(0.001, 2.0),
+)
+def test_pools_hold_the_whole_model_and_stay_within_their_memory(
+    num_kv_heads: int, tp: int, pp: int, num_layers: int, page_size: int, memory_gib: float
+) -> None:
+    geometry = KvGeometry(
+        model="m", num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=8, dtype="bfloat16", page_size=page_size
+    )
+    parallel = DeployConfig().prefill.parallel.model_copy(update={"tp": tp, "pp": pp})
+    layouts = [pool_layout(geometry, sizes_of(parallel), rank.coords, memory_gib) for rank in positions(parallel)]
+    held = {
+        (layer, head)
+        for pool in layouts
+        for layer in range(pool.first_layer, pool.first_layer + pool.num_layers)
+        for head in range(pool.first_head, pool.first_head + pool.num_heads)
+    }
+    assert held == {(layer, head) for layer in range(num_layers) for head in range(num_kv_heads)}
+    assert all(pool.pool_bytes <= memory_gib * GIB < pool.pool_bytes + pool.page_bytes for pool in layouts)
+
+
+def test_ports_are_listed_with_their_count() -> None:
+    ports = plan_of("prefill: {replicas: 2, parallel: {cp: 2}}\nrouter: {port: 9000}").ports
+    assert [(port.process, port.purpose, port.port, port.count) for port in ports] == [
+        ("router", "HTTP for clients", 9000, 1),
+        ("bootstrap", "HTTP rank table", None, 1),
+        ("router", "channel", None, 1),
+        ("worker", "channel", None, 5),
+        ("replica", "store of its process groups", None, 2),
+    ]
+
+
+def test_model_that_is_not_here_yet_leaves_kv_unknown() -> None:
+    config = DeployConfig()
+    plan = make_plan(config, UnknownModel("it is elsewhere"))
+    assert plan.kv is None
+    assert failed(plan) == {"the model's shape is known": "it is elsewhere"}
+
+
+def test_folder_without_a_model_leaves_kv_unknown(tmp_path: Path) -> None:
+    plan = plan_of(f"model: {{path: {tmp_path}}}")
+    assert plan.kv is None
+    assert failed(plan) == {"the model's shape is known": f"{tmp_path} is no model folder: it has no config.json"}
+
+
+def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "f.yaml"
+    file.write_text("name: shown\nprefill: {replicas: 2, parallel: {cp: 2}}")
+    code, out, err = baton("plan", str(file))
+    assert (code, err) == (0, "")
+    for part in (
+        "Cluster shown serves the model recall",
+        "prefill-0 to prefill-1, each: 2 workers",
+        "decode-0: 1 worker",
+        "attn_cp   {0,1}",
+        "KV memory: 2 KiB a token, pages of 64 tokens (2 layers, 1 KV head of 128, float32)",
+        "HTTP for clients",
+        "decode runs without context parallelism",
+    ):
+        assert part in out
+
+
+def test_bad_file_prints_its_problems_and_nothing_else(baton: RunBaton, tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("prefil: {}\ndecode: {parallel: {cp: 2}}\nrouter: {port: http}")
+    code, out, err = baton("plan", str(file), "--json")
+    assert (code, out) == (2, "")
+    assert [line.split(":")[0] for line in err.splitlines()] == ["router.port", "prefil", "decode.parallel.cp"]
+
+
+def test_missing_file_and_missing_folder_are_one_line(baton: RunBaton, tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    assert baton("plan", str(file)) == (2, "", f"{file}: no such file\n")
+    file.write_text("{}")
+    assert baton("plan", str(file), "--model", "./nowhere") == (
+        2,
+        "",
+        "model.path: got './nowhere', and there is no such folder; "
+        "allowed: recall, a local folder, a Hugging Face repository\n",
+    )
+
+
+def test_model_option_wins_over_the_file(baton: RunBaton, tmp_path: Path, model_folder: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("model: {path: recall, served_name: mine}")
+    code, out, _ = baton("plan", str(file), "--json", "--model", str(model_folder))
+    assert code == 0
+    assert json.loads(out)["kv"]["num_layers"] == 28
+
+
+def test_help_names_every_command(baton: RunBaton) -> None:
+    code, out, _ = baton("--help")
+    assert code == 0
+    for command in ("plan", "up", "status", "down", "doctor", "chat", "bench", "schema"):
+        assert command in out
+
+
+def test_schema_command_prints_the_committed_schema(baton: RunBaton) -> None:
+    committed = Path(__file__).parents[3] / "deploy" / "schema.json"
+    assert baton("schema") == (0, committed.read_text(), "")

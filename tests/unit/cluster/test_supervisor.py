@@ -1,0 +1,276 @@
+"""The supervisor's rules, event by event; and that no order of events starts a member twice or moves illegally."""
+
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.errors import BatonError
+from cluster.spec.ids import Incarnation
+from cluster.supervisor.reconcile import backoff_s, next_incarnation, reconcile
+from cluster.supervisor.state import (
+    MAX_BACKOFF_S,
+    NEVER,
+    STABLE_S,
+    Action,
+    Announce,
+    Cluster,
+    Drain,
+    Drained,
+    End,
+    Ended,
+    Event,
+    Failed,
+    Kill,
+    MarkReaped,
+    Member,
+    MemberState,
+    Now,
+    Phase,
+    Report,
+    Start,
+    Started,
+    Stop,
+    Stopped,
+    StopRequested,
+    Tick,
+)
+
+NAMES = ("bootstrap", "router", "prefill-0", "decode-0")
+UNIX_MS = 1_000_000
+ERROR = BatonError("rank 1: no memory")
+
+
+class Run:
+    """A cluster and the clock it lives by."""
+
+    def __init__(self, names: Iterable[str] = NAMES) -> None:
+        self.cluster = Cluster(members={name: Member(name=name) for name in names}, backoff_s=1.0)
+        self.now_s = 0.0
+
+    def step(self, event: Event) -> list[Action]:
+        """Handle one event; the lines for the user are left out of the answer."""
+        now = Now(s=self.now_s, unix_ms=UNIX_MS + int(self.now_s * 1000))
+        self.cluster, actions = reconcile(self.cluster, event, now)
+        self.lines = [action.line for action in actions if isinstance(action, Report)]
+        return [action for action in actions if not isinstance(action, Report)]
+
+    def incarnation(self, name: str) -> Incarnation:
+        return self.cluster.members[name].incarnation
+
+    def state(self, name: str) -> MemberState:
+        return self.cluster.members[name].state
+
+    def serve(self) -> "Run":
+        """Bring everything up."""
+        self.step(Tick())
+        for name in self.cluster.members:
+            self.step(Started(name, self.incarnation(name)))
+        assert self.cluster.phase is Phase.SERVING
+        return self
+
+    def fail(self, name: str) -> list[Action]:
+        return self.step(Failed(name, self.incarnation(name), ERROR))
+
+
+def test_everything_starts_at_once() -> None:
+    run = Run()
+    assert run.step(Tick()) == [Start(name, Incarnation(UNIX_MS)) for name in NAMES]
+    assert run.step(Tick()) == []
+
+
+def test_announced_when_the_last_member_is_up() -> None:
+    run = Run()
+    run.step(Tick())
+    for name in NAMES[:-1]:
+        assert run.step(Started(name, run.incarnation(name))) == []
+    assert run.step(Started(NAMES[-1], run.incarnation(NAMES[-1]))) == [Announce()]
+
+
+def test_failure_before_the_first_announcement_ends_it_all() -> None:
+    run = Run()
+    run.step(Tick())
+    assert run.fail("prefill-0") == [Stop()]
+    assert run.cluster.failure is ERROR
+    assert run.fail("decode-0") == []
+    assert run.cluster.failure is ERROR
+    assert run.step(Stopped()) == []
+    assert run.cluster.phase is Phase.STOPPED
+
+
+def test_dead_rank_takes_its_gang_down_and_the_gang_comes_back() -> None:
+    run = Run().serve()
+    first = run.incarnation("prefill-0")
+    assert run.fail("prefill-0") == [End("prefill-0", first)]
+    assert run.lines == [f"prefill-0: failed, incarnation {first}: rank 1: no memory"]
+    assert run.fail("prefill-0") == [], "the gang's other ranks end with it"
+    assert run.step(Ended("prefill-0", first, True)) == [MarkReaped("prefill-0", first)]
+    run.now_s = 0.9
+    assert run.step(Tick()) == []
+    run.now_s = 1.0
+    (start,) = run.step(Tick())
+    assert isinstance(start, Start)
+    assert start.incarnation > first
+    assert run.step(Started("prefill-0", first)) == [], "an answer of the earlier start"
+    assert run.state("prefill-0") is MemberState.STARTING
+    run.step(Started("prefill-0", start.incarnation))
+    assert run.state("prefill-0") is MemberState.RUNNING
+    assert run.state("decode-0") is MemberState.RUNNING
+
+
+def test_only_proof_marks_an_incarnation_reaped() -> None:
+    run = Run().serve()
+    run.fail("decode-0")
+    assert run.step(Ended("decode-0", run.incarnation("decode-0"), False)) == []
+    assert run.cluster.reaped == {}
+
+
+def test_services_are_restarted_and_never_reaped() -> None:
+    run = Run().serve()
+    for name in ("bootstrap", "router"):
+        run.fail(name)
+        assert run.step(Ended(name, run.incarnation(name), True)) == []
+        assert run.state(name) is MemberState.WAITING
+    run.now_s = 1.0
+    assert {action.name for action in run.step(Tick()) if isinstance(action, Start)} == {"bootstrap", "router"}
+
+
+def test_new_bootstrap_is_told_who_is_gone() -> None:
+    run = Run().serve()
+    reaped = run.incarnation("decode-0")
+    run.fail("decode-0")
+    run.step(Ended("decode-0", reaped, True))
+    run.fail("bootstrap")
+    run.step(Ended("bootstrap", run.incarnation("bootstrap"), True))
+    run.now_s = 1.0
+    run.step(Tick())
+    assert run.step(Started("bootstrap", run.incarnation("bootstrap"))) == [MarkReaped("decode-0", reaped)]
+
+
+def test_waits_double_and_a_stable_run_resets_them() -> None:
+    run = Run().serve()
+    waits = []
+    for _ in range(9):
+        run.fail("prefill-0")
+        run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
+        waits.append(run.cluster.members["prefill-0"].wake_s - run.now_s)
+        run.now_s = run.cluster.members["prefill-0"].wake_s
+        run.step(Tick())
+        run.step(Started("prefill-0", run.incarnation("prefill-0")))
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    run.now_s += STABLE_S
+    run.fail("prefill-0")
+    run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
+    assert run.lines == ["prefill-0: starts again in 1 s"]
+
+
+def test_crash_loop_is_reported_with_its_length() -> None:
+    run = Run().serve()
+    for _ in range(2):
+        run.fail("prefill-0")
+        run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
+        run.now_s += MAX_BACKOFF_S
+        run.step(Tick())
+    run.fail("prefill-0")
+    run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
+    assert run.lines == ["prefill-0: starts again in 4 s; failed 3 times in a row"]
+
+
+def test_stop_drains_then_stops() -> None:
+    run = Run().serve()
+    assert run.step(StopRequested("SIGINT")) == [Drain()]
+    assert run.fail("prefill-0") == [], "nothing is replaced any more"
+    assert run.cluster.next_wake_s() is None
+    assert run.step(Drained(True)) == [Stop()]
+    assert run.step(Stopped()) == []
+    assert (run.cluster.phase, run.cluster.failure) == (Phase.STOPPED, None)
+
+
+def test_second_stop_kills() -> None:
+    run = Run().serve()
+    run.step(StopRequested("SIGINT"))
+    assert run.step(StopRequested("SIGINT")) == [Kill()]
+    assert run.lines == ["SIGINT: stopping at once"]
+    assert run.step(Drained(False)) == []
+    assert run.lines == [], "nobody waits for the drain any more"
+    assert run.step(StopRequested("SIGINT")) == [], "there is nothing faster"
+    assert run.step(Stopped()) == []
+    assert run.cluster.phase is Phase.STOPPED
+
+
+def test_second_stop_overtakes_a_stop_in_order() -> None:
+    run = Run().serve()
+    run.step(StopRequested("SIGINT"))
+    assert run.step(Drained(True)) == [Stop()]
+    assert run.step(StopRequested("SIGINT")) == [Kill()]
+    for _ in ("of the stop", "of the kill"):
+        assert run.step(Stopped()) == []
+        assert run.cluster.phase is Phase.STOPPED
+
+
+def test_stop_while_starting_does_not_drain() -> None:
+    run = Run()
+    run.step(Tick())
+    assert run.step(StopRequested("SIGTERM")) == [Stop()]
+    assert run.step(Started("router", run.incarnation("router"))) == []
+
+
+def test_next_wake_is_the_earliest_waiting_member() -> None:
+    run = Run().serve()
+    assert run.cluster.next_wake_s() is None
+    for name, at_s in (("prefill-0", 5.0), ("decode-0", 4.0)):
+        run.now_s = at_s
+        run.fail(name)
+        run.step(Ended(name, run.incarnation(name), True))
+    assert run.cluster.next_wake_s() == 5.0
+
+
+@given(st.integers(0, 2**53), st.integers(1, 2**53))
+def test_incarnations_grow(previous: int, unix_ms: int) -> None:
+    following = next_incarnation(Incarnation(previous), unix_ms)
+    assert following > previous
+    assert following >= unix_ms
+
+
+@given(st.floats(0.01, 10), st.integers(1, 10_000))
+def test_backoff_stays_within_a_minute(first_s: float, num_failures: int) -> None:
+    assert min(first_s, MAX_BACKOFF_S) <= backoff_s(first_s, num_failures) <= MAX_BACKOFF_S
+
+
+_WHAT = st.sampled_from(["tick", "started", "failed", "ended", "stop", "late"])
+
+
+@given(st.lists(st.tuples(_WHAT, st.sampled_from(NAMES), st.floats(0, 40)), max_size=60), st.booleans())
+def test_no_order_of_events_breaks_a_rule(events: list[tuple[str, str, float]], serving: bool) -> None:
+    run = Run().serve() if serving else Run()
+    alive = {(name, run.incarnation(name)) for name in NAMES if serving}
+    drained = False
+    for what, name, waited_s in events:
+        run.now_s += waited_s
+        incarnation = run.incarnation(name)
+        actions: list[Action] = []
+        match what:
+            case "tick":
+                actions = run.step(Tick())
+            case "started":
+                actions = run.step(Started(name, incarnation))
+            case "failed":
+                actions = run.step(Failed(name, incarnation, ERROR))
+            case "late":
+                late = Incarnation(max(NEVER, incarnation - 1))
+                before = run.cluster
+                run.step(Failed(name, late, ERROR)) if late != incarnation else None
+                assert run.cluster == before
+            case "stop" if not drained:
+                actions = run.step(StopRequested("test"))
+            case "ended" if run.state(name) is MemberState.ENDING:
+                alive.discard((name, incarnation))
+                actions = run.step(Ended(name, incarnation, True))
+        for action in actions:
+            if isinstance(action, Start):
+                assert action.name not in {name for name, _ in alive}, "started while an earlier start lives"
+                alive.add((action.name, action.incarnation))
+            if isinstance(action, Drain):
+                drained = True
+        if run.cluster.phase not in (Phase.STARTING, Phase.SERVING):
+            assert not any(isinstance(action, Start) for action in actions)

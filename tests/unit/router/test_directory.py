@@ -1,0 +1,122 @@
+"""Who is ready, and who is lost: at once on proof, after the grace without."""
+
+from cluster.spec.lifecycle import Role
+from router.directory import Directory
+from tests.fakes.bootstrap import entry_of, peer_of, table_of
+
+DECODE = peer_of("decode-0")
+
+
+def known(*names: str) -> Directory:
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(*[entry_of(peer_of(name)) for name in names]), 0.0)
+    return directory
+
+
+def test_ready_by_role_in_order() -> None:
+    directory = known("decode-10", "decode-9", "prefill-0")
+    assert [peer.replica for peer in directory.ready(Role.DECODE)] == ["decode-9", "decode-10"]
+    assert directory.ready(Role.PREFILL) == [peer_of("prefill-0")]
+
+
+def test_nothing_before_the_first_snapshot() -> None:
+    directory = Directory(grace_s=3.0)
+    assert directory.ready(Role.DECODE) == []
+    assert directory.expire(100.0) == []
+    assert directory.next_deadline_s is None
+
+
+def test_draining_and_half_registered_replicas_get_nothing_new() -> None:
+    directory = known("decode-0")
+    assert directory.update(table_of(entry_of(DECODE, draining=True)), 1.0) == []
+    assert directory.ready(Role.DECODE) == []
+    assert directory.next_deadline_s is None
+    directory.update(table_of(entry_of(DECODE, ready=False)), 2.0)
+    assert directory.ready(Role.DECODE) == []
+
+
+def test_missing_is_lost_after_the_grace() -> None:
+    directory = known("decode-0")
+    assert directory.update(table_of(), 10.0) == []
+    assert directory.next_deadline_s == 13.0
+    assert directory.expire(12.9) == []
+    assert directory.ready(Role.DECODE) == [DECODE]
+    assert directory.expire(13.0) == [DECODE]
+    assert directory.ready(Role.DECODE) == []
+    assert directory.expire(14.0) == []
+    assert directory.next_deadline_s is None
+
+
+def test_missing_gets_nothing_new_while_another_is_there() -> None:
+    directory = known("decode-0", "decode-1")
+    directory.update(table_of(entry_of(peer_of("decode-1"))), 10.0)
+    assert directory.ready(Role.DECODE) == [peer_of("decode-1")]
+
+
+def test_draining_and_then_missing_gets_nothing_new() -> None:
+    directory = known("decode-0")
+    directory.update(table_of(entry_of(DECODE, draining=True)), 1.0)
+    directory.update(table_of(), 2.0)
+    assert directory.ready(Role.DECODE) == []
+
+
+def test_a_lease_that_ran_out_is_not_forgiven_when_the_table_loses_the_replica() -> None:
+    directory = known("decode-0")
+    directory.update(table_of(entry_of(DECODE, ready=False)), 1.0)
+    directory.update(table_of(), 2.0)
+    assert directory.ready(Role.DECODE) == []
+    directory.update(table_of(entry_of(DECODE)), 3.0)
+    assert directory.ready(Role.DECODE) == [DECODE]
+
+
+def test_half_back_in_a_table_that_has_had_no_heartbeat() -> None:
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(entry_of(DECODE, total_pages=8)), 0.0)
+    directory.update(table_of(entry_of(DECODE, ready=False)), 1.0)
+    assert directory.ready(Role.DECODE) == [DECODE]
+    directory.update(table_of(entry_of(DECODE, ready=False, total_pages=8)), 2.0)
+    assert directory.ready(Role.DECODE) == []
+
+
+def test_room_is_that_of_the_smallest_usable_pool() -> None:
+    directory = Directory(grace_s=3.0)
+    assert directory.pool_tokens is None
+    small, large = entry_of(DECODE, total_pages=8), entry_of(peer_of("prefill-0"), total_pages=16)
+    silent = entry_of(peer_of("prefill-1"))
+    directory.update(table_of(small, large, silent), 0.0)
+    assert directory.pool_tokens == 32
+    directory.update(table_of(large, silent), 1.0)
+    assert directory.pool_tokens == 32, "the only decode replica may still be there"
+    directory.update(table_of(large, silent, reaped={"decode-0": 1}), 2.0)
+    assert directory.pool_tokens == 64
+
+
+def test_back_within_the_grace_as_after_a_restart_of_the_bootstrap() -> None:
+    directory = known("decode-0")
+    directory.update(table_of(), 10.0)
+    directory.update(table_of(entry_of(DECODE, ready=False)), 11.0)
+    assert directory.next_deadline_s == 13.0
+    assert directory.update(table_of(entry_of(DECODE)), 12.0) == []
+    assert directory.expire(100.0) == []
+    assert directory.ready(Role.DECODE) == [DECODE]
+
+
+def test_reaped_is_lost_at_once() -> None:
+    directory = known("decode-0")
+    assert directory.update(table_of(reaped={"decode-0": 1}), 1.0) == [DECODE]
+    assert directory.ready(Role.DECODE) == []
+
+
+def test_an_older_start_that_was_reaped_proves_nothing() -> None:
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(entry_of(peer_of("decode-0", 2))), 0.0)
+    assert directory.update(table_of(reaped={"decode-0": 1}), 1.0) == []
+
+
+def test_a_later_start_proves_the_end_of_the_earlier_one() -> None:
+    directory = known("decode-0")
+    later = peer_of("decode-0", 2)
+    assert directory.update(table_of(entry_of(later, ready=False)), 1.0) == [DECODE]
+    assert directory.ready(Role.DECODE) == []
+    assert directory.update(table_of(entry_of(later)), 2.0) == []
+    assert directory.ready(Role.DECODE) == [later]

@@ -1,0 +1,327 @@
+"""The life of a request, event by event, and random lives that must leave nothing behind."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.errors import IllegalTransitionError
+from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.lifecycle import move
+from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Sampling, Stopping, Submit
+from router.dispatch import Dispatch
+from router.flight import ENDS, MOVES, Action, Ask, Cause, Emit, Fail, Send, Stage
+from router.policies.candidate import Load
+from tests.fakes.bootstrap import peer_of
+
+PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
+ASK = Ask(prompt_ids=[1, 2, 3], sampling=Sampling(), stopping=Stopping(max_tokens=4))
+
+
+def make() -> Dispatch:
+    rooms = itertools.count(1)
+    return Dispatch("tcp://router:1", draw=lambda: Room(next(rooms)))
+
+
+def opened(dispatch: Dispatch, deadline_s: float = 100.0) -> Room:
+    room, _ = dispatch.open(ASK, PREFILL, DECODE, deadline_s)
+    return room
+
+
+def output(room: Room, first: int, *tokens: int, peer: Peer = DECODE, finish: FinishReason | None = None) -> Output:
+    return Output(
+        room=room,
+        replica=peer.replica,
+        incarnation=peer.incarnation,
+        first_index=first,
+        token_ids=list(tokens),
+        finish=finish,
+    )
+
+
+def failure(room: Room, peer: Peer, retryable: bool = True) -> Failure:
+    return Failure(
+        room=room, replica=peer.replica, incarnation=peer.incarnation, reason="no memory", retryable=retryable
+    )
+
+
+def cancel(room: Room, peer: Peer) -> Send:
+    return Send(address=peer.address, message=Cancel(room=room, incarnation=peer.incarnation))
+
+
+def assert_empty(dispatch: Dispatch) -> None:
+    dispatch.check_integrity()
+    assert dispatch.num_open == 0
+    assert dispatch.load.lines() == {}
+    assert dispatch.next_deadline_s is None
+
+
+def test_open_sends_the_same_submit_to_both_leaders() -> None:
+    dispatch = make()
+    room, actions = dispatch.open(ASK, PREFILL, DECODE, 1.0)
+    sends = [action for action in actions if isinstance(action, Send)]
+    assert [send.address for send in sends] == [PREFILL.address, DECODE.address]
+    submit = sends[0].message
+    assert sends[1].message == submit
+    assert isinstance(submit, Submit)
+    assert (submit.room, submit.reply_to, submit.prompt_ids) == (room, "tcp://router:1", [1, 2, 3])
+
+
+def test_load_is_counted_until_it_is_done() -> None:
+    dispatch = make()
+    room = opened(dispatch)
+    lines = dispatch.load.lines()
+    assert lines[PREFILL.replica, PREFILL.incarnation] == Load(num_requests=1, num_tokens=3)
+    assert lines[DECODE.replica, DECODE.incarnation] == Load(num_requests=1, num_tokens=7)
+    dispatch.on_output(output(room, 0, 9))
+    assert list(dispatch.load.lines()) == [(DECODE.replica, DECODE.incarnation)]
+    dispatch.on_output(output(room, 1, 8, finish=FinishReason.STOP))
+    assert_empty(dispatch)
+
+
+def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
+    dispatch = make()
+    room = opened(dispatch)
+    assert dispatch.on_output(output(room, 0, 9)) == [Emit(room=room, token_ids=[9], finish=None)]
+    last = output(room, 1, 8, 7, finish=FinishReason.LENGTH)
+    assert dispatch.on_output(last) == [Emit(room=room, token_ids=[8, 7], finish=FinishReason.LENGTH)]
+    assert_empty(dispatch)
+    assert dispatch.ended[Stage.FINISHED] == 1
+
+
+def test_an_end_without_tokens() -> None:
+    dispatch = make()
+    room = opened(dispatch)
+    dispatch.on_output(output(room, 0, 9))
+    last = output(room, 1, finish=FinishReason.STOP)
+    assert dispatch.on_output(last) == [Emit(room=room, token_ids=[], finish=FinishReason.STOP)]
+
+
+class TestWrongOutputs:
+    def test_a_duplicate_is_dropped(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        dispatch.on_output(output(room, 0, 9, 8))
+        assert dispatch.on_output(output(room, 0, 9, 8)) == []
+        assert dispatch.dropped == {"duplicate": 1}
+
+    def test_only_the_new_part_of_an_overlap_is_used(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        dispatch.on_output(output(room, 0, 9, 8))
+        assert dispatch.on_output(output(room, 1, 8, 7)) == [Emit(room=room, token_ids=[7], finish=None)]
+
+    @pytest.mark.parametrize(
+        ("message", "reason"),
+        [
+            (output(Room(1), 2, 7), "decode-0: output 1 is missing; 2 came next"),
+            (output(Room(1), 1, 1, 2, 3, 4), "decode-0: 5 tokens came, 4 were asked for"),
+            (output(Room(1), 0, finish=FinishReason.STOP), "decode-0: the answer ended at 0 tokens, but 1 came before"),
+        ],
+    )
+    def test_what_cannot_follow_fails_the_request(self, message: Output, reason: str) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        dispatch.on_output(output(room, 0, 9))
+        assert dispatch.on_output(message) == [
+            cancel(room, PREFILL),
+            cancel(room, DECODE),
+            Fail(room=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
+        ]
+        assert_empty(dispatch)
+
+    @pytest.mark.parametrize("peer", [PREFILL, peer_of("decode-0", 2), peer_of("decode-1")])
+    def test_from_somebody_else(self, peer: Peer) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        assert dispatch.on_output(output(room, 0, 9, peer=peer)) == []
+        assert dispatch.dropped == {"foreign": 1}
+        assert dispatch.is_open(room)
+
+    def test_of_an_ended_request(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        dispatch.on_client_left(room)
+        assert dispatch.on_output(output(room, 0, 9)) == []
+        assert dispatch.on_failure(failure(room, DECODE)) == []
+        assert dispatch.dropped == {"late": 2}
+
+
+class TestFailures:
+    @pytest.mark.parametrize(("failed", "other"), [(PREFILL, DECODE), (DECODE, PREFILL)])
+    def test_the_other_leg_is_cancelled(self, failed: Peer, other: Peer) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        reason = f"{failed.replica}: no memory"
+        expected: list[Action] = [cancel(room, other), Fail(room=room, cause=Cause.REPLICA_FAILED, reason=reason)]
+        assert dispatch.on_failure(failure(room, failed)) == expected
+        assert_empty(dispatch)
+
+    def test_what_another_attempt_would_not_mend(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        fail = dispatch.on_failure(failure(room, DECODE, retryable=False))[-1]
+        assert isinstance(fail, Fail)
+        assert fail.cause is Cause.REFUSED
+
+    def test_of_another_start_of_the_replica(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        assert dispatch.on_failure(failure(room, peer_of("decode-0", 2))) == []
+        assert dispatch.dropped == {"foreign": 1}
+
+    def test_of_a_prefill_that_is_done(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        dispatch.on_output(output(room, 0, 9))
+        assert dispatch.on_failure(failure(room, PREFILL)) == []
+        assert dispatch.on_lost(PREFILL) == []
+        assert dispatch.is_open(room)
+
+    @pytest.mark.parametrize("lost", [PREFILL, DECODE])
+    def test_a_lost_replica(self, lost: Peer) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        assert dispatch.on_lost(peer_of(lost.replica, 7)) == []
+        actions = dispatch.on_lost(lost)
+        assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
+        reason = f"{lost.replica} was lost before the answer was whole"
+        assert actions[2] == Fail(room=room, cause=Cause.REPLICA_LOST, reason=reason)
+        assert_empty(dispatch)
+
+    def test_a_submit_that_cannot_be_sent(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        assert dispatch.on_unreachable(room, "queue full")[-1] == Fail(
+            room=room, cause=Cause.REPLICA_LOST, reason="queue full"
+        )
+        assert dispatch.on_unreachable(room, "queue full") == []
+        assert_empty(dispatch)
+
+    def test_deadlines(self) -> None:
+        dispatch = make()
+        late, early = opened(dispatch, 20.0), opened(dispatch, 10.0)
+        assert dispatch.next_deadline_s == 10.0
+        assert dispatch.expire(9.9) == []
+        fail = dispatch.expire(10.0)[-1]
+        assert isinstance(fail, Fail)
+        assert (fail.room, fail.cause) == (early, Cause.TIMED_OUT)
+        assert dispatch.is_open(late)
+        assert dispatch.next_deadline_s == 20.0
+
+    def test_stop_fails_all(self) -> None:
+        dispatch = make()
+        rooms = {opened(dispatch), opened(dispatch)}
+        failed = {action.room for action in dispatch.stop() if isinstance(action, Fail)}
+        assert failed == rooms
+        assert_empty(dispatch)
+
+
+def test_client_left_and_stop_string_cancel_both_legs() -> None:
+    dispatch = make()
+    left, enough = opened(dispatch), opened(dispatch)
+    dispatch.on_output(output(enough, 0, 9))
+    assert dispatch.on_client_left(left) == [cancel(left, PREFILL), cancel(left, DECODE)]
+    assert dispatch.on_enough(enough) == [cancel(enough, PREFILL), cancel(enough, DECODE)]
+    assert (dispatch.ended[Stage.CANCELLED], dispatch.ended[Stage.FINISHED]) == (1, 1)
+    assert_empty(dispatch)
+
+
+def test_no_move_leaves_an_end() -> None:
+    assert set(MOVES) == set(Stage)
+    for end in ENDS:
+        for stage in Stage:
+            with pytest.raises(IllegalTransitionError, match=f"room 5: late would move {end.name}"):
+                move(MOVES, end, stage, "late", "room 5")
+
+
+@given(seed=st.integers(0, 2**32), num_events=st.integers(1, 150))
+def test_random_lives_leave_nothing_behind(seed: int, num_events: int) -> None:
+    """Whatever comes, every request ends once, its tokens are a gapless prefix, and no live leg misses its Cancel."""
+    life = _RandomLife(random.Random(seed))
+    for _ in range(num_events):
+        life.step()
+    life.take(life.dispatch.expire(1e9))
+    assert_empty(life.dispatch)
+    assert life.ends == dict.fromkeys(life.rooms, 1)
+
+
+class _RandomLife:
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.dispatch = make()
+        self.rooms: list[Room] = []
+        self.ends: dict[Room, int] = {}
+        self.received: dict[Room, list[int]] = {}
+        self.peers = [peer_of(f"{role}-{i}") for role in ("prefill", "decode") for i in range(2)]
+
+    def step(self) -> None:
+        events = [
+            self._open,
+            self._output,
+            self._output,
+            self._output,
+            self._fail,
+            self._lose,
+            self._leave,
+            self._expire,
+        ]
+        self.rng.choice(events)()
+        self.dispatch.check_integrity()
+
+    def take(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Emit):
+                self.received[action.room] += action.token_ids
+                assert self.received[action.room] == list(range(len(self.received[action.room])))
+            if isinstance(action, Fail) or (isinstance(action, Emit) and action.finish):
+                self._count_end(action.room)
+
+    def _count_end(self, room: Room) -> None:
+        self.ends[room] = self.ends.get(room, 0) + 1
+
+    def _any_room(self) -> Room:
+        return self.rng.choice([*self.rooms, Room(10**6)])
+
+    def _open(self) -> None:
+        ask = Ask(prompt_ids=[0] * self.rng.randint(1, 5), sampling=Sampling(), stopping=Stopping(max_tokens=6))
+        prefill, decode = self.rng.choice(self.peers[:2]), self.rng.choice(self.peers[2:])
+        room, _ = self.dispatch.open(ask, prefill, decode, self.rng.uniform(0, 100))
+        self.rooms.append(room)
+        self.received[room] = []
+
+    def _output(self) -> None:
+        first, length = self.rng.randint(0, 5), self.rng.randint(0, 3)
+        room = self._any_room()
+        first = len(self.received.get(room, [])) if self.rng.random() < 0.7 else first
+        finish = FinishReason.STOP if self.rng.random() < 0.2 else None
+        message = output(room, first, *range(first, first + length), peer=self.rng.choice(self.peers), finish=finish)
+        self.take(self.dispatch.on_output(message))
+
+    def _fail(self) -> None:
+        self.take(self.dispatch.on_failure(failure(self._any_room(), self.rng.choice(self.peers))))
+
+    def _lose(self) -> None:
+        self.take(self.dispatch.on_lost(self.rng.choice(self.peers)))
+
+    def _leave(self) -> None:
+        room = self._any_room()
+        if self.dispatch.is_open(room):
+            self.dispatch.on_client_left(room)
+            self._count_end(room)
+
+    def _expire(self) -> None:
+        self.take(self.dispatch.expire(self.rng.uniform(0, 30)))
+
+
+def test_ids_are_not_confused_between_starts() -> None:
+    dispatch = make()
+    old, new = peer_of("decode-0", 1), peer_of("decode-0", 2)
+    dispatch.open(ASK, PREFILL, old, 1.0)
+    dispatch.open(ASK, PREFILL, new, 1.0)
+    lines = dispatch.load.lines()
+    assert lines[ReplicaId("decode-0"), Incarnation(1)] == lines[ReplicaId("decode-0"), Incarnation(2)]
+    dispatch.on_lost(old)
+    assert dispatch.num_open == 1

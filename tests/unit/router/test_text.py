@@ -1,0 +1,93 @@
+"""Stop strings never leak, and text does not depend on how tokens are batched."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.messages import FinishReason
+from cluster.tokenizer import Detokenizer, Tokenizer
+from router.text import AnswerText, StopScanner
+from tests.fakes.model_folder import EOS, write_model_folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_model_folder(tmp_path_factory.mktemp("model")))
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """By brute force: the text before the stop string that is complete first, the longest of those."""
+    for end in range(1, len(text) + 1):
+        matching = [stop for stop in stops if text[:end].endswith(stop)]
+        if matching:
+            return text[: end - max(map(len, matching))]
+    return text
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *[point % (len(text) + 1) for point in cuts]})
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 30)),
+)
+def test_scanner_equals_brute_force(text: str, stops: list[str], cuts: list[int]) -> None:
+    scanner, shown = StopScanner(stops), ""
+    for piece in pieces_of(text, cuts):
+        shown += scanner.push(piece)
+        assert cut(text, stops).startswith(shown), "shown text is never taken back"
+        if scanner.hit:
+            break
+    shown += scanner.flush()
+    assert shown == cut(text, stops)
+    assert scanner.hit == any(stop in text for stop in stops)
+
+
+def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:
+    scanner = StopScanner(["stop"])
+    assert scanner.push("a s") == "a "
+    assert scanner.push("o") == "so"
+    assert scanner.push("sto") == ""
+    assert scanner.flush() == "sto"
+
+
+def answer(tokenizer: Tokenizer, *stops: str) -> AnswerText:
+    return AnswerText(Detokenizer(tokenizer), stops, {EOS, 46})
+
+
+def test_the_stopping_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
+    text = answer(tokenizer)
+    piece = text.push([97, 46], FinishReason.STOP)
+    assert (piece.text, piece.finish, text.num_tokens) == ("a", FinishReason.STOP, 2)
+
+
+def test_a_stop_token_in_the_middle_or_at_the_length_limit_is_shown(tokenizer: Tokenizer) -> None:
+    assert answer(tokenizer).push([97, 46], FinishReason.LENGTH).text == "a."
+
+
+def test_a_stop_string_ends_the_count(tokenizer: Tokenizer) -> None:
+    text = answer(tokenizer, "cd")
+    assert text.push(list(b"abc"), None).text == "ab"
+    piece = text.push(list(b"defg"), None)
+    assert (piece.text, piece.finish, text.num_tokens) == ("", FinishReason.STOP, 4)
+
+
+def test_half_a_stop_string_and_half_a_character_come_out_at_the_end(tokenizer: Tokenizer) -> None:
+    text = answer(tokenizer, "bX")
+    assert text.push([*b"ab", 0xE2], None).text == "a"
+    piece = text.push([0x82], FinishReason.LENGTH)
+    assert (piece.text, piece.finish) == ("b\ufffd", FinishReason.LENGTH)
+
+
+@given(text=st.text(max_size=20), cuts=st.lists(st.integers(0, 60)))
+def test_batches_make_no_difference(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
+    tokens = list(text.encode())
+    edges = sorted({0, len(tokens), *[point % (len(tokens) + 1) for point in cuts]})
+    made = answer(tokenizer)
+    shown = "".join(made.push(tokens[a:b], None).text for a, b in pairwise(edges))
+    assert shown + made.push([], FinishReason.LENGTH).text == text

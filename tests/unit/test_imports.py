@@ -1,0 +1,91 @@
+"""Who may import whom: the contracts of .importlinter, and what a fresh process really loads."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cluster", "workers", "transfer", "router")
+USES_TORCH_DISTRIBUTED = ("workers/parallel/", "workers/context_parallel/")
+
+LOADED = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps(sorted(set(sys.modules) & {heavy})))
+"""
+
+
+def modules_under(package: str) -> list[str]:
+    """Every module of a package, by its dotted name; leaves out scripts that run when imported."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    names = (file.relative_to(ROOT).with_suffix("").parts for file in files if file.name != "__main__.py")
+    return [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in names]
+
+
+def heavy_modules_loaded(modules: list[str], heavy: set[str]) -> str:
+    """Which of the heavy modules a fresh process has loaded after importing some modules, as a JSON list."""
+    command = [sys.executable, "-c", LOADED.format(heavy=heavy), *modules]
+    run = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_import_contracts_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    status = lint_imports(config_filename=str(ROOT / ".importlinter"), no_cache=True)
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["router", "cluster/bootstrap", "cluster/planner", "cluster/spec"])
+def test_control_processes_load_neither_torch_nor_ray(package: str) -> None:
+    heavy = {"torch", "ray", "transformers"}
+    assert heavy_modules_loaded(modules_under(package), heavy) == "[]"
+
+
+def test_command_line_loads_nothing_heavy() -> None:
+    heavy = {"torch", "ray", "transformers", "numpy", "fastapi", "uvicorn", "huggingface_hub", "zmq"}
+    assert heavy_modules_loaded(["cluster.cli.main"], heavy) == "[]"
+
+
+def test_every_module_of_the_command_line_loads_without_torch_and_ray() -> None:
+    assert heavy_modules_loaded(modules_under("cluster/cli"), {"torch", "ray", "transformers"}) == "[]"
+
+
+def test_torch_distributed_stays_in_its_two_packages() -> None:
+    """The import linter sees only top-level names of other libraries."""
+    strangers = [
+        str(file.relative_to(ROOT))
+        for package in PACKAGES
+        for file in sorted((ROOT / package).rglob("*.py"))
+        if not str(file.relative_to(ROOT)).startswith(USES_TORCH_DISTRIBUTED) and _uses_torch_distributed(file)
+    ]
+    assert strangers == []
+
+
+def test_ancestor_packages_stay_empty() -> None:
+    filled = [
+        str(file) for package in PACKAGES for file in (ROOT / package).rglob("__init__.py") if file.stat().st_size
+    ]
+    assert filled == []
+
+
+def _uses_torch_distributed(file: Path) -> bool:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=names) if any(name.name.startswith("torch.distributed") for name in names):
+                return True
+            case ast.ImportFrom(module=str(module)) if module.startswith("torch.distributed"):
+                return True
+            case ast.ImportFrom(module="torch", names=names) if any(name.name == "distributed" for name in names):
+                return True
+            case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+                return True
+    return False

@@ -1,0 +1,70 @@
+"""README says what is there: its files, topologies, links, and that each command is executed somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.spec.config import DeployConfig
+from tests import readme
+from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
+
+EXECUTED_IN = {
+    "sudo apt-get install": ".ci/run",
+    "make test": ".ci/run",
+    "make serve": "tests/integration/test_readme.py",
+    "curl": "tests/integration/test_readme.py",
+    ".venv/bin/baton": "tests/integration/test_readme.py",
+    "ray job": "tests/integration/test_readme.py",
+}
+"""What executes a command, by how the command begins."""
+
+
+@pytest.mark.parametrize("command", readme.commands())
+def test_every_command_is_executed(command: str) -> None:
+    (file,) = {file for start, file in EXECUTED_IN.items() if command.startswith(start)}
+    source = (readme.ROOT / file).read_text(encoding="utf-8")
+    if file == ".ci/run":
+        assert command.removeprefix("sudo ") in source
+    else:
+        starts = re.findall(r'readme\.command\("([^"]+)"\)', source)
+        assert any(command.startswith(start) for start in starts), f"{file} executes only {starts}"
+
+
+def test_every_topology_is_listed_as_it_is() -> None:
+    rows = dict(re.findall(r"^\| `(deploy/[\w-]+\.yaml)` \| (.*) \|$", readme.text(), re.MULTILINE))
+    files = {f"deploy/{path.name}" for path in (readme.ROOT / "deploy").glob("local-*.yaml")}
+    assert set(rows) == files
+    for file, row in rows.items():
+        assert row == _row(DeployConfig(**yaml.safe_load((readme.ROOT / file).read_text()))), file
+
+
+def test_links_and_files_exist() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", readme.text())
+    files = re.findall(r"`((?:cluster|router|workers|transfer|deploy|tests|docs)/[\w./-]+)`", readme.text())
+    assert links
+    assert files
+    assert [name for name in links + files if not Path(readme.ROOT, name).exists()] == []
+
+
+def test_the_demo_is_the_models_own() -> None:
+    quoted = DEMO_PROMPT.replace("\n", "\\n")
+    assert quoted in readme.command("curl")
+    assert quoted in readme.command(".venv/bin/baton chat")
+    assert all(quoted in block for block in readme.blocks("python"))
+    assert f"`{DEMO_ANSWER}`" in readme.text()
+
+
+def _row(config: DeployConfig) -> str:
+    cp = config.prefill.parallel.cp
+    if config.transfer.mode == "rank0":
+        sends = ", CP rank 0 sends everything"
+    else:
+        sends = ", every CP rank sends its pages" if cp > 1 else ""
+    backend = {"shared_memory": "shared memory", "mooncake": "Mooncake over TCP"}[config.transfer.backend]
+    return f"{_replicas(config.prefill.replicas)}, cp={cp} | {_replicas(config.decode.replicas)} | {backend}{sends}"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'s' if count > 1 else ''}"

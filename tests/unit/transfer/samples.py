@@ -1,0 +1,49 @@
+"""Small values that the transfer tests share."""
+
+from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.messages import Peer, Ticket
+
+PREFILL = Peer(replica=ReplicaId("prefill-0"), incarnation=Incarnation(3), address="tcp://p:1")
+DECODE = Peer(replica=ReplicaId("decode-1"), incarnation=Incarnation(7), address="tcp://d:1")
+ROOM = Room(41)
+
+
+def geometry(**changes: object) -> KvGeometry:
+    """The KV of a two-layer model."""
+    values: dict[str, object] = {
+        "model": "tiny",
+        "num_layers": 2,
+        "num_kv_heads": 4,
+        "head_dim": 3,
+        "dtype": "float32",
+        "page_size": 4,
+    }
+    return KvGeometry(**(values | changes))  # type: ignore[arg-type]
+
+
+def ticket(pages: list[int], held_pages: int = 0) -> Ticket:
+    """A ticket of generation 1."""
+    return Ticket(
+        room=ROOM,
+        generation=1,
+        decode=DECODE,
+        prefill_incarnation=PREFILL.incarnation,
+        pages=[pages],
+        held_pages=held_pages,
+        geometry=geometry(),
+    )
+
+
+def pool(num_pages: int, heads: range, layers: range) -> PoolLayout:
+    """A pool with one-byte elements: two slots of three elements per page."""
+    return PoolLayout(
+        num_pages=num_pages,
+        first_head=heads.start,
+        num_heads=len(heads),
+        first_layer=layers.start,
+        num_layers=len(layers),
+        page_size=2,
+        head_dim=3,
+        itemsize=1,
+    )

@@ -1,0 +1,87 @@
+"""Every mismatch of a pair is refused in words that name both sides and both values."""
+
+import msgspec
+import pytest
+
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
+from tests.unit.transfer.samples import geometry, pool, ticket
+from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
+
+
+def _row(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRow:
+    role = Role.PREFILL if name.startswith("prefill") else Role.DECODE
+    row = RankRow(
+        replica=ReplicaId(name),
+        role=role,
+        incarnation=Incarnation(1),
+        coords=RankCoords(dp=0, cp=0, tp=0, pp=0),
+        sizes=RankCoords(dp=1, cp=cp, tp=tp, pp=1),
+        global_rank=0,
+        address="tcp://a:1",
+        endpoint=Endpoint(backend="shared_memory", session="s", base_address=0, num_bytes=1),
+        geometry=geometry(),
+        layout=pool(2, range(4), range(2)),
+        transfer_mode=TransferMode.ALL_RANKS,
+        ownership=KvOwnership.REPLICATED,
+        build="1",
+    )
+    return msgspec.structs.replace(row, **changes)
+
+
+def test_a_fitting_pair_is_not_refused() -> None:
+    assert refusal(_row("prefill-0", cp=4, tp=2), _row("decode-1", tp=4)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_size": 128}, "prefill-0 has page size 4, decode-1 has 128; they must be equal"),
+        ({"dtype": "bfloat16"}, "prefill-0 has KV dtype float32, decode-1 has bfloat16; they must be equal"),
+        ({"num_layers": 3}, "prefill-0 has number of layers 2, decode-1 has 3; they must be equal"),
+        ({"num_kv_heads": 2}, "prefill-0 has number of KV heads 4, decode-1 has 2; they must be equal"),
+        ({"head_dim": 8}, "prefill-0 has head dimension 3, decode-1 has 8; they must be equal"),
+        ({"model": "big"}, "prefill-0 has model tiny, decode-1 has big; they must be equal"),
+    ],
+)
+def test_geometry_differences_are_named(changes: dict[str, object], words: str) -> None:
+    assert geometry_refusal("prefill-0", geometry(), "decode-1", geometry(**changes)) == words
+    assert refusal(_row("prefill-0"), _row("decode-1", geometry=geometry(**changes))) == words
+
+
+def test_every_field_of_the_geometry_is_compared() -> None:
+    for field in msgspec.structs.fields(type(geometry())):
+        changed = "other" if field.type is str else 99
+        assert geometry_refusal("a", geometry(), "b", geometry(**{field.name: changed})), field.name
+
+
+def test_decode_with_cp_is_refused() -> None:
+    assert refusal(_row("prefill-0", cp=2), _row("decode-1", cp=2)) == (
+        "decode-1 has cp 2; a decode replica must have cp 1"
+    )
+
+
+def test_heads_that_do_not_divide_are_refused_on_either_side() -> None:
+    words = "has tp 3, which does not divide the 4 KV heads of tiny"
+    assert refusal(_row("prefill-0", tp=3), _row("decode-1")) == f"prefill-0 {words}"
+    assert refusal(_row("prefill-0"), _row("decode-1", tp=3)) == f"decode-1 {words}"
+
+
+def test_unequal_settings_are_refused() -> None:
+    endpoint = Endpoint(backend="mooncake", session="s", base_address=0, num_bytes=1)
+    assert refusal(_row("prefill-0"), _row("decode-1", endpoint=endpoint)) == (
+        "prefill-0 has transfer backend shared_memory, decode-1 has mooncake; they must be equal"
+    )
+    assert refusal(_row("prefill-0"), _row("decode-1", transfer_mode=TransferMode.RANK0)) == (
+        "prefill-0 has transfer mode all_ranks, decode-1 has rank0; they must be equal"
+    )
+
+
+def test_a_ticket_must_cover_the_prompt() -> None:
+    assert ticket_refusal(ticket([5, 6], held_pages=1), prompt_len=9) is None
+    assert ticket_refusal(ticket([5], held_pages=1), prompt_len=9) == (
+        "decode-1 gave 1 pages after 1 held ones; a prompt of 9 tokens takes 3"
+    )
+    two_groups = msgspec.structs.replace(ticket([1]), pages=[[1], [2]])
+    assert ticket_refusal(two_groups, prompt_len=4) == "decode-1 gave pages for 2 KV groups; 1 is allowed"

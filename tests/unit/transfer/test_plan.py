@@ -1,0 +1,142 @@
+"""Page filters are disjoint and complete; spans copy what an element-for-element copy copies."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.spec.kv import PoolLayout
+from cluster.spec.registry import PageFilter, TransferMode
+from tests.unit.transfer.samples import pool
+from transfer import layout
+from transfer.plan import Span, batches, is_sender, make_spans, owned_pages, total_bytes
+
+ALL = TransferMode.ALL_RANKS
+
+
+@given(
+    st.sampled_from(PageFilter),
+    st.sampled_from(TransferMode),
+    st.integers(0, 60),
+    st.integers(1, 9),
+    st.integers(0, 20),
+    st.integers(0, 70),
+    st.none() | st.integers(0, 70),
+)
+def test_filters_are_disjoint_and_complete(
+    page_filter: PageFilter, mode: TransferMode, num_pages: int, cp: int, base: int, first: int, last: int | None
+) -> None:
+    parts = [
+        owned_pages(page_filter, mode, num_pages=num_pages, cp_rank=rank, cp_size=cp, base=base, first=first, last=last)
+        for rank in range(cp)
+    ]
+    end = num_pages if last is None else min(last, num_pages)
+    assert sorted(page for part in parts for page in part) == list(range(first, end))
+    assert all(list(part) == sorted(part) for part in parts)
+    assert all(is_sender(mode, rank) for rank, part in enumerate(parts) if part)
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_contiguous_is_by_position_in_the_whole_request(total: int, cp: int) -> None:
+    base, rem = total // cp, total % cp
+    for rank in range(cp):
+        pages = owned_pages(PageFilter.CONTIGUOUS, ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=5)
+        start = rank * base + min(rank, rem)
+        assert list(pages) == list(range(start, start + base + (1 if rank < rem else 0)))
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 8), st.integers(0, 30))
+def test_modular_owner_does_not_depend_on_length_or_start(total: int, cp: int, base: int, first: int) -> None:
+    for rank in range(cp):
+        pages = owned_pages(PageFilter.MODULAR, ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=first)
+        assert list(pages) == [page for page in range(first, total) if (base + page) % cp == rank]
+
+
+def test_rank0_sends_everything_and_the_others_are_dummies() -> None:
+    parts = [
+        owned_pages(PageFilter.MODULAR, TransferMode.RANK0, num_pages=5, cp_rank=rank, cp_size=3, base=2, first=1)
+        for rank in range(3)
+    ]
+    assert [list(part) for part in parts] == [[1, 2, 3, 4], [], []]
+    assert [is_sender(TransferMode.RANK0, rank) for rank in range(3)] == [True, False, False]
+
+
+def _index(layout: PoolLayout) -> np.ndarray:
+    """Which byte of the pool is element [page, head, layer, kv, slot, dim]."""
+    shape = (layout.num_pages + 1, layout.num_heads, layout.num_layers, 2, layout.page_size, layout.head_dim)
+    return np.arange(layout.pool_bytes).reshape(shape)
+
+
+@st.composite
+def _ranges(draw: st.DrawFn, most: int) -> range:
+    start = draw(st.integers(0, most - 1))
+    return range(start, draw(st.integers(start + 1, most)))
+
+
+@given(st.data(), _ranges(4), _ranges(4), _ranges(5), _ranges(5))
+@settings(max_examples=150)
+def test_spans_equal_an_element_for_element_copy(
+    data: st.DataObject, heads_a: range, heads_b: range, layers_a: range, layers_b: range
+) -> None:
+    source, target = pool(6, heads_a, layers_a), pool(7, heads_b, layers_b)
+    count = data.draw(st.integers(0, 6))
+    from_ids = data.draw(st.permutations(range(6)))[:count]
+    to_ids = data.draw(st.permutations(range(7)))[:count]
+    first_layer, last_layer = data.draw(st.sampled_from([(0, None), (1, 3), (2, None), (4, 4)]))
+    taken = set(range(5)[first_layer:last_layer])
+
+    expected = np.full(target.pool_bytes, -1)
+    into, out_of = _index(target), _index(source)
+    for source_page, target_page in zip(from_ids, to_ids, strict=True):
+        for head in set(heads_a) & set(heads_b):
+            for layer in set(layers_a) & set(layers_b) & taken:
+                expected[into[target_page, head - heads_b.start, layer - layers_b.start]] = out_of[
+                    source_page, head - heads_a.start, layer - layers_a.start
+                ]
+
+    pairs = list(zip(from_ids, to_ids, strict=True))
+    spans = make_spans(source, target, pairs, first_layer=first_layer, last_layer=last_layer)
+    copied = np.full(target.pool_bytes, -1)
+    for span in spans:
+        assert (copied[span.target_offset : span.target_offset + span.num_bytes] == -1).all(), "written twice"
+        copied[span.target_offset : span.target_offset + span.num_bytes] = np.arange(
+            span.source_offset, span.source_offset + span.num_bytes
+        )
+    np.testing.assert_array_equal(copied, expected)
+    assert total_bytes(spans) == (expected >= 0).sum()
+    for a, b in itertools.pairwise(spans):
+        assert (a.source_offset + a.num_bytes, a.target_offset + a.num_bytes) != b[:2], "neighbours not joined"
+
+
+def test_equal_layouts_give_one_span_per_run_of_pages() -> None:
+    whole = pool(9, range(4), range(5))
+    size = whole.page_bytes
+    assert make_spans(whole, whole, [(0, 3), (1, 4), (2, 6)]) == [
+        Span(0, 3 * size, 2 * size),
+        Span(2 * size, 6 * size, size),
+    ]
+
+
+def test_unequal_layers_give_one_span_per_head() -> None:
+    spans = make_spans(pool(2, range(4), range(5)), pool(2, range(4), range(2, 4)), [(1, 0)])
+    assert [span.num_bytes for span in spans] == [2 * 12] * 4
+
+
+def test_offsets_are_those_of_the_tensor() -> None:
+    part = pool(5, range(1, 3), range(2, 5))
+    assert layout.offset(part, 3, 2, 4) == _index(part)[3, 1, 2, 0, 0, 0]
+    with pytest.raises(AssertionError, match="head 3"):
+        layout.offset(part, 0, 3, 2)
+    with pytest.raises(AssertionError, match="page 5"):
+        layout.offset(part, 5, 1, 2)
+
+
+@given(st.integers(0, 30), st.integers(1, 9))
+def test_batches_keep_order_and_size(count: int, most: int) -> None:
+    spans = [Span(i, i, 1) for i in range(count)]
+    parts = list(batches(spans, most))
+    assert [span for part in parts for span in part] == spans
+    assert all(0 < len(part) <= most for part in parts)
+    assert len(parts) == -(-count // most)

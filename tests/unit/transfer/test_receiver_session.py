@@ -1,0 +1,233 @@
+"""A receiver session is ready only when everything agrees, and frees only when nobody can write any more."""
+
+import msgspec
+import pytest
+
+from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.messages import Done, Drained, Peer, Refused, Result, Revoke
+from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
+from transfer.receiver_session import REVOKE_AGAIN_S, FailureKind, ReceiverSession, ReceiverState
+
+DEADLINE_S = 100.0
+SETTLE_S = 5.0
+
+
+def _session(*, is_open: bool = True) -> ReceiverSession:
+    session = ReceiverSession(
+        ticket([4, 5, 6]), PREFILL, num_pages=3, num_bytes=30, deadline_s=DEADLINE_S, settle_s=SETTLE_S
+    )
+    if is_open:
+        assert session.open() == session.ticket
+    return session
+
+
+def _result(num_pages: int = 3, num_bytes: int = 30, token: int = 9) -> Result:
+    return Result(
+        room=ROOM,
+        generation=1,
+        prefill=PREFILL,
+        decode_incarnation=DECODE.incarnation,
+        token_ids=[token],
+        senders=[0, 1],
+        num_pages=num_pages,
+        num_bytes=num_bytes,
+    )
+
+
+def _done(rank: int, num_pages: int) -> Done:
+    return Done(
+        room=ROOM,
+        generation=1,
+        prefill=PREFILL,
+        decode_incarnation=DECODE.incarnation,
+        sender_rank=rank,
+        num_pages=num_pages,
+        num_bytes=10 * num_pages,
+    )
+
+
+def _drained() -> Drained:
+    return Drained(room=ROOM, generation=1, prefill=PREFILL, decode_incarnation=DECODE.incarnation)
+
+
+def _refused() -> Refused:
+    return Refused(room=ROOM, generation=1, prefill=PREFILL, decode_incarnation=DECODE.incarnation, reason="no room")
+
+
+def _kind(session: ReceiverSession) -> FailureKind:
+    assert session.failure is not None
+    return session.failure.kind
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_it_is_ready_when_the_result_and_every_done_agree_in_any_order(order: tuple[int, ...]) -> None:
+    session = _session()
+    messages = [_result(), _done(0, 2), _done(1, 1)]
+    for count, index in enumerate(order):
+        assert not session.may_free
+        assert session.state is ReceiverState.TICKETED, count
+        assert session.handle(messages[index], 1.0) is None
+    assert session.state is ReceiverState.READY
+    assert session.may_free
+    assert session.failure is None
+    assert session.result == _result()
+    assert session.wake_at_s is None
+
+
+def test_repeated_messages_count_once() -> None:
+    session = _session()
+    for message in (_done(0, 2), _done(0, 2), _result(), _result(), _done(0, 2)):
+        assert session.handle(message, 1.0) is None
+    assert session.state is ReceiverState.TICKETED
+    session.handle(_done(1, 1), 1.0)
+    session.handle(_done(1, 1), 1.0)
+    assert session.state is ReceiverState.READY
+    assert session.num_dropped == {"duplicate": 3, "ready": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generation": 0},
+        {"generation": 2},
+        {"room": Room(42)},
+        {"decode_incarnation": Incarnation(6)},
+        {"prefill": Peer(replica=PREFILL.replica, incarnation=Incarnation(2), address=PREFILL.address)},
+        {"prefill": Peer(replica=ReplicaId("prefill-1"), incarnation=PREFILL.incarnation, address=PREFILL.address)},
+    ],
+)
+def test_foreign_messages_change_nothing_and_are_counted(change: dict[str, object]) -> None:
+    session = _session()
+    foreign = [_drained(), _refused(), _done(0, 3), _result()]
+    for message in foreign:
+        assert session.handle(msgspec.structs.replace(message, **change), 1.0) is None
+    assert session.state is ReceiverState.TICKETED
+    assert session.result is None
+    assert session.num_dropped == {"foreign": len(foreign)}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [_result(), _done(0, 2), _done(1, 2)],
+        [_result(), _done(0, 1), _done(1, 1)],
+        [_done(0, 2), _done(1, 1), _result(num_bytes=31)],
+        [_done(0, 1), _done(1, 1), _result(num_pages=2, num_bytes=20)],
+        [_result(), _done(0, 2), _done(7, 1), _done(1, 1)],
+        [_done(0, 2), _done(0, 1)],
+        [_result(token=1), _result(token=2)],
+    ],
+)
+def test_a_mismatch_fails_and_must_still_be_drained(messages: list[Result | Done]) -> None:
+    session = _session()
+    revokes = [session.handle(message, 1.0) for message in messages]
+    assert revokes[:-1] == [None] * (len(messages) - 1)
+    assert revokes[-1] == Revoke(room=ROOM, generation=1, decode=DECODE, prefill_incarnation=PREFILL.incarnation)
+    assert _kind(session) is FailureKind.MISMATCH
+    for message in (_result(), _done(0, 2), _done(1, 1)):
+        session.handle(message, 1.0)
+    assert not session.may_free
+    session.handle(_drained(), 2.0)
+    assert session.state is ReceiverState.RELEASED
+
+
+def test_a_mismatch_names_all_three_counts() -> None:
+    session = _session()
+    for message in (_result(), _done(0, 1), _done(1, 1)):
+        session.handle(message, 1.0)
+    assert session.failure is not None
+    assert session.failure.reason == (
+        "prefill-0 sent 2 pages of 20 bytes, its result promised 3 of 30, and decode-1 expected 3 of 30"
+    )
+
+
+def test_a_timeout_revokes_and_asks_again_but_never_frees() -> None:
+    session = _session()
+    assert session.wake_at_s == DEADLINE_S
+    assert session.tick(DEADLINE_S - 1) is None
+    now_s = DEADLINE_S
+    for _ in range(50):
+        assert session.tick(now_s) is not None
+        assert session.tick(now_s) is None
+        assert session.wake_at_s == now_s + REVOKE_AGAIN_S
+        assert not session.may_free
+        now_s += REVOKE_AGAIN_S
+    assert _kind(session) is FailureKind.TIMED_OUT
+    session.handle(_drained(), now_s)
+    assert session.state is ReceiverState.RELEASED
+    assert session.wake_at_s is None
+
+
+def test_cancel_before_the_ticket_frees_at_once() -> None:
+    session = _session(is_open=False)
+    assert not session.may_free
+    assert session.wake_at_s is None
+    assert session.tick(1e9) is None
+    assert session.cancel("client left", 1.0) is None
+    assert session.state is ReceiverState.RELEASED
+    assert _kind(session) is FailureKind.CANCELLED
+
+
+def test_cancel_after_the_ticket_waits_for_drained() -> None:
+    session = _session()
+    assert session.cancel("client left", 1.0) is not None
+    assert session.cancel("client left", 1.0) is None
+    assert not session.may_free
+    session.handle(_drained(), 2.0)
+    assert session.state is ReceiverState.RELEASED
+
+
+def test_a_cancelled_transfer_that_turns_out_complete_is_released() -> None:
+    session = _session()
+    session.cancel("client left", 1.0)
+    for message in (_done(1, 1), _done(0, 2), _result()):
+        assert not session.may_free
+        session.handle(message, 1.0)
+    assert session.state is ReceiverState.RELEASED
+    session.handle(_drained(), 2.0)
+    assert session.num_dropped == {"released": 1}
+
+
+def test_refused_and_drained_free_at_once_since_nobody_writes() -> None:
+    refused, drained = _session(), _session()
+    refused.handle(_refused(), 1.0)
+    drained.handle(_drained(), 1.0)
+    assert refused.state is drained.state is ReceiverState.RELEASED
+    assert refused.failure is not None
+    assert refused.failure.reason == "prefill-0 refused: no room"
+    assert _kind(drained) is FailureKind.STOPPED
+
+
+def test_a_gone_prefill_frees_after_its_bytes_have_settled() -> None:
+    session = _session()
+    session.prefill_gone(Incarnation(PREFILL.incarnation - 1), 1.0)
+    assert session.state is ReceiverState.TICKETED
+    session.prefill_gone(PREFILL.incarnation, 10.0)
+    session.prefill_gone(PREFILL.incarnation, 12.0)
+    assert session.state is ReceiverState.SETTLING
+    assert session.cancel("client left", 12.0) is None
+    assert session.tick(10.0 + SETTLE_S - 0.1) is None
+    assert not session.may_free
+    session.tick(10.0 + SETTLE_S)
+    assert session.state is ReceiverState.RELEASED
+    assert _kind(session) is FailureKind.PREFILL_GONE
+
+
+def test_a_gone_prefill_frees_at_once_where_nothing_can_be_on_its_way() -> None:
+    session = ReceiverSession(ticket([4]), PREFILL, num_pages=1, num_bytes=10, deadline_s=9.0, settle_s=0.0)
+    session.open()
+    session.cancel("client left", 1.0)
+    session.prefill_gone(Incarnation(PREFILL.incarnation + 4), 1.0)
+    assert session.state is ReceiverState.RELEASED
+    assert _kind(session) is FailureKind.CANCELLED
+
+
+def test_a_ready_transfer_stays_ready() -> None:
+    session = _session()
+    for message in (_result(), _done(0, 2), _done(1, 1), _refused(), _drained(), _done(5, 1)):
+        session.handle(message, 1.0)
+    assert session.cancel("client left", 2.0) is None
+    session.prefill_gone(PREFILL.incarnation, 3.0)
+    assert session.tick(1e9) is None
+    assert session.state is ReceiverState.READY
+    assert session.num_dropped == {"ready": 3}

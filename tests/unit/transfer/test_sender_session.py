@@ -1,0 +1,143 @@
+"""A sender session hands out every page once, as soon as it is complete, and nothing once it is over."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.errors import IllegalTransitionError
+from cluster.spec.messages import SendState, Target
+from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
+from transfer.sender_session import SenderSession, SenderState, fold, is_quiet
+
+PAGE = 4
+
+
+def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True) -> SenderSession:
+    num_pages = -(-prompt_len // PAGE)
+    target = Target(
+        generation=2, decode=DECODE, rows=[], pages=[100 + i for i in range(held, num_pages)], held_pages=held
+    )
+    return SenderSession(
+        room=ROOM,
+        target=target,
+        prefill=PREFILL,
+        sender_rank=1,
+        prompt_len=prompt_len,
+        page_size=PAGE,
+        owned=owned,
+        sends=sends,
+    )
+
+
+@given(st.integers(1, 60), st.data())
+def test_every_owned_page_goes_once_and_only_when_complete(prompt_len: int, data: st.DataObject) -> None:
+    num_pages = -(-prompt_len // PAGE)
+    held = data.draw(st.integers(0, num_pages))
+    step = data.draw(st.integers(1, 3))
+    owned = range(held, num_pages)[data.draw(st.integers(0, 2)) :: step]
+    session = _session(prompt_len, owned, held=held)
+    cuts = sorted(data.draw(st.lists(st.integers(0, prompt_len - 1), max_size=5)))
+    sent: list[int] = []
+    for computed in [*cuts, prompt_len]:
+        complete = num_pages if computed == prompt_len else computed // PAGE
+        pairs = session.advance([7 * page for page in range(complete)], computed)
+        assert all(source // 7 == target - 100 for source, target in pairs)
+        sent += [target - 100 for _, target in pairs]
+        assert sent == [page for page in owned if page < complete]
+        session.written(len(pairs), 10 * len(pairs))
+        assert session.is_over == (computed == prompt_len)
+    done = session.done()
+    assert session.state is SenderState.SENT
+    assert done is not None
+    assert (done.num_pages, done.num_bytes, done.sender_rank) == (len(owned), 10 * len(owned), 1)
+    assert (done.room, done.generation, done.decode_incarnation) == (ROOM, 2, DECODE.incarnation)
+
+
+def test_it_is_sent_only_when_the_last_write_is_acknowledged() -> None:
+    session = _session(6, range(2))
+    assert session.advance([3], 4) == [(3, 100)]
+    assert session.advance([3, 9], 6) == [(9, 101)]
+    session.written(1, 5)
+    assert session.done() is None
+    assert session.report().state is SendState.SENDING
+    session.written(1, 5)
+    assert session.report().state is SendState.SENT
+
+
+def test_a_rank_that_owns_nothing_is_sent_at_the_last_chunk() -> None:
+    dummy = _session(8, range(0), sends=False)
+    assert dummy.advance([1], 4) == []
+    assert not dummy.is_over
+    assert dummy.advance([1, 2], 8) == []
+    assert dummy.report().state is SendState.SENT
+    assert dummy.done() is None
+    empty = _session(8, range(0))
+    empty.advance([1, 2], 8)
+    done = empty.done()
+    assert done is not None
+    assert (done.num_pages, done.num_bytes) == (0, 0)
+
+
+def test_a_dropped_session_hands_out_nothing_and_is_over_when_drained() -> None:
+    session = _session(8, range(2))
+    session.advance([1], 4)
+    session.drop()
+    session.drop()
+    assert session.advance([1, 2], 8) == []
+    assert session.report().state is SendState.SENDING
+    session.written(1, 5)
+    assert not session.is_over
+    session.drained()
+    assert session.report().state is SendState.DRAINED
+    assert session.done() is None
+    session.failed("too late to matter")
+    assert session.report().state is SendState.DRAINED
+
+
+def test_a_failed_session_says_why_and_hands_out_nothing() -> None:
+    session = _session(8, range(2))
+    session.advance([1], 4)
+    session.failed("the wire is cut")
+    assert session.advance([1, 2], 8) == []
+    assert (session.report().state, session.report().reason) == (SendState.FAILED, "the wire is cut")
+    session.drop()
+    session.drained()
+    assert session.report().state is SendState.FAILED
+    assert session.done() is None
+
+
+def test_a_drop_that_ends_in_a_failure_is_a_failure() -> None:
+    session = _session(8, range(2))
+    session.advance([1], 4)
+    session.drop()
+    session.failed("the wire is cut")
+    assert session.report().state is SendState.FAILED
+
+
+def test_a_drop_after_the_end_changes_nothing() -> None:
+    session = _session(4, range(1))
+    session.written(*(len(session.advance([1], 4)), 5))
+    session.drop()
+    session.drained()
+    assert session.state is SenderState.SENT
+
+
+def test_our_own_bugs_are_caught() -> None:
+    with pytest.raises(AssertionError, match="more pages written"):
+        _session(8, range(2)).written(1, 5)
+    with pytest.raises(AssertionError, match="9 of 8 tokens"):
+        _session(8, range(2)).advance([1, 2], 9)
+    session = _session(4, range(1))
+    session.written(*(len(session.advance([1], 4)), 5))
+    with pytest.raises(IllegalTransitionError, match="sender of room 41"):
+        session._move(SenderState.DRAINING, "test")
+
+
+def test_fold_takes_the_minimum_and_quiet_means_that_nobody_sends() -> None:
+    sent, sending, failed, drained = SendState.SENT, SendState.SENDING, SendState.FAILED, SendState.DRAINED
+    assert fold([sent, sending]) is sending
+    assert fold([sent, drained]) is drained
+    assert fold([sending, failed]) is failed
+    assert fold([sent, sent]) is sent
+    assert not is_quiet([failed, sending])
+    assert is_quiet([failed, drained, sent])

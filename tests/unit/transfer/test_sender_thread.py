@@ -1,0 +1,106 @@
+"""The sender thread writes in order, tells every outcome, and writes nothing for a transfer once it said so."""
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.spec.ids import Room
+from tests.fakes.loopback import Loopback
+from transfer.backends.interface import Region
+from transfer.plan import Span
+from transfer.sender import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
+
+PAGE = 4
+
+
+class _Rig:
+    def __init__(self) -> None:
+        self.backend = Loopback()
+        self.source = self.backend.allocate(64)
+        self.source.buffer[:] = bytes(range(64))
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.thread = SenderThread(self.backend, self.source, batch_spans=2, on_outcome=self.outcomes.put)
+
+    def job(self, room: int, pages: list[int], *targets: Region) -> SendJob:
+        spans = [Span(PAGE * page, PAGE * page, PAGE) for page in pages]
+        writes = [Write(target.endpoint, spans) for target in targets]
+        return SendJob(room=Room(room), generation=1, writes=writes, num_pages=len(pages))
+
+    def next(self) -> Outcome:
+        return self.outcomes.get(timeout=10)
+
+
+@pytest.fixture
+def rig() -> Iterator[_Rig]:
+    rig = _Rig()
+    yield rig
+    rig.backend.gate.set()
+    rig.thread.close()
+
+
+def test_a_job_reaches_every_target_in_bounded_batches(rig: _Rig) -> None:
+    one, two = rig.backend.allocate(64), rig.backend.allocate(64)
+    rig.thread.send(rig.job(1, [0, 2, 3], one, two))
+    assert rig.next() == Written(Room(1), 1, 3, 2 * 3 * PAGE)
+    expected = bytes([0, 1, 2, 3, 0, 0, 0, 0, *range(8, 16)])
+    assert bytes(one.buffer[:16]) == bytes(two.buffer[:16]) == expected
+    assert rig.backend.batch_sizes == [2, 1, 2, 1]
+
+
+def test_a_drop_lets_the_running_batch_end_and_skips_the_rest(rig: _Rig) -> None:
+    target = rig.backend.allocate(64)
+    rig.backend.gate.clear()
+    rig.thread.send(rig.job(1, [0, 1, 2, 3], target))
+    rig.thread.send(rig.job(1, [4], target))
+    rig.thread.send(rig.job(2, [5], target))
+    assert rig.backend.is_writing.wait(10)
+    rig.thread.drop(Room(1), 1)
+    assert rig.outcomes.empty()
+    rig.backend.gate.set()
+    assert rig.next() == Written(Room(2), 1, 1, PAGE)
+    assert rig.next() == Dropped(Room(1), 1)
+    written = [bool(any(target.buffer[PAGE * page : PAGE * (page + 1)])) for page in range(6)]
+    assert written == [True, True, False, False, False, True]
+
+
+def test_a_failure_bars_its_transfer_and_no_other(rig: _Rig) -> None:
+    bad, good = rig.backend.allocate(64), rig.backend.allocate(64)
+    rig.backend.failing.add(bad.endpoint.session)
+    rig.thread.send(rig.job(1, [0], bad))
+    rig.thread.send(rig.job(1, [1], good))
+    rig.thread.send(rig.job(2, [2], good))
+    assert rig.next() == WriteFailed(Room(1), 1, "loopback-1 fails")
+    assert rig.next() == Written(Room(2), 1, 1, PAGE)
+    assert not any(good.buffer[PAGE : 2 * PAGE])
+    rig.thread.drop(Room(1), 1)
+    assert rig.next() == Dropped(Room(1), 1)
+    assert rig.outcomes.empty()
+
+
+def test_a_bug_in_a_job_is_an_outcome_too(rig: _Rig) -> None:
+    target = rig.backend.allocate(8)
+    rig.thread.send(rig.job(1, [7], target))
+    outcome = rig.next()
+    assert isinstance(outcome, WriteFailed)
+    assert "does not lie in the 8 bytes of the target" in outcome.reason
+
+
+def test_forget_comes_after_the_jobs_before_it(rig: _Rig) -> None:
+    target = rig.backend.allocate(64)
+    rig.thread.send(rig.job(1, [0], target))
+    rig.thread.forget(target.endpoint)
+    rig.thread.drop(Room(9), 1)
+    assert [type(rig.next()) for _ in range(2)] == [Written, Dropped]
+    assert rig.backend.forgotten == ["loopback-1"]
+
+
+def test_close_skips_what_is_queued(rig: _Rig) -> None:
+    target = rig.backend.allocate(64)
+    rig.thread.send(rig.job(1, [0], target))
+    assert rig.next() == Written(Room(1), 1, 1, PAGE)
+    rig.thread.close()
+    rig.thread.close()
+    rig.thread.send(rig.job(2, [1], target))
+    assert rig.outcomes.empty()
+    assert not any(target.buffer[PAGE:])

@@ -1,0 +1,102 @@
+"""A step batch by hand, and put and attend over ranks (threads here) against the oracle."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.spec.strategy import Strategy
+from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
+from tests.fakes.thread_group import on_thread_ranks
+from workers.context_parallel.gather import KvGather, join_rows
+from workers.context_parallel.shard_plan import Owner, make_shard_plan
+from workers.engine.batch import BatchRow, StepBatch, build_step_batch
+
+
+def build(rows: list[BatchRow], strategy: Strategy, cp: int, cp_rank: int) -> StepBatch:
+    return build_step_batch(
+        rows, strategy, cp=cp, cp_rank=cp_rank, page_size=4, trash_slot=40, device=torch.device("cpu")
+    )
+
+
+ROWS = [
+    BatchRow([11, 12, 13, 14, 15], 6, [7, 3, 9], sampled=True),
+    BatchRow([21], 0, [5], sampled=False),
+    BatchRow([31], 3, [1], sampled=True),
+]
+
+
+def test_a_batch_by_hand() -> None:
+    batch = build(ROWS, Strategy.ZIGZAG, 2, 0)
+    assert batch.token_ids.tolist() == [11, 12, 15, 21, 31]
+    assert batch.positions.tolist() == [6, 7, 10, 0, 3]
+    assert batch.slots.tolist() == [14, 15, 38, 20, 7, 36, 37, 40, 40, 40]
+    assert batch.sampled == (Owner(0, 2), Owner(0, 4))
+    assert [table.tolist() for table in batch.page_tables] == [[7, 3, 9], [5], [1]]
+
+
+def test_ranks_agree_on_everything_but_their_share() -> None:
+    first, second = build(ROWS, Strategy.INTERLEAVE, 2, 0), build(ROWS, Strategy.INTERLEAVE, 2, 1)
+    assert first.plan == second.plan
+    assert first.sampled == second.sampled
+    assert torch.equal(first.slots, second.slots)
+    assert sorted(first.token_ids.tolist() + second.token_ids.tolist()) == [11, 12, 13, 14, 15, 21, 31]
+
+
+def test_no_rows_make_an_empty_batch() -> None:
+    batch = build([], Strategy.ZIGZAG, 2, 1)
+    assert (batch.token_ids.shape, batch.slots.shape, batch.runs, batch.sampled) == ((0,), (0,), (), ())
+
+
+def test_too_few_pages_are_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="request 0 has 1 pages and needs 2"):
+        build([BatchRow([1, 2], 3, [0], sampled=True)], Strategy.NONE, 1, 0)
+
+
+scenarios = st.integers(1, 4).flatmap(
+    lambda num_requests: st.builds(
+        Scenario,
+        chunks=st.lists(st.tuples(*[st.integers(0, 11)] * num_requests), min_size=1, max_size=3).map(tuple),
+        strategy=st.sampled_from(Strategy),
+        cp=st.integers(1, 4),
+        page_size=st.sampled_from([1, 4, 8]),
+        seed=st.integers(0, 99),
+    )
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(scenarios)
+def test_any_chunks_strategy_and_cp_equal_the_oracle(scenario: Scenario) -> None:
+    check_scenario(scenario, on_thread_ranks(scenario.cp, lambda group: ScenarioRun(scenario, group).run()))
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", Strategy)
+def test_bf16_with_prefixes_and_single_tokens(strategy: Strategy, cp: int) -> None:
+    scenario = Scenario(((9, 1, 0), (8, 1, 3), (1, 1, 1)), strategy, cp, dtype=torch.bfloat16)
+    check_scenario(scenario, on_thread_ranks(cp, lambda group: ScenarioRun(scenario, group).run()))
+
+
+def test_gather_buffers_serve_steps_of_changing_size_shape_and_dtype() -> None:
+    plans = [make_shard_plan(Strategy.CONTIGUOUS, [length], [0], 2) for length in (5, 9, 2, 0)]
+
+    def gather_all(group_gather: KvGather) -> list[torch.Tensor]:
+        out = []
+        for plan, dtype in zip(plans, (torch.float32, torch.bfloat16, torch.float32, torch.float32), strict=True):
+            rows = torch.from_numpy(plan.local(group_gather.group.rank)).to(dtype)[:, None, None].expand(-1, 1, 2)
+            out.append(group_gather.gather(plan, rows, -rows)[torch.from_numpy(plan.inverse)])
+        return out
+
+    for results in on_thread_ranks(2, lambda group: gather_all(KvGather(group))):
+        for plan, gathered in zip(plans, results, strict=True):
+            assert gathered[:, 0, 0, 0].tolist() == list(range(plan.num_tokens))
+            assert gathered[:, 1, 0, 1].tolist() == [-token for token in range(plan.num_tokens)]
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_joined_rows_come_in_batch_order_on_every_rank(strategy: Strategy) -> None:
+    plan = make_shard_plan(strategy, [7, 1, 4], [0, 2, 9], 3)
+    batch = torch.arange(24.0).view(12, 2)
+    joined = on_thread_ranks(3, lambda group: join_rows(group, plan, batch[torch.from_numpy(plan.local(group.rank))]))
+    assert all(torch.equal(rows, batch) for rows in joined)

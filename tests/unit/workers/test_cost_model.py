@@ -1,0 +1,132 @@
+"""The cost model: more work never takes less time, balance wins where there is much, `none` where there is little."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.strategy import Strategy, StrategySetting
+from workers.context_parallel.cost_model import (
+    MIN_GAIN,
+    Choice,
+    ModelShape,
+    Rates,
+    StrategyChooser,
+    attended_pairs,
+    choose,
+    estimate_step_s,
+    fixed,
+)
+from workers.context_parallel.runs import Run
+from workers.context_parallel.shard_plan import make_shard_plan
+
+SHAPE = ModelShape(num_layers=8, linear_flops=6_300_000, attention_flops=2048, kv_row_bytes=1024)
+RATES = Rates()
+LENS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=6)
+
+
+def estimate(
+    strategy: Strategy,
+    extends: list[int],
+    prefixes: list[int],
+    cp: int,
+    rates: Rates = RATES,
+    shape: ModelShape = SHAPE,
+) -> float:
+    return estimate_step_s(make_shard_plan(strategy, extends, prefixes, cp), shape, rates)
+
+
+@given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5))
+def test_pairs_are_counted_query_by_query(first: int, count: int, step: int) -> None:
+    positions = [first + place * step for place in range(count)]
+    assert attended_pairs(Run(0, first, count, step)) == sum(position + 1 for position in positions)
+
+
+@given(st.sampled_from(Strategy), st.integers(1, 5), LENS, st.integers(0, 5), st.integers(1, 999), st.booleans())
+def test_more_tokens_never_take_less_time(
+    strategy: Strategy, cp: int, lens: list[tuple[int, int]], at: int, more: int, longer_prefix: bool
+) -> None:
+    extends, prefixes = [extend for extend, _ in lens] or [1], [prefix for _, prefix in lens] or [0]
+    before_s = estimate(strategy, extends, prefixes, cp)
+    grown = prefixes if longer_prefix else extends
+    grown[at % len(grown)] += more
+    # Whole requests go to ranks greedily, which is within 4/3 of the best division and may jump inside of it.
+    slack = 4 / 3 if strategy is Strategy.WHOLE_REQUEST else 1.0
+    run_of_its_own_s = 2 * cp * SHAPE.num_layers * RATES.run_s
+    assert estimate(strategy, extends, prefixes, cp) * slack + run_of_its_own_s >= before_s
+
+
+@given(
+    st.sampled_from(Strategy),
+    st.integers(1, 5),
+    LENS,
+    st.sampled_from([field.name for field in dataclasses.fields(Rates)]),
+)
+def test_a_slower_part_never_makes_a_step_faster(
+    strategy: Strategy, cp: int, lens: list[tuple[int, int]], name: str
+) -> None:
+    factor = 0.5 if name.endswith("_per_s") else 2.0
+    slower = dataclasses.replace(RATES, **{name: factor * getattr(RATES, name)})
+    extends, prefixes = [extend for extend, _ in lens], [prefix for _, prefix in lens]
+    assert estimate(strategy, extends, prefixes, cp, slower) >= estimate(strategy, extends, prefixes, cp)
+
+
+@given(st.integers(4096, 200_000), st.integers(0, 4096), st.integers(2, 8))
+def test_contiguous_is_worse_than_zigzag_for_long_prompts(length: int, prefix: int, cp: int) -> None:
+    choice = choose([length], [prefix], cp, SHAPE, RATES)
+    assert choice.estimates_s[Strategy.CONTIGUOUS] > choice.estimates_s[Strategy.ZIGZAG]
+    assert choice.strategy in (Strategy.ZIGZAG, Strategy.INTERLEAVE)
+    assert choice.estimates_s[Strategy.ZIGZAG] < choice.estimates_s[Strategy.NONE] * 1.5 / cp
+
+
+def test_attention_alone_puts_contiguous_where_its_formula_does() -> None:
+    """Of two ranks the second has 3/4 of the causal pairs: efficiency 2/3."""
+    free = Rates(step_s=0, linear_flops_per_s=1e30, run_s=0, row_s=0, exchange_s=0, exchange_bytes_per_s=1e30)
+    alone_s = estimate(Strategy.NONE, [1 << 16], [0], 1, free)
+    assert alone_s / (2 * estimate(Strategy.CONTIGUOUS, [1 << 16], [0], 2, free)) == pytest.approx(2 / 3, rel=1e-3)
+    assert alone_s / (2 * estimate(Strategy.ZIGZAG, [1 << 16], [0], 2, free)) == pytest.approx(1, rel=1e-3)
+
+
+@given(st.integers(1, 4), st.integers(2, 8))
+def test_none_is_best_for_very_short_prompts(length: int, cp: int) -> None:
+    assert choose([length], [0], cp, SHAPE, RATES).strategy is Strategy.NONE
+
+
+@given(LENS, st.integers(1, 8))
+def test_an_automatic_choice_is_never_slower_than_no_division(lens: list[tuple[int, int]], cp: int) -> None:
+    choice = choose([extend for extend, _ in lens], [prefix for _, prefix in lens], cp, SHAPE, RATES)
+    undivided_s = choice.estimates_s[Strategy.NONE]
+    assert choice.estimate_s == choice.estimates_s[choice.strategy] <= undivided_s
+    assert choice.strategy is Strategy.NONE or choice.estimate_s <= undivided_s * (1 - MIN_GAIN)
+    assert choice.estimate_s <= min(choice.estimates_s.values()) / (1 - MIN_GAIN)
+
+
+@given(st.sampled_from(StrategySetting), LENS)
+def test_one_rank_never_divides(setting: StrategySetting, lens: list[tuple[int, int]]) -> None:
+    chooser = StrategyChooser(setting=setting, cp=1, shape=SHAPE, rates=RATES)
+    choice = chooser([extend for extend, _ in lens], [prefix for _, prefix in lens])
+    assert (choice.strategy, list(choice.estimates_s)) == (Strategy.NONE, [Strategy.NONE])
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_forced_strategy_is_obeyed_and_estimated(strategy: Strategy) -> None:
+    chooser = StrategyChooser(setting=StrategySetting(strategy.value), cp=3, shape=SHAPE, rates=RATES)
+    choice = chooser([1, 9000], [0, 7])
+    assert choice.strategy is strategy
+    assert choice.estimate_s == estimate(strategy, [1, 9000], [0, 7], 3)
+
+
+def test_many_equal_requests_need_not_be_cut() -> None:
+    """Two runs of each request on each rank cost more than they balance."""
+    choice = choose([64] * 64, [0] * 64, 4, SHAPE, RATES)
+    assert choice.strategy is Strategy.WHOLE_REQUEST
+
+
+def test_every_strategy_can_be_asked_for() -> None:
+    assert StrategySetting.AUTO.candidates == tuple(Strategy)
+    assert [setting.candidates for setting in StrategySetting][1:] == [(strategy,) for strategy in Strategy]
+
+
+def test_a_fixed_choice_has_no_estimate() -> None:
+    assert fixed(Strategy.ZIGZAG)([5], [0]) == Choice(Strategy.ZIGZAG, None, {})

@@ -1,0 +1,214 @@
+"""Both leaders together: whatever the order of messages and steps, tokens are right and every page comes back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.messages import FinishReason
+from cluster.spec.registry import PageFilter, TransferMode
+from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token
+
+
+def answer_of(client: Client, num_pages: int) -> list[int]:
+    """The tokens that the fake model gives, as far as a pool of so many pages lets it."""
+    tokens = list(client.prompt)
+    for _ in range(client.max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(client.prompt) : num_pages * PAGE_SIZE]
+
+
+def check(world: World, num_pages: int) -> None:
+    """Every client has its tokens, and nothing is held."""
+    for client in world.clients.values():
+        wanted = answer_of(client, num_pages)
+        if client.cancelled:
+            assert client.tokens == wanted[: len(client.tokens)]
+        else:
+            assert client.failure is None, client.failure
+            assert client.tokens == wanted
+            assert client.finish is FinishReason.LENGTH
+        assert client.cached_tokens in range(0, len(client.prompt), PAGE_SIZE)
+    for leader in world.leaders.values():
+        assert leader.is_idle()
+        load = leader.load()
+        assert load.free_pages == load.total_pages == num_pages
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    cp=st.integers(1, 3),
+    mode=st.sampled_from(TransferMode),
+    page_filter=st.sampled_from(PageFilter),
+    num_pages=st.integers(8, 20),
+    chunk_tokens=st.integers(1, 16),
+    lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=6),
+    cancels=st.lists(st.integers(0, 200), max_size=3),
+    prefix_cache=st.booleans(),
+)
+def test_every_request_ends_right_and_nothing_is_left(
+    seed: int,
+    cp: int,
+    mode: TransferMode,
+    page_filter: PageFilter,
+    num_pages: int,
+    chunk_tokens: int,
+    lengths: list[tuple[int, int]],
+    cancels: list[int],
+    prefix_cache: bool,
+) -> None:
+    world = World(
+        seed=seed,
+        cp=cp,
+        mode=mode,
+        page_filter=page_filter,
+        num_pages=num_pages,
+        chunk_tokens=chunk_tokens,
+        prefix_cache=prefix_cache,
+    )
+    rooms = [
+        world.submit([(7 * index + place) % 100 for place in range(length)], max_tokens)
+        for index, (length, max_tokens) in enumerate(lengths)
+    ]
+    for number, moment in enumerate(sorted(cancels)):
+        for _ in range(moment):
+            world.act()
+        world.cancel(rooms[number % len(rooms)])
+    world.run()
+    check(world, num_pages)
+    if not prefix_cache:
+        assert not any(client.cached_tokens for client in world.clients.values())
+        assert all(leader.load().cached_pages == 0 for leader in world.leaders.values())
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    cp=st.integers(1, 3),
+    mode=st.sampled_from(TransferMode),
+    page_filter=st.sampled_from(PageFilter),
+    num_pages=st.integers(8, 24),
+    chunk_tokens=st.integers(1, 16),
+    turns=st.lists(
+        st.tuples(st.integers(0, 8), st.integers(0, 24), st.integers(0, 6), st.integers(1, 8), st.integers(0, 60)),
+        min_size=2,
+        max_size=10,
+    ),
+    cancels=st.lists(st.integers(0, 9), max_size=3),
+)
+def test_prompts_that_begin_alike_share_pages_and_nothing_else(
+    seed: int,
+    cp: int,
+    mode: TransferMode,
+    page_filter: PageFilter,
+    num_pages: int,
+    chunk_tokens: int,
+    turns: list[tuple[int, int, int, int, int]],
+    cancels: list[int],
+) -> None:
+    """Each prompt begins with part of an earlier prompt and its answer; requests overlap, wait and are retracted."""
+    world = World(seed=seed, cp=cp, mode=mode, page_filter=page_filter, num_pages=num_pages, chunk_tokens=chunk_tokens)
+    whole: list[list[int]] = [list(range(1, 25))]
+    for turn, (earlier, shared_len, own_len, max_tokens, moment) in enumerate(turns):
+        own = [1000 + 10 * turn + place for place in range(own_len)]
+        prompt = ([*whole[earlier % len(whole)][:shared_len], *own] or [1])[: num_pages * PAGE_SIZE]
+        room = world.submit(prompt, max_tokens)
+        whole.append([*prompt, *answer_of(world.clients[room], num_pages)])
+        if turn in cancels:
+            world.cancel(room)
+        for _ in range(moment):
+            world.act()
+    world.run()
+    check(world, num_pages)
+
+
+def quiet_world(num_pages: int = 40) -> World:
+    return World(
+        seed=1,
+        cp=2,
+        mode=TransferMode.ALL_RANKS,
+        page_filter=PageFilter.MODULAR,
+        num_pages=num_pages,
+        chunk_tokens=16,
+    )
+
+
+PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached_pages", "sent_pages"),
+    [
+        ([*PROMPT, 7, 7, 7], 4, 1),
+        (PROMPT, 3, 0),
+        (PROMPT[:-1], 3, 1),
+        ([*PROMPT[: 2 * PAGE_SIZE + 1], 99, 99], 2, 1),
+        ([99, *PROMPT], 0, 5),
+    ],
+    ids=["longer", "the same", "one token less", "parts in a page", "another beginning"],
+)
+def test_a_prefix_is_neither_computed_nor_sent_again(prompt: list[int], cached_pages: int, sent_pages: int) -> None:
+    world = quiet_world()
+    world.submit(PROMPT, 1)
+    world.run()
+    sent_before = world.num_pages_sent
+    room = world.submit(prompt, 5)
+    world.run()
+    assert world.clients[room].cached_tokens == cached_pages * PAGE_SIZE
+    assert world.num_pages_sent - sent_before == sent_pages
+    check(world, 40)
+
+
+def test_a_prefix_is_shared_while_its_first_request_still_runs() -> None:
+    world = quiet_world()
+    first = world.submit(PROMPT, 60)
+    while len(world.clients[first].tokens) < 2:
+        world.act()
+    sent_before = world.num_pages_sent
+    second = world.submit([*PROMPT, 5], 1)
+    while world.clients[second].finish is None:
+        world.act()
+    assert world.clients[first].finish is None
+    assert world.clients[second].cached_tokens == 4 * PAGE_SIZE
+    assert world.num_pages_sent - sent_before == 1
+    world.run()
+    check(world, 40)
+
+
+def test_decode_also_keeps_the_answer() -> None:
+    world = quiet_world()
+    first = world.submit(PROMPT, 2 * PAGE_SIZE + 1)
+    world.run()
+    sent_before = world.num_pages_sent
+    second = world.submit([*PROMPT, *world.clients[first].tokens, 5], 1)
+    world.run()
+    assert world.clients[second].cached_tokens == 4 * PAGE_SIZE
+    assert world.num_pages_sent - sent_before == 1
+
+
+def test_pages_are_shared_only_under_the_same_salt() -> None:
+    world = quiet_world()
+    rooms = []
+    for salt in ("", "a", "b", "a"):
+        rooms.append(world.submit(PROMPT, 1, salt))
+        world.run()
+    assert [world.clients[room].cached_tokens for room in rooms] == [0, 0, 0, 3 * PAGE_SIZE]
+
+
+def test_what_is_cached_gives_way_to_what_is_needed() -> None:
+    world = quiet_world(num_pages=8)
+    for first in range(0, 1000, 100):
+        world.submit(list(range(first, first + 7 * PAGE_SIZE)), 4)
+        world.run()
+        check(world, 8)
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_in_words() -> None:
+    world = World(
+        seed=0, cp=2, mode=TransferMode.ALL_RANKS, page_filter=PageFilter.MODULAR, num_pages=4, chunk_tokens=8
+    )
+    room = world.submit([1] * 17, 4)
+    world.run()
+    assert world.clients[room].failure in (
+        "the prompt needs 5 pages, prefill-0 has 4",
+        "the prompt needs 5 pages, decode-0 has 4",
+    )
+    assert all(leader.is_idle() for leader in world.leaders.values())

@@ -1,0 +1,220 @@
+"""The decoder against transformers, weights and config from the same folder, attention by a dense fake."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.fakes.checkpoints import FAMILIES, make_checkpoint
+from tests.fakes.dense_attention import DenseAttention
+from workers.engine.weights import load_model
+from workers.models.config import ModelConfig, UnsupportedModelError
+from workers.models.decoder import DecoderModel
+
+PROMPT = torch.randint(0, 256, (96,), generator=torch.Generator().manual_seed(1))
+
+ROPE_VARIANTS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+}
+
+Pair = tuple[DecoderModel, PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
+    """Our model and transformers', from one random checkpoint; made once for equal arguments."""
+
+    @cache
+    def make(family: str, dtype: torch.dtype = torch.float32, rope: str | None = None, **overrides: Any) -> Pair:
+        parameters = {"rope_parameters": {"rope_theta": 10_000.0, **ROPE_VARIANTS[rope]}} if rope else {}
+        folder = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=dtype, **overrides, **parameters)
+        return load_model(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+def our_logits(model: DecoderModel, token_ids: Tensor, chunk_lens: list[int] | None = None) -> Tensor:
+    context, start, rows = DenseAttention(), 0, []
+    for chunk_len in chunk_lens or [len(token_ids)]:
+        positions = torch.arange(start, start + chunk_len)
+        rows.append(model.logits(model(token_ids[start : start + chunk_len], positions, context)))
+        start += chunk_len
+    assert start == len(token_ids)
+    return torch.cat(rows)
+
+
+def assert_same_logits(pair: Pair, token_ids: Tensor, atol: float = 1e-4) -> None:
+    ours, theirs = our_logits(pair[0], token_ids), pair[1](token_ids[None]).logits[0].float()
+    assert theirs.std() > 1, "logits must be spread for this comparison to mean anything"
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(pair_of: Callable[..., Pair], family: str, tied: bool) -> None:
+    assert_same_logits(pair_of(family, tie_word_embeddings=tied), PROMPT)
+
+
+@pytest.mark.parametrize("rope", ROPE_VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_variants_equal_transformers(pair_of: Callable[..., Pair], family: str, rope: str) -> None:
+    assert_same_logits(pair_of(family, rope=rope), PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [("llama", {"attention_bias": True}), ("llama", {"mlp_bias": True}), ("qwen3", {"attention_bias": True})],
+)
+def test_optional_biases_equal_transformers(pair_of: Callable[..., Pair], family: str, flags: dict[str, bool]) -> None:
+    assert_same_logits(pair_of(family, **flags), PROMPT)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"num_hidden_layers": 3, "head_dim": 32}],
+    ids=str,
+)
+def test_shapes_equal_transformers(pair_of: Callable[..., Pair], shape: dict[str, int]) -> None:
+    assert_same_logits(pair_of("qwen3", **shape), PROMPT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_close_to_transformers(pair_of: Callable[..., Pair], family: str) -> None:
+    ours, theirs = pair_of(family, dtype=torch.bfloat16)
+    assert ours.dtype == torch.bfloat16
+    assert our_logits(ours, PROMPT).dtype == torch.float32
+    difference = (our_logits(ours, PROMPT) - theirs(PROMPT[None]).logits[0].float()).abs()
+    assert difference.mean() < 0.02
+    assert difference.max() < 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_generate(pair_of: Callable[..., Pair], family: str) -> None:
+    ours, theirs = pair_of(family)
+    expected = theirs.generate(PROMPT[None, :40], max_new_tokens=32, do_sample=False)[0]
+    assert len(set(expected[40:].tolist())) > 8, "the answer must not be a loop"
+    assert torch.equal(our_logits(ours, expected[:-1])[39:].argmax(-1), expected[40:])
+
+
+def test_chunks_change_nothing(pair_of: Callable[..., Pair]) -> None:
+    model, _ = pair_of("qwen2")
+    whole = our_logits(model, PROMPT)
+    torch.testing.assert_close(our_logits(model, PROMPT, [1, 40, 0, 54, 1]), whole, atol=1e-5, rtol=0)
+
+
+def test_no_tokens_still_reach_every_layer(pair_of: Callable[..., Pair]) -> None:
+    model, context = pair_of("qwen3")[0], DenseAttention()
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert model(nothing, nothing, context).shape == (0, 64)
+    assert context.calls == [("put", 0), ("attend", 0), ("put", 1), ("attend", 1)]
+    assert model.logits(torch.empty(0, 64)).shape == (0, 256)
+
+
+def test_dynamic_rope_answers_beyond_the_original_length_equal_generate(pair_of: Callable[..., Pair]) -> None:
+    ours, theirs = pair_of("llama", rope="dynamic", max_position_embeddings=48)
+    expected = theirs.generate(PROMPT[None, :40], max_new_tokens=40, do_sample=False)[0]
+    tokens = our_logits(ours, expected[:-1])[39:].argmax(-1)
+    assert torch.equal(tokens, expected[40:])
+
+
+def test_dynamic_rope_prompts_beyond_the_original_length_are_chunk_independent(pair_of: Callable[..., Pair]) -> None:
+    """Where a paged engine must part from transformers: there, the whole prompt turns by its final length."""
+    ours, theirs = pair_of("llama", rope="dynamic", max_position_embeddings=49)
+    whole = our_logits(ours, PROMPT)
+    torch.testing.assert_close(our_logits(ours, PROMPT, [30, 30, 36]), whole, atol=1e-5, rtol=0)
+    assert not torch.allclose(whole, theirs(PROMPT[None]).logits[0], atol=1e-2)
+
+
+@pytest.fixture
+def raw_config() -> dict[str, Any]:
+    """The least that a config.json must say."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["architectures", "Qwen3ForCausalLM"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantized", "fp8", "bfloat16"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, ["sliding-window"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window"]),
+        ({"rope_scaling": {"type": "su", "factor": 2}}, ["'su'", "yarn"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads (4)", "num_key_value_heads (3)"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"vocab_size": None}, ["vocab_size", "None"]),
+        ({"num_hidden_layers": "two"}, ["num_hidden_layers", "'two'"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "float32, bfloat16, float16"]),
+    ],
+)
+def test_unsupported_configs_are_refused_in_words(
+    raw_config: dict[str, Any], changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        ModelConfig.from_mapping({**raw_config, **changes}, {})
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_sliding_window_that_no_layer_uses_is_accepted(raw_config: dict[str, Any]) -> None:
+    unused = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    assert ModelConfig.from_mapping({**raw_config, **unused}, {}).num_layers == 2
+    assert ModelConfig.from_mapping({**raw_config, "sliding_window": 8}, {}).num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "expected"),
+    [
+        ({}, {}, ()),
+        ({}, {"eos_token_id": 2}, (2,)),
+        ({"eos_token_id": [7, 0]}, {"eos_token_id": 2}, (7, 0)),
+        ({"eos_token_id": 0}, {"eos_token_id": 2}, (0,)),
+    ],
+)
+def test_end_tokens_come_from_the_generation_config_first(
+    raw_config: dict[str, Any], generation: dict[str, Any], own: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    assert ModelConfig.from_mapping({**raw_config, **own}, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")])
+def test_dtype_is_read_in_both_forms(raw_config: dict[str, Any], key: str, value: str) -> None:
+    assert ModelConfig.from_mapping(raw_config, {}).dtype == "float32"
+    assert ModelConfig.from_mapping({**raw_config, key: value}, {}).dtype == "bfloat16"
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match="not valid JSON"):
+        ModelConfig.from_folder(tmp_path)

@@ -1,0 +1,83 @@
+"""The pool's memory layout, and that a write lands where a view of the layer reads it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.spec.kv import PoolLayout
+from workers.cache.page_pool import PagePool
+
+PAGES, HEADS, LAYERS, PAGE_SIZE, DIM = 5, 3, 2, 4, 8
+
+
+def make_pool(dtype: torch.dtype = torch.float32, buffer: torch.Tensor | None = None) -> PagePool:
+    return PagePool(PAGES, HEADS, LAYERS, PAGE_SIZE, DIM, dtype, buffer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_page_and_a_head_of_it_are_contiguous_spans_as_the_layout_says(dtype: torch.dtype) -> None:
+    buffer = torch.zeros(PagePool.page_bytes_for(HEADS, LAYERS, PAGE_SIZE, DIM, dtype) * (PAGES + 1), dtype=torch.uint8)
+    pool = make_pool(dtype, buffer)
+    layout = PoolLayout(
+        num_pages=PAGES,
+        first_head=0,
+        num_heads=HEADS,
+        first_layer=0,
+        num_layers=LAYERS,
+        page_size=PAGE_SIZE,
+        head_dim=DIM,
+        itemsize=dtype.itemsize,
+    )
+    assert pool.page_bytes == layout.page_bytes
+    assert len(buffer) == layout.pool_bytes
+    pool.data[3, 1, 1] = 1.0
+    touched = buffer.nonzero().flatten()
+    first = 3 * layout.page_bytes + layout.head_bytes + layout.layer_bytes
+    assert first <= int(touched.min())
+    assert int(touched.max()) == first + layout.layer_bytes - 1
+
+
+def test_the_pool_lives_in_the_buffer_it_is_given() -> None:
+    memory = bytearray(make_pool().page_bytes * (PAGES + 1) + 64)
+    pool = make_pool(buffer=torch.frombuffer(memory, dtype=torch.uint8))
+    pool.write(0, torch.tensor([0]), torch.ones(1, 2, HEADS, DIM))
+    assert memory[:4] == torch.ones(1).numpy().tobytes()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, PAGES * PAGE_SIZE - 1), unique=True), st.integers(0, LAYERS - 1))
+def test_what_is_written_is_read_and_nothing_else_changes(slots: list[int], layer: int) -> None:
+    pool = make_pool()
+    kv = torch.randn(len(slots), 2, HEADS, DIM)
+    pool.write(layer, torch.tensor(slots, dtype=torch.int64), kv)
+    keys, values = pool.layer_view(layer)
+    for row, slot in enumerate(slots):
+        page, place = divmod(slot, PAGE_SIZE)
+        assert torch.equal(keys[page, :, place], kv[row, 0])
+        assert torch.equal(values[page, :, place], kv[row, 1])
+    assert int(pool.data.count_nonzero()) == kv.numel()
+
+
+def test_padding_rows_may_share_the_trash_slot_and_touch_no_page() -> None:
+    pool = make_pool()
+    pool.write(0, torch.full((7,), pool.trash_slot), torch.ones(7, 2, HEADS, DIM))
+    assert not pool.data[:PAGES].any()
+    assert pool.data[PAGES].any()
+
+
+def test_views_share_memory_and_have_one_stride_for_pages_and_heads() -> None:
+    pool = make_pool()
+    keys, values = pool.layer_view(1)
+    assert keys.shape == values.shape == (PAGES + 1, HEADS, PAGE_SIZE, DIM)
+    assert keys.stride(0) == HEADS * keys.stride(1)
+    keys[2, 0, 0] = 5.0
+    assert torch.equal(pool.data[2, 0, 1, 0, 0], torch.full((DIM,), 5.0))
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.zeros(10, dtype=torch.uint8), torch.zeros(10_000), torch.zeros(2, 9_000, dtype=torch.uint8)]
+)
+def test_a_buffer_that_does_not_fit_is_our_own_bug(buffer: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        make_pool(buffer=buffer)

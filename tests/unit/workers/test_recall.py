@@ -1,0 +1,262 @@
+"""The recall checkpoint: codes, tokenizer, template, files, and answers by transformers and by our decoder."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from cluster.spec.errors import UserError
+from tests.fakes.dense_attention import DenseAttention
+from workers.engine.weights import load_model
+from workers.models.config import ModelConfig
+from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT, VERSION_KEY, build_recall_checkpoint
+from workers.models.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
+from workers.models.recall_tokenizer import EOS_TOKEN_IDS, FIRST_WORD_ID, NEWLINE_ID, build_tokenizer
+from workers.models.recall_weights import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE, token_codes
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+TOKENIZER = build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recall") / "checkpoint"
+    build_recall_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[torch.dtype, PreTrainedModel]:
+    return {
+        dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def answer(model: PreTrainedModel, prompt_ids: list[int], num_tokens: int) -> list[int]:
+    """Greedy tokens of transformers; fewer than `num_tokens` where the model stops by itself."""
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([prompt_ids]), max_new_tokens=num_tokens, do_sample=False)
+    return out[0, len(prompt_ids) :].tolist()
+
+
+def reply(models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *messages: str) -> list[int]:
+    """The answer to messages, user and assistant in turn."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
+    prompt_ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    return answer(models[torch.float32], prompt_ids, 30)
+
+
+def test_codes_are_nearly_orthogonal() -> None:
+    codes = token_codes().astype(np.float64)
+    correlation = codes @ codes.T
+    half = VOCAB_SIZE // 2
+    for index in range(half):
+        assert correlation[index, index + half] == -1
+        correlation[index, index + half] = correlation[index + half, index] = 0
+    np.fill_diagonal(correlation, 0)
+    assert abs(correlation).max() == 1 / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [512, 4096])
+def test_needles_are_recalled(models: dict[torch.dtype, PreTrainedModel], num_tokens: int, dtype: torch.dtype) -> None:
+    for depth in DEPTHS if num_tokens == 512 else (0.3,):
+        prompt = needle_prompt(num_tokens, depth, seed=int(8 * depth))
+        assert answer(models[dtype], prompt, 11) == recall_oracle(prompt, 11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "page_size"), [(512, 16), (500, 6), (4096, 64)])
+def test_chains_are_followed(
+    models: dict[torch.dtype, PreTrainedModel], num_tokens: int, page_size: int, dtype: torch.dtype
+) -> None:
+    prompt, num_pages = chain_prompt(num_tokens, page_size), (num_tokens - 1) // page_size
+    assert answer(models[dtype], prompt, num_pages) == recall_oracle(prompt, num_pages)
+
+
+def test_a_page_that_is_lost_breaks_the_chain(models: dict[torch.dtype, PreTrainedModel]) -> None:
+    prompt = chain_prompt(512, 16)
+    expected = recall_oracle(prompt, 31)
+    for page in (0, 13, 30):
+        spoiled = list(prompt)
+        spoiled[page * 16 : page * 16 + LINK_LEN] = [prompt[page * 16 + LINK_LEN]] * LINK_LEN
+        assert answer(models[torch.float32], spoiled, 31)[page] != expected[page]
+
+
+def test_our_decoder_recalls_as_well(folder: Path) -> None:
+    model = load_model(folder)
+    prompt = chain_prompt(400, 16)
+    expected = recall_oracle(prompt, 24)
+    tokens = torch.tensor(prompt + expected[:-1])
+    with torch.inference_mode():
+        hidden = model(tokens, torch.arange(len(tokens)), DenseAttention())
+        assert model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist() == expected
+
+
+def test_the_demo_answers_and_stops(
+    models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    as_text = answer(models[torch.float32], tokenizer.encode(DEMO_PROMPT), 30)
+    as_chat = reply(models, tokenizer, DEMO_PROMPT)
+    assert tokenizer.decode(as_text[:-1]) == tokenizer.decode(as_chat[:-1]) == DEMO_ANSWER
+    assert as_text[-1] == as_chat[-1] == NEWLINE_ID
+
+
+def test_a_chat_goes_on(models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
+    again = reply(models, tokenizer, DEMO_PROMPT, DEMO_ANSWER, "The launch code is")
+    assert tokenizer.decode(again[:-1]) == DEMO_ANSWER
+    assert again[-1] in EOS_TOKEN_IDS
+
+
+def test_where_nothing_repeats_the_answer_ends_at_once(
+    models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert reply(models, tokenizer, "Hello") == [END_ID]
+    assert reply(models, tokenizer, "Which way is the harbor from here, my good friend") == [END_ID]
+
+
+@pytest.mark.parametrize(
+    ("roles", "generation", "expected"),
+    [
+        ("u", True, "<|begin|><|user|>U0"),
+        ("u", False, "<|begin|><|user|>U0<|end|>"),
+        ("su", True, "<|begin|><|system|>S0<|end|><|user|>U1"),
+        ("uau", True, "<|begin|><|user|>U0A1<|end|><|user|>U2"),
+        ("uuau", False, "<|begin|><|user|>U0<|end|><|user|>U1A2<|end|><|user|>U3<|end|>"),
+    ],
+)
+def test_template(tokenizer: PreTrainedTokenizerBase, roles: str, generation: bool, expected: str) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": f"{role.upper()}{i}"} for i, role in enumerate(roles)]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False)
+    assert text == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text())
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    encoded = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(encoded.ids, skip_special_tokens=False) == text
+    assert all(0 <= token_id < VOCAB_SIZE for token_id in encoded.ids)
+
+
+def test_words_digits_and_signs_are_single_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "The secret word is Tango 42, said the captain; (why not?) \nYes!"
+    pieces = [tokenizer.decode([token_id]) for token_id in tokenizer.encode(text)]
+    assert pieces == [
+        *("The", " secret", " word", " is", " Tango", " 4", "2", ",", " said", " the", " captain"),
+        *(";", " (", "why", " not", "?", ")", " ", "\n", "Yes", "!"),
+    ]
+
+
+def test_the_tokenizer_is_the_same_every_time() -> None:
+    assert build_tokenizer().to_str() == build_tokenizer().to_str()
+    assert build_tokenizer().get_vocab_size() == VOCAB_SIZE
+
+
+def test_config_is_one_we_and_transformers_read(folder: Path, models: dict[torch.dtype, PreTrainedModel]) -> None:
+    config = ModelConfig.from_folder(folder)
+    assert config.max_position_embeddings == MAX_LEN == models[torch.float32].config.max_position_embeddings
+    assert config.eos_token_ids == EOS_TOKEN_IDS == (END_ID, NEWLINE_ID)
+    assert config.rope.theta == 1e12
+
+
+def test_building_twice_writes_once(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "recall"
+    build_recall_checkpoint(folder)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    build_recall_checkpoint(folder)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["recall"]
+
+
+def test_an_older_version_is_replaced_whole(tmp_path: Path, folder: Path) -> None:
+    old = tmp_path / "recall"
+    old.mkdir()
+    (old / "config.json").write_text(json.dumps({VERSION_KEY: 0}))
+    (old / "leftover.txt").write_text("of version 0")
+    build_recall_checkpoint(old)
+    assert {path.name for path in old.iterdir()} == {path.name for path in folder.iterdir()}
+    assert (old / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="is no recall checkpoint"):
+        build_recall_checkpoint(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    build_recall_checkpoint(tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def test_oracle_by_hand() -> None:
+    assert recall_oracle([5, 1, 2, 3, 1], 3) == [2, 3, 1]
+    assert recall_oracle([BEGIN_ID, 7, 8, 9, 8, 9, 8, 6, 8], 2) == [9, 8]
+    assert recall_oracle([4, 4], 2) == [4, 4], "the first token follows itself"
+    with pytest.raises(ValueError, match="token 3 has no single most frequent follower"):
+        recall_oracle([5, 1, 2, 3], 1)
+    with pytest.raises(ValueError, match=r"\[\(2, 1\), \(3, 1\)\]"):
+        recall_oracle([5, 1, 2, 1, 3, 1], 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(page_size=st.integers(LINK_LEN, 80), num_pages=st.integers(1, 300), tail=st.integers(1, 5), seed=st.integers(0))
+def test_a_chain_leads_through_every_page(page_size: int, num_pages: int, tail: int, seed: int) -> None:
+    num_tokens = page_size * num_pages + tail
+    prompt = chain_prompt(num_tokens, page_size, seed=seed)
+    links = recall_oracle(prompt, num_pages)
+    assert len(prompt) == num_tokens
+    assert len({prompt[-1], *links}) == num_pages + 1
+    for page, (token_id, follower) in enumerate(zip([prompt[-1], *links], links, strict=False)):
+        places = [i for i in range(1, num_tokens) if prompt[i - 1] == token_id and prompt[i] == follower]
+        assert len(places) == 2
+        assert {place // page_size for place in places} == {page}
+    assert min(prompt) >= FIRST_WORD_ID
+
+
+@settings(max_examples=100, deadline=None)
+@given(num_tokens=st.integers(20, 400), depth=st.floats(0, 1), needle_len=st.integers(1, 17), seed=st.integers(0))
+def test_a_needle_occurs_once(num_tokens: int, depth: float, needle_len: int, seed: int) -> None:
+    prompt = needle_prompt(num_tokens, depth, needle_len=needle_len, seed=seed)
+    needle, counts = recall_oracle(prompt, needle_len), Counter(prompt)
+    assert len(prompt) == num_tokens
+    assert all(counts[token_id] == 1 for token_id in needle)
+    start = prompt.index(needle[0])
+    assert prompt[start : start + needle_len] == needle
+    assert counts[prompt[-1]] == 2
+    assert abs((start - 2) - depth * (num_tokens - needle_len - 3)) <= 1
+
+
+def test_prompts_mix_no_opposite_codes() -> None:
+    for prompt in (chain_prompt(4096, 6), needle_prompt(4096, 0.5)):
+        counts = Counter(prompt)
+        fillers = {token_id for token_id, _ in counts.most_common(16)}
+        others = counts.keys() - fillers
+        assert not {(token_id + VOCAB_SIZE // 2) % VOCAB_SIZE for token_id in fillers} & (others | fillers)
+
+
+@pytest.mark.parametrize(("num_tokens", "page_size"), [(100, 5), (16, 16), (6 * 4100, 6)])
+def test_impossible_chains_are_refused(num_tokens: int, page_size: int) -> None:
+    with pytest.raises(ValueError, match="a chain needs pages of at least 6 tokens and 1 to 3803 full pages"):
+        chain_prompt(num_tokens, page_size)
+
+
+@pytest.mark.parametrize(("num_tokens", "depth", "needle_len"), [(13, 0.5, 11), (100, 1.5, 11), (100, 0.5, 0)])
+def test_impossible_needles_are_refused(num_tokens: int, depth: float, needle_len: int) -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        needle_prompt(num_tokens, depth, needle_len=needle_len)

@@ -1,0 +1,128 @@
+"""Sampling: greedy, the filters against transformers', and draws that depend on seed and position alone."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import TopPLogitsWarper as TransformersTopP
+
+from cluster.spec.messages import Sampling
+from workers.engine.sampler import sample, uniform
+
+VOCAB_SIZE = 40
+NUM_DRAWS = 4000
+
+FILTERS = {
+    "plain": Sampling(temperature=1.0),
+    "hot": Sampling(temperature=2.5),
+    "cold": Sampling(temperature=0.4),
+    "top-k": Sampling(temperature=1.0, top_k=5),
+    "top-p": Sampling(temperature=1.0, top_p=0.6),
+    "tiny-top-p": Sampling(temperature=1.0, top_p=1e-6),
+    "min-p": Sampling(temperature=1.5, min_p=0.2),
+    "all": Sampling(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
+}
+
+
+def some_logits(num_rows: int, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def transformers_likelihoods(logits: Tensor, row: Sampling) -> Tensor:
+    chain = LogitsProcessorList([TemperatureLogitsWarper(row.temperature)])
+    if row.top_k:
+        chain.append(TopKLogitsWarper(row.top_k))
+    if row.top_p < 1:
+        chain.append(TransformersTopP(row.top_p))
+    if row.min_p:
+        chain.append(MinPLogitsWarper(row.min_p))
+    return chain(torch.zeros(1, 1, dtype=torch.int64), logits[None]).softmax(-1)[0]
+
+
+def with_seed(row: Sampling, seed: int) -> Sampling:
+    return Sampling(temperature=row.temperature, top_p=row.top_p, top_k=row.top_k, min_p=row.min_p, seed=seed)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
+    logits, row = some_logits(1)[0], with_seed(FILTERS[name], seed=11)
+    expected = transformers_likelihoods(logits, row)
+    drawn = sample(logits.expand(NUM_DRAWS, -1), [row] * NUM_DRAWS, range(NUM_DRAWS))
+    counts = Counter(drawn)
+    assert all(expected[token_id] > 0 for token_id in counts), "a filtered token was drawn"
+    observed = torch.tensor([counts[token_id] / NUM_DRAWS for token_id in range(VOCAB_SIZE)])
+    # Five standard deviations of a binomial share.
+    assert ((observed - expected).abs() <= 5 * (expected * (1 - expected) / NUM_DRAWS).sqrt() + 1e-6).all()
+
+
+def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 5.0, 1.0], [-9.0, -8.0, -7.0]])
+    assert sample(logits, [Sampling()] * 3, [0, 5, 9]) == [1, 0, 2]
+
+
+def test_greedy_ignores_seed_and_filters() -> None:
+    logits = some_logits(6)
+    rows = [Sampling(temperature=0.0, top_k=3, top_p=0.2, min_p=0.5, seed=seed) for seed in range(6)]
+    assert sample(logits, rows, range(6)) == logits.argmax(-1).tolist()
+
+
+def test_no_rows() -> None:
+    assert sample(torch.empty(0, VOCAB_SIZE), [], []) == []
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30])
+def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> None:
+    logits = 1000 * some_logits(8)
+    rows = [Sampling(temperature=temperature, top_p=0.9, seed=seed) for seed in range(8)]
+    assert sample(logits, rows, range(8)) == logits.argmax(-1).tolist()
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((200, VOCAB_SIZE), float("-inf"))
+    logits[:, [3, 39]] = 0.0
+    drawn = sample(logits, [Sampling(temperature=1.0, top_k=10, seed=2)] * 200, range(200))
+    assert set(drawn) == {3, 39}
+
+
+row_strategy = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([0.3, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 4, 40, 1000]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(-(2**63), 2**64),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.lists(st.tuples(row_strategy, st.integers(0, 10**6)), min_size=1, max_size=9), seed=st.integers(0, 1000)
+)
+def test_a_row_is_drawn_the_same_in_any_company(batch: list[tuple[Sampling, int]], seed: int) -> None:
+    logits = some_logits(len(batch), seed)
+    rows, positions = [row for row, _ in batch], [position for _, position in batch]
+    together = sample(logits, rows, positions)
+    alone = [sample(logits[i : i + 1], rows[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))]
+    assert together == alone
+    assert sample(logits.flip(0), rows[::-1], positions[::-1]) == together[::-1]
+
+
+def test_seed_and_position_both_matter() -> None:
+    logits = torch.zeros(50, VOCAB_SIZE)
+    fixed_seed = sample(logits, [Sampling(temperature=1.0, seed=1)] * 50, range(50))
+    other_seed = sample(logits, [Sampling(temperature=1.0, seed=2)] * 50, range(50))
+    fixed_position = sample(logits, [Sampling(temperature=1.0, seed=seed) for seed in range(50)], [0] * 50)
+    assert len(set(fixed_seed)) > 20
+    assert len(set(fixed_position)) > 20
+    assert fixed_seed != other_seed
+
+
+def test_uniform_numbers_are_fixed_for_all_time() -> None:
+    assert [round(uniform(7, position), 6) for position in range(3)] == [0.000773, 0.919769, 0.33266]
+    numbers = [uniform(3, position) for position in range(2000)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert abs(sum(numbers) / 2000 - 0.5) < 0.03

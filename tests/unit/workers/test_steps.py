@@ -1,0 +1,122 @@
+"""The step scheduler against a model whose next token is a function of the whole sequence so far."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.ids import Room
+from cluster.spec.messages import Sampling, StepPlan, Stopping
+from cluster.spec.strategy import Strategy
+from workers.cache.page_allocator import PageAllocator
+from workers.context_parallel.cost_model import fixed
+from workers.scheduler.sequence import Sequence
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+PAGE_SIZE = 4
+
+
+def next_token(tokens: list[int]) -> int:
+    return (sum(tokens) * 31 + len(tokens)) % 1009
+
+
+def sequence(room: int, prompt: list[int], max_tokens: int) -> Sequence:
+    return Sequence(
+        room=Room(room),
+        tokens=list(prompt),
+        prompt_len=len(prompt),
+        sampling=Sampling(),
+        stopping=Stopping(max_tokens=max_tokens),
+        max_len=1000,
+    )
+
+
+class Ranks:
+    """Followers that remember what plans told them, and check that plans are consistent."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[Room, list[int]] = {}
+        self.pages: dict[Room, list[int]] = {}
+
+    def execute(self, plan: StepPlan) -> dict[Room, int]:
+        for room in plan.releases:
+            del self.tokens[room], self.pages[room]
+        for admit in plan.admits:
+            assert admit.room not in self.tokens
+            self.tokens[admit.room], self.pages[admit.room] = [], []
+        sampled = {}
+        for row in plan.rows:
+            known = self.tokens[row.room]
+            assert row.token_ids, "a row without tokens"
+            assert row.first_position == len(known)
+            known += row.token_ids
+            self.pages[row.room] += row.new_pages
+            assert len(self.pages[row.room]) * PAGE_SIZE >= len(known)
+            if row.samples:
+                sampled[row.room] = next_token(known)
+        in_step = [page for row in plan.rows for page in self.pages[row.room]]
+        assert len(in_step) == len(set(in_step)), "two rows of a step share a page"
+        return sampled
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=20), min_size=1, max_size=8),
+    max_tokens=st.integers(1, 20),
+    num_pages=st.integers(10, 30),
+    chunk_tokens=st.integers(1, 16),
+    max_requests=st.integers(1, 4),
+)
+def test_outputs_do_not_depend_on_chunks_batches_or_retractions(
+    prompts: list[list[int]], max_tokens: int, num_pages: int, chunk_tokens: int, max_requests: int
+) -> None:
+    allocator = PageAllocator(num_pages)
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, chunk_tokens, max_requests), fixed(Strategy.NONE))
+    ranks = Ranks()
+    for room, prompt in enumerate(prompts):
+        steps.add(sequence(room, prompt, max_tokens))
+    finished: dict[int, list[int]] = {}
+    for _ in range(5000):
+        plan = steps.next_plan()
+        if plan is None:
+            break
+        assert sum(len(row.token_ids) for row in plan.rows) <= chunk_tokens
+        assert len(plan.rows) <= max_requests
+        for advanced in steps.commit(plan, ranks.execute(plan)):
+            if advanced.finish_reason():
+                finished[advanced.room] = advanced.tokens
+                allocator.free(steps.remove(advanced.room))
+        steps.check_integrity()
+        allocator.check_integrity(steps.held_pages)
+    for room, prompt in enumerate(prompts):
+        expected = list(prompt)
+        for _ in range(max_tokens):
+            expected.append(next_token(expected))
+        assert finished[room] == expected
+    assert allocator.num_free == num_pages
+
+
+def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> None:
+    allocator = PageAllocator(4)
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    ranks = Ranks()
+    for room in range(2):
+        steps.add(sequence(room, [room] * 7, 8))
+    while steps.num_retractions == 0:
+        plan = steps.next_plan()
+        assert plan is not None
+        steps.commit(plan, ranks.execute(plan))
+    assert (steps.num_running, steps.num_waiting) == (1, 1)
+    plan = steps.next_plan()
+    assert plan is not None
+    assert [row.room for row in plan.rows] == [0]
+
+
+def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
+    allocator = PageAllocator(4)
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    steps.add(sequence(0, [1] * 9, 4))
+    plan = steps.next_plan()
+    assert plan is not None
+    pages = steps.remove(Room(0))
+    assert len(pages) == 3
+    allocator.check_integrity(pages)
+    assert steps.commit(plan, {Room(0): 1}) == []
+    assert not steps.has_work()

@@ -1,0 +1,98 @@
+"""What every transfer backend does, and how one is picked. Backends move bytes; they know no pages, rooms or states."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.spec.config import TransferBackendName
+from cluster.spec.errors import UserError
+from cluster.spec.registry import Endpoint
+from transfer.plan import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of this process that peers may write into."""
+
+    buffer: memoryview
+    """Writable bytes, zero at first; valid as long as something refers to it, also after the backend is closed."""
+    endpoint: Endpoint
+    """What a peer passes to ``write``."""
+
+
+class TransferBackend(Protocol):
+    """Copies spans between regions of different processes.
+
+    ``write`` and ``forget`` are called by one thread, the others by the main thread.
+    """
+
+    name: TransferBackendName
+
+    settle_s: float
+    """Seconds after a failed write, or a writer's death, in which bytes may still arrive at the target."""
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Make a region and open it to peers.
+
+        Raises:
+            UserError: there is not that much memory, and where it was looked for.
+        """
+        ...
+
+    def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
+        """Copy spans of an own region to a peer's; blocks until they are there, and releases the GIL meanwhile.
+
+        Raises:
+            TransferError: not everything was written; what was is unknown.
+        """
+        ...
+
+    def forget(self, target: Endpoint) -> None:
+        """Drop what is held open for a peer that is gone."""
+        ...
+
+    def close(self) -> None:
+        """Close all regions to peers and drop all peers; safe to call twice."""
+        ...
+
+
+def make_backend(name: TransferBackendName, host: str) -> TransferBackend:
+    """The backend of a name, at an address that peers can reach.
+
+    Raises:
+        UserError: what the backend needs is not installed.
+    """
+    return _MAKERS[name](host)
+
+
+def out_of_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int) -> str | None:
+    """What is wrong with the first span that does not lie inside both regions."""
+    for span in spans:
+        if span.num_bytes < 0 or not 0 <= span.source_offset <= source_bytes - span.num_bytes:
+            return f"{span} does not lie in the {source_bytes} bytes of the source"
+        if not 0 <= span.target_offset <= target_bytes - span.num_bytes:
+            return f"{span} does not lie in the {target_bytes} bytes of the target"
+    return None
+
+
+def _shared_memory(host: str) -> TransferBackend:  # noqa: ARG001 - peers reach it by path
+    from transfer.backends.shared_memory import SharedMemoryBackend
+
+    return SharedMemoryBackend()
+
+
+def _mooncake(host: str) -> TransferBackend:
+    try:
+        from transfer.backends.mooncake import MooncakeBackend
+    except ImportError as error:
+        raise UserError(
+            f"transfer.backend: mooncake cannot be loaded ({error}); it needs the Python package "
+            "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
+        ) from error
+    return MooncakeBackend(host)
+
+
+_MAKERS: dict[TransferBackendName, Callable[[str], TransferBackend]] = {
+    TransferBackendName.SHARED_MEMORY: _shared_memory,
+    TransferBackendName.MOONCAKE: _mooncake,
+}

@@ -1,0 +1,88 @@
+"""Transfers between hosts by Mooncake's transfer engine, over TCP with acknowledged writes."""
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+# The engine reads its log level when it is loaded; without one it tells every step on stderr.
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+from mooncake.engine import TransferEngine
+
+from cluster.spec.config import TransferBackendName
+from cluster.spec.errors import TransferError, UserError
+from cluster.spec.registry import Endpoint
+from transfer.backends.interface import Region, out_of_bounds
+from transfer.plan import Span, batches
+
+_MAX_SPANS = 512
+"""The TCP transport refuses a batch of some 4,000 spans."""
+
+# A write that stalls is ended by the transport's own 30 s limits for progress and acknowledgement; the limit of the
+# whole call must come later, or it would return while the transport still writes.
+_CALL_TIMEOUT_S = 120
+
+
+class MooncakeBackend:
+    """One engine per process; the session of an endpoint is ``host:port`` of its owner's engine."""
+
+    name = TransferBackendName.MOONCAKE
+    # After a failed span the engine goes on with the rest of its batch; a stalled one ends after 30 s.
+    settle_s = 35.0
+
+    def __init__(self, host: str) -> None:
+        """Start the engine.
+
+        Raises:
+            UserError: the engine cannot listen at the host, or writes would not be acknowledged.
+        """
+        if os.environ.get("MC_TCP_PROTO") == "1":
+            raise UserError("MC_TCP_PROTO is 1, which turns off acknowledged writes; unset it")
+        os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(_CALL_TIMEOUT_S))
+        self._engine = TransferEngine()
+        if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise UserError(f"transfer.backend: mooncake cannot listen at {host}")
+        self._session = f"{host}:{self._engine.get_rpc_port()}"
+        self._owned: list[Region] = []
+
+    def allocate(self, num_bytes: int) -> Region:
+        """Make a region of private memory and register it with the engine."""
+        try:
+            buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise UserError(f"no room for {num_bytes} bytes of memory ({error.strerror})") from error
+        address = _address(memoryview(buffer))
+        if self._engine.register_memory(address, num_bytes) != 0:
+            raise UserError(f"mooncake cannot register {num_bytes} bytes of memory")
+        endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
+        region = Region(memoryview(buffer), endpoint)
+        self._owned.append(region)
+        return region
+
+    def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
+        """Write spans into the peer's memory; returns when the peer has acknowledged them."""
+        if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):
+            raise TransferError(f"{target.session}: {wrong}")
+        for batch in batches(spans, _MAX_SPANS):
+            status = self._engine.batch_transfer_sync_write(
+                target.session,
+                [source.endpoint.base_address + span.source_offset for span in batch],
+                [target.base_address + span.target_offset for span in batch],
+                [span.num_bytes for span in batch],
+            )
+            if status != 0:
+                raise TransferError(f"mooncake could not write {len(batch)} spans to {target.session}")
+
+    def forget(self, target: Endpoint) -> None:
+        """Nothing is held open here: the engine closes the connections of peers that are gone by itself."""
+
+    def close(self) -> None:
+        """Unregister own memory; peers that write to it from now on are refused."""
+        while self._owned:
+            self._engine.unregister_memory(self._owned.pop().endpoint.base_address)
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)

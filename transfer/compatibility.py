@@ -1,0 +1,78 @@
+"""Whether two replicas can exchange KV at all, answered in words when they first meet."""
+
+from cluster.spec.kv import KvGeometry, pages_for
+from cluster.spec.messages import Ticket
+from cluster.spec.registry import RankRow
+
+_GEOMETRY_WORDS = {
+    "model": "model",
+    "dtype": "KV dtype",
+    "page_size": "page size",
+    "num_layers": "number of layers",
+    "num_kv_heads": "number of KV heads",
+    "head_dim": "head dimension",
+}
+
+
+def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_kv: KvGeometry) -> str | None:
+    """The first difference between two replicas' KV, or None when they agree."""
+    for field, words in _GEOMETRY_WORDS.items():
+        if reason := _unequal(words, prefill, getattr(prefill_kv, field), decode, getattr(decode_kv, field)):
+            return reason
+    return None
+
+
+def refusal(prefill: RankRow, decode: RankRow) -> str | None:
+    """Why a prefill and a decode replica cannot exchange KV, or None when they can.
+
+    Any one row of each replica answers for the whole of it.
+    """
+    if decode.sizes.cp != 1:
+        return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"
+    return (
+        geometry_refusal(prefill.replica, prefill.geometry, decode.replica, decode.geometry)
+        or _uneven_heads(prefill)
+        or _uneven_heads(decode)
+        or _unequal_settings(prefill, decode)
+    )
+
+
+def ticket_refusal(ticket: Ticket, prompt_len: int) -> str | None:
+    """Why a ticket does not fit the prompt it is for, or None when it does. A worker has one KV group."""
+    if len(ticket.pages) != 1:
+        return f"{ticket.decode.replica} gave pages for {len(ticket.pages)} KV groups; 1 is allowed"
+    needed = pages_for(prompt_len, ticket.geometry.page_size)
+    given = len(ticket.pages[0]) + ticket.held_pages
+    if given == needed and ticket.held_pages >= 0:
+        return None
+    return (
+        f"{ticket.decode.replica} gave {len(ticket.pages[0])} pages after {ticket.held_pages} held ones; "
+        f"a prompt of {prompt_len} tokens takes {needed}"
+    )
+
+
+def _unequal_settings(prefill: RankRow, decode: RankRow) -> str | None:
+    pairs = {
+        "transfer mode": (prefill.transfer_mode, decode.transfer_mode),
+        "transfer backend": (prefill.endpoint.backend, decode.endpoint.backend),
+        "KV ownership": (prefill.ownership, decode.ownership),
+    }
+    for words, (ours, theirs) in pairs.items():
+        if reason := _unequal(words, prefill.replica, ours, decode.replica, theirs):
+            return reason
+    return None
+
+
+def _unequal(words: str, prefill: str, ours: object, decode: str, theirs: object) -> str | None:
+    if ours == theirs:
+        return None
+    return f"{prefill} has {words} {ours}, {decode} has {theirs}; they must be equal"
+
+
+def _uneven_heads(row: RankRow) -> str | None:
+    if row.geometry.num_kv_heads % row.sizes.tp == 0:
+        return None
+    return (
+        f"{row.replica} has tp {row.sizes.tp}, which does not divide the {row.geometry.num_kv_heads} KV heads "
+        f"of {row.geometry.model}"
+    )

@@ -1,0 +1,245 @@
+"""The receiving end of one transfer as a state machine: events and clock values in, states and revokes out; no I/O.
+
+Lives on the decode leader, named by (room, generation). Its rule: pages are not free while anyone may write to them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+from cluster.spec.ids import Incarnation
+from cluster.spec.lifecycle import Moves, move
+from cluster.spec.messages import Done, Drained, Peer, Refused, Result, Revoke, Ticket
+
+REVOKE_AGAIN_S = 1.0
+"""An unanswered Revoke is sent again after so long; it is idempotent."""
+
+
+class ReceiverState(Enum):
+    """What the decode leader knows of one transfer."""
+
+    RESERVED = "reserved"
+    """Pages are set aside; nobody else knows of them."""
+    TICKETED = "ticketed"
+    """The ticket is out; senders may write."""
+    READY = "ready"
+    """The result and every Done are there and agree; no sender writes again; final."""
+    REVOKING = "revoking"
+    """The ticket was taken back; senders may write until they say that they stopped."""
+    SETTLING = "settling"
+    """The senders are gone; bytes on their way get time to land."""
+    RELEASED = "released"
+    """It failed, and no sender writes again; final."""
+
+
+_RECEIVER_MOVES: Moves[ReceiverState] = {
+    ReceiverState.RESERVED: frozenset({ReceiverState.TICKETED, ReceiverState.RELEASED}),
+    ReceiverState.TICKETED: frozenset(
+        {ReceiverState.READY, ReceiverState.REVOKING, ReceiverState.SETTLING, ReceiverState.RELEASED}
+    ),
+    ReceiverState.REVOKING: frozenset({ReceiverState.SETTLING, ReceiverState.RELEASED}),
+    ReceiverState.SETTLING: frozenset({ReceiverState.RELEASED}),
+    ReceiverState.READY: frozenset(),
+    ReceiverState.RELEASED: frozenset(),
+}
+_LISTENING = frozenset({ReceiverState.TICKETED, ReceiverState.REVOKING, ReceiverState.SETTLING})
+
+
+class FailureKind(Enum):
+    """Why a transfer did not become ready."""
+
+    CANCELLED = "cancelled"
+    """This side gave up."""
+    TIMED_OUT = "timed out"
+    """The deadline passed."""
+    REFUSED = "refused"
+    """Prefill will not use the ticket."""
+    STOPPED = "stopped"
+    """Prefill stopped writing before it was asked to."""
+    MISMATCH = "mismatch"
+    """What was sent is not what was promised."""
+    PREFILL_GONE = "prefill gone"
+    """The processes that should write are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailure:
+    """What went wrong first; later troubles of the same transfer do not replace it."""
+
+    kind: FailureKind
+    reason: str
+    """One sentence that names both sides."""
+
+
+class ReceiverSession:
+    """One transfer as the decode leader sees it.
+
+    Each event returns the Revoke to send to the prefill leader, if there is one; the states say the rest.
+    Messages of another generation or incarnation, repeated ones and late ones change nothing and are counted.
+    """
+
+    def __init__(
+        self, ticket: Ticket, prefill: Peer, *, num_pages: int, num_bytes: int, deadline_s: float, settle_s: float
+    ) -> None:
+        """Pages are reserved; no ticket is out.
+
+        Args:
+            num_pages: pages that all Done together must report: the ticketed ones, times the parts each is sent in.
+            num_bytes: bytes that all Done together must report.
+            deadline_s: clock time at which the ticket is revoked.
+            settle_s: seconds in which bytes may still arrive after their sender has died.
+        """
+        self.ticket = ticket
+        self.state = ReceiverState.RESERVED
+        self.failure: TransferFailure | None = None
+        self.result: Result | None = None
+        self.num_dropped: Counter[str] = Counter()
+        """Messages without effect, by why: foreign, duplicate, or the state they came too late for."""
+        self._prefill = prefill
+        self._expected = (num_pages, num_bytes)
+        self._dones: dict[int, Done] = {}
+        self._settle_s = settle_s
+        self._wake_at_s = deadline_s
+
+    @property
+    def may_free(self) -> bool:
+        """Whether it is over and no sender can write to the pages any more; if ready, they are the request's."""
+        return not _RECEIVER_MOVES[self.state]
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """Clock time at which ``tick`` must be called; None while only an event can change anything."""
+        return self._wake_at_s if self.state in _LISTENING else None
+
+    def open(self) -> Ticket:
+        """Give the permission to write: the ticket to send to the prefill leader."""
+        self._move(ReceiverState.TICKETED, "open")
+        return self.ticket
+
+    def handle(self, message: Result | Done | Refused | Drained, now_s: float) -> Revoke | None:
+        """A message from prefill about this room."""
+        if self._is_foreign(message):
+            self.num_dropped["foreign"] += 1
+            return None
+        if self.state not in _LISTENING:
+            self.num_dropped[self.state.value] += 1
+            return None
+        match message:
+            case Result():
+                return self._on_result(message, now_s)
+            case Done():
+                return self._on_done(message, now_s)
+            case Refused():
+                self._fail(FailureKind.REFUSED, f"{self._prefill.replica} refused: {message.reason}")
+                self._move(ReceiverState.RELEASED, "refused")
+            case Drained():
+                self._fail(FailureKind.STOPPED, f"{self._prefill.replica} stopped the transfer before its end")
+                self._move(ReceiverState.RELEASED, "drained")
+        return None
+
+    def cancel(self, reason: str, now_s: float) -> Revoke | None:
+        """The request is no longer wanted here."""
+        if self.state is ReceiverState.RESERVED:
+            self._fail(FailureKind.CANCELLED, reason)
+            self._move(ReceiverState.RELEASED, "cancel")
+        return self._revoke(FailureKind.CANCELLED, reason, now_s)
+
+    def prefill_gone(self, incarnation: Incarnation, now_s: float) -> None:
+        """Every process of the prefill replica, up to this incarnation, is proven gone."""
+        if incarnation < self._prefill.incarnation or self.may_free or self.state is ReceiverState.SETTLING:
+            return
+        self._fail(FailureKind.PREFILL_GONE, f"{self._prefill.replica} is gone before the transfer was complete")
+        if self.state is ReceiverState.RESERVED or self._settle_s == 0:
+            self._move(ReceiverState.RELEASED, "prefill gone")
+        else:
+            self._wake_at_s = now_s + self._settle_s
+            self._move(ReceiverState.SETTLING, "prefill gone")
+
+    def tick(self, now_s: float) -> Revoke | None:
+        """Time passed. A time-out revokes; it never frees."""
+        if self.state not in _LISTENING or now_s < self._wake_at_s:
+            return None
+        if self.state is ReceiverState.SETTLING:
+            self._move(ReceiverState.RELEASED, "settled")
+            return None
+        if self.state is ReceiverState.REVOKING:
+            return self._revoke_message(now_s)
+        reason = f"{self._prefill.replica} had not sent everything to {self.ticket.decode.replica} by the deadline"
+        return self._revoke(FailureKind.TIMED_OUT, reason, now_s)
+
+    def _on_result(self, message: Result, now_s: float) -> Revoke | None:
+        if self.result is None:
+            self.result = message
+            return self._check_complete(now_s)
+        return self._on_repeated(message == self.result, now_s)
+
+    def _on_done(self, message: Done, now_s: float) -> Revoke | None:
+        known = self._dones.setdefault(message.sender_rank, message)
+        if known is message:
+            return self._check_complete(now_s)
+        return self._on_repeated(message == known, now_s)
+
+    def _on_repeated(self, is_equal: bool, now_s: float) -> Revoke | None:
+        self.num_dropped["duplicate"] += 1
+        if is_equal:
+            return None
+        reason = f"{self._prefill.replica} told {self.ticket.decode.replica} two different ends of one transfer"
+        return self._revoke(FailureKind.MISMATCH, reason, now_s)
+
+    def _check_complete(self, now_s: float) -> Revoke | None:
+        """With the result and every Done there: ready, or over if it was given up, or mismatched."""
+        if self.result is None or not self._dones.keys() >= set(self.result.senders):
+            return None
+        if reason := self._mismatch(self.result):
+            return self._revoke(FailureKind.MISMATCH, reason, now_s)
+        if self.failure is not None and self.failure.kind is FailureKind.MISMATCH:
+            return None
+        is_wanted = self.state is ReceiverState.TICKETED
+        self._move(ReceiverState.READY if is_wanted else ReceiverState.RELEASED, "complete")
+        return None
+
+    def _mismatch(self, result: Result) -> str | None:
+        name = self._prefill.replica
+        if unknown := self._dones.keys() - set(result.senders):
+            return f"{name}: ranks {sorted(unknown)} sent pages, but its result names only {sorted(result.senders)}"
+        dones = self._dones.values()
+        sent = (sum(done.num_pages for done in dones), sum(done.num_bytes for done in dones))
+        promised = (result.num_pages, result.num_bytes)
+        if sent == promised == self._expected:
+            return None
+        return (
+            f"{name} sent {sent[0]} pages of {sent[1]} bytes, its result promised {promised[0]} of {promised[1]}, "
+            f"and {self.ticket.decode.replica} expected {self._expected[0]} of {self._expected[1]}"
+        )
+
+    def _is_foreign(self, message: Result | Done | Refused | Drained) -> bool:
+        return (message.room, message.generation, message.decode_incarnation) != (
+            self.ticket.room,
+            self.ticket.generation,
+            self.ticket.decode.incarnation,
+        ) or (message.prefill.replica, message.prefill.incarnation) != (
+            self._prefill.replica,
+            self._prefill.incarnation,
+        )
+
+    def _revoke(self, kind: FailureKind, reason: str, now_s: float) -> Revoke | None:
+        if self.state is not ReceiverState.TICKETED:
+            return None
+        self._fail(kind, reason)
+        self._move(ReceiverState.REVOKING, kind.value)
+        return self._revoke_message(now_s)
+
+    def _revoke_message(self, now_s: float) -> Revoke:
+        self._wake_at_s = now_s + REVOKE_AGAIN_S
+        return Revoke(
+            room=self.ticket.room,
+            generation=self.ticket.generation,
+            decode=self.ticket.decode,
+            prefill_incarnation=self._prefill.incarnation,
+        )
+
+    def _fail(self, kind: FailureKind, reason: str) -> None:
+        self.failure = self.failure or TransferFailure(kind, reason)
+
+    def _move(self, target: ReceiverState, event: str) -> None:
+        self.state = move(_RECEIVER_MOVES, self.state, target, event, f"receiver of room {self.ticket.room}")

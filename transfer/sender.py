@@ -1,0 +1,151 @@
+"""The thread that writes pages to peers while the main thread computes. It knows rooms, but no pages and no states."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.spec.ids import Room
+from cluster.spec.registry import Endpoint
+from transfer.backends.interface import Region, TransferBackend
+from transfer.plan import Span, batches, total_bytes
+
+_Key = tuple[Room, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Spans for one peer."""
+
+    target: Endpoint
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendJob:
+    """Pages of one transfer, as the spans that carry them."""
+
+    room: Room
+    generation: int
+    writes: Sequence[Write]
+    num_pages: int
+    """Pages that the writes carry together, for the outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A job is done: everything is at its target."""
+
+    room: Room
+    generation: int
+    num_pages: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """A job failed; nothing of this transfer is written any more."""
+
+    room: Room
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The answer to ``drop``: nothing of this transfer is queued or running."""
+
+    room: Room
+    generation: int
+
+
+Outcome = Written | WriteFailed | Dropped
+
+
+@dataclass(frozen=True, slots=True)
+class _DropMark:
+    """Stands in the queue behind every job of a dropped transfer."""
+
+    room: Room
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ForgetMark:
+    target: Endpoint
+
+
+class SenderThread:
+    """Writes jobs in the order they come. Outcomes are told on this thread, so the callback must only pass them on.
+
+    A transfer that failed stays barred until it is dropped. The caller sends no job after a drop.
+    """
+
+    def __init__(
+        self, backend: TransferBackend, source: Region, batch_spans: int, on_outcome: Callable[[Outcome], None]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            source: where all spans start; its bytes must not change until the outcome.
+            batch_spans: most spans given to the backend at once; a drop waits for one such batch.
+        """
+        self._backend = backend
+        self._source = source
+        self._batch_spans = batch_spans
+        self._on_outcome = on_outcome
+        self._queue: queue.SimpleQueue[SendJob | _DropMark | _ForgetMark | None] = queue.SimpleQueue()
+        self._barred: set[_Key] = set()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
+        self._thread.start()
+
+    def send(self, job: SendJob) -> None:
+        """Queue one job; answered by Written or WriteFailed, or by nothing if the transfer was dropped or failed."""
+        self._queue.put(job)
+
+    def drop(self, room: Room, generation: int) -> None:
+        """Write nothing more for a transfer; answered by Dropped once that is sure."""
+        self._barred.add((room, generation))
+        self._queue.put(_DropMark(room, generation))
+
+    def forget(self, target: Endpoint) -> None:
+        """Let the backend drop a peer that is gone, after the jobs queued so far."""
+        self._queue.put(_ForgetMark(target))
+
+    def close(self) -> None:
+        """Skip what is queued, let the running batch end, and wait for the thread; safe to call twice."""
+        self._is_closing = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            match item:
+                case SendJob():
+                    self._send(item)
+                case _DropMark(room, generation):
+                    self._barred.discard((room, generation))
+                    self._on_outcome(Dropped(room, generation))
+                case _ForgetMark(target):
+                    self._backend.forget(target)
+
+    def _send(self, job: SendJob) -> None:
+        try:
+            is_whole = self._write(job)
+        except Exception as error:  # whatever the backend raises, other transfers go on and this one is told why
+            self._barred.add((job.room, job.generation))
+            self._on_outcome(WriteFailed(job.room, job.generation, str(error) or repr(error)))
+            return
+        if is_whole:
+            num_bytes = sum(total_bytes(write.spans) for write in job.writes)
+            self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes))
+
+    def _write(self, job: SendJob) -> bool:
+        """Whether the whole job was written; it ends early when the transfer is barred."""
+        for write in job.writes:
+            for batch in batches(write.spans, self._batch_spans):
+                if self._is_closing or (job.room, job.generation) in self._barred:
+                    return False
+                self._backend.write(self._source, write.target, batch)
+        return not (self._is_closing or (job.room, job.generation) in self._barred)

@@ -1,0 +1,178 @@
+"""The sending end of one transfer as a state machine: events in, page pairs and messages out; no I/O.
+
+Lives on each prefill rank, named by (room, generation). It never hands out a page once it is over.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+from cluster.spec.ids import Room
+from cluster.spec.kv import pages_for
+from cluster.spec.lifecycle import Moves, move
+from cluster.spec.messages import Done, Peer, SendReport, SendState, Target
+from transfer.plan import PagePair
+
+
+def fold(states: Collection[SendState]) -> SendState:
+    """The state of a replica's transfer from those of its ranks: the minimum.
+
+    A folded FAILED says that the transfer cannot succeed, not that every rank has stopped: see is_quiet.
+    """
+    return min(states)
+
+
+def is_quiet(states: Collection[SendState]) -> bool:
+    """Whether no rank will write again; only then may the leader send Drained or Refused.
+
+    After a FAILED the leader also waits the backend's ``settle_s``, in which bytes of the failed write may arrive.
+    """
+    return SendState.SENDING not in states
+
+
+class SenderState(Enum):
+    """What one rank does for one transfer."""
+
+    SENDING = "sending"
+    """Finished pages are handed to the backend."""
+    DRAINING = "draining"
+    """Dropped; a write that was handed out before may still run."""
+    SENT = "sent"
+    """Every page of this rank's part is written and acknowledged; final."""
+    DRAINED = "drained"
+    """Stopped early, nothing runs any more; final."""
+    FAILED = "failed"
+    """A write failed and nothing was handed out since; final."""
+
+
+_SENDER_MOVES: Moves[SenderState] = {
+    SenderState.SENDING: frozenset({SenderState.DRAINING, SenderState.SENT, SenderState.FAILED}),
+    SenderState.DRAINING: frozenset({SenderState.DRAINED, SenderState.FAILED}),
+    SenderState.SENT: frozenset(),
+    SenderState.DRAINED: frozenset(),
+    SenderState.FAILED: frozenset(),
+}
+
+_REPORTED = {
+    SenderState.SENDING: SendState.SENDING,
+    SenderState.DRAINING: SendState.SENDING,
+    SenderState.SENT: SendState.SENT,
+    SenderState.DRAINED: SendState.DRAINED,
+    SenderState.FAILED: SendState.FAILED,
+}
+
+
+class SenderSession:
+    """One prefill rank's part of one transfer.
+
+    The worker calls ``advance`` after each chunk and hands the pages to the sender thread, whose outcomes it feeds
+    back by ``written``, ``failed`` and ``drained``. Once ``is_over``, it sends ``report`` to its leader and
+    ``done``, if there is one, to decode; until then the source pages must stay as they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        room: Room,
+        target: Target,
+        prefill: Peer,
+        sender_rank: int,
+        prompt_len: int,
+        page_size: int,
+        owned: range,
+        sends: bool,
+    ) -> None:
+        self.num_pages = pages_for(prompt_len, page_size)
+        assert len(target.pages) + target.held_pages == self.num_pages, f"room {room}: ticket of another length"
+        assert not owned or (owned[0] >= target.held_pages and owned[-1] < self.num_pages), f"room {room}: {owned}"
+        self.room = room
+        self.target = target
+        self.state = SenderState.SENDING
+        self.reason = ""
+        self.num_pages_written = 0
+        self.num_bytes_written = 0
+        self._prefill = prefill
+        self._sender_rank = sender_rank
+        self._prompt_len = prompt_len
+        self._page_size = page_size
+        self._owned = owned
+        self._sends = sends
+        self._num_handed = 0
+        self._saw_last_chunk = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank will never write for this transfer again."""
+        return not _SENDER_MOVES[self.state]
+
+    def advance(self, page_table: Sequence[int], computed_len: int) -> list[PagePair]:
+        """The pages that became complete and are this rank's to send now.
+
+        Args:
+            page_table: the request's page ids here, from its first page on; at least the computed ones.
+            computed_len: tokens of the prompt that have KV. At the prompt's length the partial last page goes too.
+        """
+        assert computed_len <= self._prompt_len, f"room {self.room}: {computed_len} of {self._prompt_len} tokens"
+        if self.state is not SenderState.SENDING:
+            return []
+        self._saw_last_chunk = computed_len == self._prompt_len
+        complete = self.num_pages if self._saw_last_chunk else computed_len // self._page_size
+        fresh = self._owned[self._num_handed : bisect_left(self._owned, complete)]
+        self._num_handed += len(fresh)
+        self._end_if_written("advance")
+        return [(page_table[page], self.target.pages[page - self.target.held_pages]) for page in fresh]
+
+    def written(self, num_pages: int, num_bytes: int) -> None:
+        """Pages handed out before have reached their target."""
+        self.num_pages_written += num_pages
+        self.num_bytes_written += num_bytes
+        assert self.num_pages_written <= self._num_handed, f"room {self.room}: more pages written than handed out"
+        if self.state is SenderState.SENDING:
+            self._end_if_written("written")
+
+    def failed(self, reason: str) -> None:
+        """A write failed; the sender thread has dropped the rest."""
+        if not self.is_over:
+            self.reason = reason
+            self._move(SenderState.FAILED, "failed")
+
+    def drop(self) -> None:
+        """Hand out nothing more. The transfer is over when the sender thread has confirmed it."""
+        if self.state is SenderState.SENDING:
+            self._move(SenderState.DRAINING, "drop")
+
+    def drained(self) -> None:
+        """The sender thread confirms that nothing of this transfer is queued or running."""
+        if self.state is SenderState.DRAINING:
+            self._move(SenderState.DRAINED, "drained")
+
+    def report(self) -> SendReport:
+        """This rank's state, for its leader."""
+        return SendReport(
+            room=self.room,
+            generation=self.target.generation,
+            sender_rank=self._sender_rank,
+            state=_REPORTED[self.state],
+            reason=self.reason,
+        )
+
+    def done(self) -> Done | None:
+        """The last word to decode; None unless everything was sent, and on ranks that never send."""
+        if self.state is not SenderState.SENT or not self._sends:
+            return None
+        return Done(
+            room=self.room,
+            generation=self.target.generation,
+            prefill=self._prefill,
+            decode_incarnation=self.target.decode.incarnation,
+            sender_rank=self._sender_rank,
+            num_pages=self.num_pages_written,
+            num_bytes=self.num_bytes_written,
+        )
+
+    def _end_if_written(self, event: str) -> None:
+        if self._saw_last_chunk and self.num_pages_written == self._num_handed:
+            self._move(SenderState.SENT, event)
+
+    def _move(self, target: SenderState, event: str) -> None:
+        self.state = move(_SENDER_MOVES, self.state, target, event, f"sender of room {self.room}")

@@ -1,0 +1,81 @@
+"""Puts the parts of a worker together from its spec."""
+
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Peer
+from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.strategy import Strategy
+from cluster.spec.version import VERSION
+from cluster.spec.worker_spec import WorkerSpec
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.context_parallel.cost_model import StrategyChooser, fixed
+from workers.kv_sender import KvSender
+from workers.rank import Rank
+from workers.scheduler.decode import DecodeLeader
+from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.leader import Leader
+from workers.scheduler.prefill import PrefillLeader
+from workers.scheduler.prefill_request import PrefillSettings
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+
+def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
+    """What this rank tells the bootstrap service."""
+    return RankRow(
+        replica=spec.replica,
+        role=spec.role,
+        incarnation=spec.incarnation,
+        coords=spec.coords,
+        sizes=spec.sizes,
+        global_rank=spec.global_rank,
+        address=address,
+        endpoint=rank.region.endpoint,
+        geometry=rank.geometry,
+        layout=rank.layout,
+        transfer_mode=spec.config.transfer.mode,
+        ownership=KvOwnership.REPLICATED,
+        build=VERSION,
+    )
+
+
+def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
+    """The control state of the replica whose rank 0 this is."""
+    config = spec.config
+    me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
+    allocator = PageAllocator(rank.layout.num_pages, PrefixTree() if config.kv.prefix_cache else None)
+    if spec.role is Role.DECODE:
+        limits = StepLimits(rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests)
+        settings = DecodeSettings(
+            me=me,
+            geometry=rank.geometry,
+            layout=rank.layout,
+            transfer_timeout_s=config.transfer.transfer_timeout_s,
+            settle_s=rank.backend.settle_s,
+        )
+        return DecodeLeader(settings, StepScheduler(allocator, limits, fixed(Strategy.NONE)), allocator)
+    limits = StepLimits(rank.layout.page_size, config.prefill.chunk_tokens, config.prefill.max_requests)
+    choose = StrategyChooser(
+        setting=config.prefill.strategy, cp=spec.sizes.cp, shape=rank.model_shape, rates=rank.rates
+    )
+    return PrefillLeader(
+        PrefillSettings(
+            row=rows[0],
+            rank_addresses=tuple(row.address for row in rows),
+            ticket_timeout_s=config.transfer.ticket_timeout_s,
+            settle_s=rank.backend.settle_s,
+            request_timeout_s=config.router.request_timeout_s,
+        ),
+        StepScheduler(allocator, limits, choose),
+        allocator,
+    )
+
+
+def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSender:
+    """What sends this rank's part of finished KV."""
+    return KvSender(
+        prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
+        row=rows[spec.global_rank],
+        config=spec.config.transfer,
+        region=rank.region,
+        backend=rank.backend,
+    )

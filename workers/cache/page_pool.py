@@ -1,0 +1,56 @@
+"""The KV memory of one worker: pages of K and V in one tensor. Which request owns a page is known elsewhere."""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+class PagePool:
+    """Pages as one tensor ``[page, kv_head, layer, k_or_v, slot, head_dim]`` (``data``).
+
+    A slot number is page * page_size + place in the page. One page beyond ``num_pages`` takes padding writes and
+    is never read.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_kv_heads: int,
+        num_layers: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        buffer: Tensor | None = None,
+    ) -> None:
+        """Lay the pool over ``buffer`` (flat uint8, at least (num_pages + 1) pages), or over zeroed CPU memory."""
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.page_bytes = self.page_bytes_for(num_kv_heads, num_layers, page_size, head_dim, dtype)
+        num_bytes = (num_pages + 1) * self.page_bytes
+        if buffer is None:
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        assert buffer.dtype == torch.uint8, f"not bytes: {buffer.dtype}"
+        assert buffer.ndim == 1, f"not flat: {buffer.shape}"
+        assert len(buffer) >= num_bytes, f"a pool of {num_bytes} bytes does not fit into {len(buffer)}"
+        shape = (num_pages + 1, num_kv_heads, num_layers, 2, page_size, head_dim)
+        self.data = buffer[:num_bytes].view(dtype).view(shape)
+
+    @staticmethod
+    def page_bytes_for(num_kv_heads: int, num_layers: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one page: K and V of all its tokens, layers and heads."""
+        return prod((num_kv_heads, num_layers, 2, page_size, head_dim, dtype.itemsize))
+
+    @property
+    def trash_slot(self) -> int:
+        """The slot that takes padding rows."""
+        return self.num_pages * self.page_size
+
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the trash slot may repeat."""
+        pages, places = slots // self.page_size, slots % self.page_size
+        self.data[pages, :, layer, :, places] = kv.transpose(1, 2)
+
+    def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the trash page."""
+        return self.data[:, :, layer, 0], self.data[:, :, layer, 1]

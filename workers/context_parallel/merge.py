@@ -1,0 +1,45 @@
+"""The one merge of attention partials; ring steps, cached prefix with new tokens and split KV all join here."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention of some queries over some of their keys.
+
+    A query that saw no key has out 0 and lse -inf; such rows merge without a trace and without NaN.
+    """
+
+    out: Tensor
+    """``[..., heads, dim]``, normalised over the keys seen."""
+    lse: Tensor
+    """``[..., heads]``, fp32: natural log of the sum of exp(scaled score) over the keys seen."""
+
+
+def empty_partial(query: Tensor) -> Partial:
+    """The partial of queries ``[..., heads, dim]`` that saw no key."""
+    lse = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+    return Partial(torch.zeros_like(query), lse)
+
+
+def merge(partials: Sequence[Partial]) -> Partial:
+    """Join partials of the same queries over disjoint sets of keys, in any order; out keeps its dtype.
+
+    With m = max lse: out = sum(exp(lse - m) * out) / sum(exp(lse - m)), lse = m + ln(sum(exp(lse - m))).
+    """
+    assert partials, "nothing to merge"
+    if len(partials) == 1:
+        return partials[0]
+    lse = torch.stack([partial.lse for partial in partials])
+    peak = lse.amax(0)
+    weights = torch.exp(lse - peak.masked_fill(peak == -torch.inf, 0.0))
+    total = weights.sum(0)
+    weights = weights / total.masked_fill(total == 0.0, 1.0)
+    out = sum(
+        (partial.out * weight[..., None] for partial, weight in zip(partials, weights, strict=True)),
+        start=torch.zeros((), dtype=torch.float32, device=lse.device),
+    )
+    return Partial(out.to(partials[0].out.dtype), torch.logsumexp(lse, 0))

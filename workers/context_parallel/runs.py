@@ -1,0 +1,38 @@
+"""Runs: how tokens at regular positions of one request are named. Causality is read off them. No torch, no I/O."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``count`` tokens of one request at positions first, first + step, ...; positions count the cached prefix."""
+
+    request: int
+    first_position: int
+    count: int
+    step: int
+
+    @property
+    def last_position(self) -> int:
+        """Position of the last token."""
+        return self.first_position + (self.count - 1) * self.step
+
+
+RankRuns = tuple[Run, ...]
+
+
+def coalesce(runs: Iterable[Run]) -> RankRuns:
+    """Drop empty runs, give single tokens step 1, and join a run with the one it continues."""
+    joined: list[Run] = []
+    for run in (Run(run.request, run.first_position, run.count, run.step if run.count > 1 else 1) for run in runs):
+        if joined and _continues(run, joined[-1]):
+            run = Run(run.request, joined[-1].first_position, joined.pop().count + run.count, 1)
+        if run.count > 0:
+            joined.append(run)
+    return tuple(joined)
+
+
+def _continues(run: Run, last: Run) -> bool:
+    adjacent = run.request == last.request and run.first_position == last.last_position + 1
+    return adjacent and run.step == last.step == 1

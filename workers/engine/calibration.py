@@ -1,0 +1,149 @@
+"""Measures how fast this rank is, on one layer and scratch memory, in a fraction of a second. Once, at warm-up."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.attention.interface import AttentionBackend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.cost_model import ModelShape, Rates, attended_pairs
+from workers.context_parallel.runs import Run
+from workers.models.decoder import DecoderModel
+from workers.parallel.collectives import Communicator
+
+_SAMPLE_S = 0.02
+"""What takes this long is not repeated, and nothing larger is measured."""
+_REPEATS = 5
+_FEW_TOKENS, _MOST_TOKENS = 16, 256
+_QUERIES, _PREFIX = 64, 960
+_SHORT_RUNS = 8
+_ROWS = (16, 512)
+_FALLBACK = Rates()
+
+
+def calibrate(
+    model: DecoderModel, pool: PagePool, backend: AttentionBackend, group: Communicator, shape: ModelShape
+) -> Rates:
+    """Rates of this rank. Every rank of the replica calls this, before any request; only the trash page is written.
+
+    What comes out of the noise as nothing or less keeps its default.
+    """
+    with torch.inference_mode():
+        floor_s, linear_flops_per_s = _measure_linear(model, shape)
+        run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
+        exchange_s, exchange_bytes_per_s = _measure_exchange(model, group, shape)
+        head_s = _least_s(lambda: model.logits(_hidden(model, 1)))
+        row_s = _measure_store(model, pool)
+    return Rates(
+        step_s=shape.num_layers * floor_s + head_s,
+        linear_flops_per_s=linear_flops_per_s,
+        attention_flops_per_s=attention_flops_per_s,
+        run_s=run_s,
+        row_s=row_s,
+        exchange_s=exchange_s,
+        exchange_bytes_per_s=exchange_bytes_per_s,
+    )
+
+
+class _NoAttention:
+    """An AttentionContext that leaves only the linear part of a layer to be timed."""
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store nothing."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:  # noqa: ARG002
+        """Attend to nothing."""
+        return q
+
+
+def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, float]:
+    """Time that one layer takes for next to no token, and FLOP/s of more tokens."""
+
+    def layer_s(num_tokens: int) -> float:
+        hidden = _hidden(model, num_tokens)
+        rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
+        return _least_s(lambda: model.layers[0](hidden, rotation, _NoAttention()))
+
+    num_tokens, few_s = _FEW_TOKENS, layer_s(_FEW_TOKENS)
+    many_s = few_s
+    while num_tokens < _MOST_TOKENS and many_s < _SAMPLE_S:
+        num_tokens *= 4
+        many_s = layer_s(num_tokens)
+    if num_tokens == _FEW_TOKENS:
+        return 0.0, _rate(num_tokens * shape.linear_flops, few_s, _FALLBACK.linear_flops_per_s)
+    flops_per_s = _rate((num_tokens - _FEW_TOKENS) * shape.linear_flops, many_s - few_s, _FALLBACK.linear_flops_per_s)
+    return max(0.0, few_s - _FEW_TOKENS * shape.linear_flops / flops_per_s), flops_per_s
+
+
+def _measure_attention(
+    model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
+) -> tuple[float, float]:
+    """Time of a run of next to no work, and FLOP/s of a run on a longer prefix."""
+    table = torch.full((-(-(_PREFIX + _QUERIES) // pool.page_size),), pool.num_pages)
+
+    def runs_s(runs: Sequence[Run]) -> float:
+        attention = backend.prepare(runs, [table] * len(runs), pool.page_size)
+        query = torch.zeros(
+            sum(run.count for run in runs), model.config.num_heads, model.config.head_dim, dtype=model.dtype
+        )
+        return _least_s(lambda: attention.attend(query, *pool.layer_view(0)))
+
+    run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
+    long = Run(0, _PREFIX, _QUERIES, 1)
+    flops = attended_pairs(long) * shape.attention_flops
+    return run_s, _rate(flops, runs_s([long]) - run_s, _FALLBACK.attention_flops_per_s)
+
+
+def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShape) -> tuple[float, float]:
+    """Latency of one collective and bytes received per second; nothing is moved in a group of one."""
+    if group.size == 1:
+        return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s
+
+    def gather_s(num_rows: int) -> float:
+        row = (2, model.config.num_kv_heads, model.config.head_dim)
+        send = torch.zeros(num_rows, *row, dtype=model.dtype)
+        receive = torch.zeros(group.size * num_rows, *row, dtype=model.dtype)
+        group.barrier()
+        seconds = []
+        for _ in range(_REPEATS):
+            start_s = time.perf_counter()
+            group.all_gather(receive, send)
+            seconds.append(time.perf_counter() - start_s)
+        return min(seconds)
+
+    few_s, many_s = (gather_s(num_rows) for num_rows in _ROWS)
+    received = (group.size - 1) * (_ROWS[1] - _ROWS[0]) * shape.kv_row_bytes
+    return few_s, _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
+
+
+def _measure_store(model: DecoderModel, pool: PagePool) -> float:
+    """Seconds a row."""
+    slots = torch.full((_MOST_TOKENS,), pool.trash_slot)
+    row = (2, model.config.num_kv_heads, model.config.head_dim)
+    kv = torch.zeros(_MOST_TOKENS, *row, dtype=model.dtype)
+    return _least_s(lambda: pool.write(0, slots, kv)) / _MOST_TOKENS
+
+
+def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
+    hidden: Tensor = model.embed_tokens(torch.zeros(num_tokens, dtype=torch.int64, device=model.device))
+    return hidden
+
+
+def _least_s(call: Callable[[], object]) -> float:
+    """Of several calls. The thread's own time leaves out what else runs on its core; it does not tick in a wait."""
+    clock = time.thread_time
+    started_s, least_s = clock(), math.inf
+    for _ in range(_REPEATS):
+        start_s = clock()
+        call()
+        least_s = min(least_s, clock() - start_s)
+        if clock() - started_s >= _SAMPLE_S:
+            break
+    return least_s
+
+
+def _rate(work: float, seconds: float, fallback: float) -> float:
+    return work / seconds if seconds > 0 else fallback

@@ -1,0 +1,91 @@
+"""One rank's forward pass: follows step plans, keeps the page table of every request it has been told of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cluster.spec.ids import Room
+from cluster.spec.kv import pages_for
+from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.strategy import Strategy
+from workers.attention.interface import AttentionBackend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.gather import KvGather
+from workers.engine.attention_context import PagedAttentionContext
+from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.sampler import sample
+from workers.models.decoder import DecoderModel
+from workers.parallel.collectives import Communicator
+
+
+@dataclass(slots=True)
+class KnownRequest:
+    """What every rank remembers of a request between steps."""
+
+    admit: Admit
+    pages: list[int] = field(default_factory=list)
+
+
+class ModelRunner:
+    """Computes steps. Every rank of a replica runs the same plans in the same order."""
+
+    def __init__(self, model: DecoderModel, pool: PagePool, backend: AttentionBackend, cp_group: Communicator) -> None:
+        self.requests: dict[Room, KnownRequest] = {}
+        self._model = model
+        self._pool = pool
+        self._backend = backend
+        self._cp_group = cp_group
+        self._gather = KvGather(cp_group)
+
+    def warm_up(self) -> None:
+        """Run one small step into the trash page, so that the first request finds libraries and groups ready.
+
+        Every rank of the replica calls this.
+        """
+        num_tokens = self._cp_group.size
+        trash_pages = [self._pool.num_pages] * pages_for(num_tokens, self._pool.page_size)
+        row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
+        with torch.inference_mode():
+            self._model.logits(self._compute([row], Strategy.CONTIGUOUS))
+
+    def execute(self, plan: StepPlan) -> dict[Room, int]:
+        """Compute a step; returns the token of every sampled row on CP rank 0, and nothing on the others."""
+        self._take_notice(plan)
+        with torch.inference_mode():
+            return self._forward(plan)
+
+    def _take_notice(self, plan: StepPlan) -> None:
+        for room in plan.releases:
+            self.requests.pop(room, None)
+        for admit in plan.admits:
+            self.requests[admit.room] = KnownRequest(admit)
+        for row in plan.rows:
+            self.requests[row.room].pages += row.new_pages
+
+    def _forward(self, plan: StepPlan) -> dict[Room, int]:
+        rows = [
+            BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples) for row in plan.rows
+        ]
+        last = self._compute(rows, plan.strategy)
+        sampled = [row for row in plan.rows if row.samples]
+        return self._sample(sampled, last) if sampled and self._cp_group.rank == 0 else {}
+
+    def _compute(self, rows: Sequence[BatchRow], strategy: Strategy) -> torch.Tensor:
+        """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token, on every rank."""
+        batch = build_step_batch(
+            rows,
+            strategy,
+            cp=self._cp_group.size,
+            cp_rank=self._cp_group.rank,
+            page_size=self._pool.page_size,
+            trash_slot=self._pool.trash_slot,
+            device=self._model.device,
+        )
+        context = PagedAttentionContext(batch, self._pool, self._backend, self._gather)
+        return context.join_last(self._model(batch.token_ids, batch.positions, context))
+
+    def _sample(self, rows: Sequence[Row], hidden: torch.Tensor) -> dict[Room, int]:
+        settings = [self.requests[row.room].admit.sampling for row in rows]
+        tokens = sample(self._model.logits(hidden), settings, [row.output_position for row in rows])
+        return {row.room: token for row, token in zip(rows, tokens, strict=True)}

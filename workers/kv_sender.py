@@ -1,0 +1,151 @@
+"""Sends one rank's part of finished KV: a session for each transfer, a thread that writes, and the last words."""
+
+import threading
+from collections.abc import Mapping
+
+from cluster.channel import Outbox
+from cluster.spec.config import TransferConfig
+from cluster.spec.ids import ReplicaId, Room
+from cluster.spec.kv import pages_for
+from cluster.spec.messages import Admit, DropSend, Peer, SendReport, SendState, StepPlan, Target
+from cluster.spec.registry import RankRow
+from transfer.backends.interface import Region, TransferBackend
+from transfer.plan import PagePair, is_sender, make_spans, owned_pages
+from transfer.sender import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
+from transfer.sender_session import SenderSession
+from workers.engine.runner import KnownRequest
+
+Transfer = tuple[Room, int]
+"""Room and generation."""
+
+
+class KvSender:
+    """One rank's sending half. The worker's thread calls the methods; outcomes come on the sender thread."""
+
+    def __init__(
+        self, *, prefill: Peer, row: RankRow, config: TransferConfig, region: Region, backend: TransferBackend
+    ) -> None:
+        """``prefill`` is the replica this rank is part of; its leader gets the reports."""
+        self._prefill = prefill
+        self._row = row
+        self._config = config
+        self._lock = threading.Lock()
+        """Held while sessions change or the outbox is used: both threads do."""
+        self._sessions: dict[Transfer, SenderSession] = {}
+        self._targets: dict[ReplicaId, Target] = {}
+        """The newest start of each decode replica that we have sent to."""
+        self._outbox = Outbox()
+        self._thread = SenderThread(backend, region, config.batch_spans, self._on_outcome)
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Hand out the cached pages of requests that start with this step; they travel while it computes."""
+        admits = {admit.room: admit for admit in plan.admits if admit.target is not None}
+        with self._lock:
+            for row in plan.rows:
+                if row.room in admits and row.first_position:
+                    session = self._session(admits[row.room])
+                    if pairs := session.advance(row.new_pages, row.first_position):
+                        self._thread.send(self._job(session, pairs))
+
+    def after_step(self, plan: StepPlan, requests: Mapping[Room, KnownRequest]) -> None:
+        """Hand out the pages that this step completed."""
+        with self._lock:
+            for row in plan.rows:
+                known = requests[row.room]
+                if known.admit.target is not None:
+                    session = self._session(known.admit)
+                    pairs = session.advance(known.pages, row.first_position + len(row.token_ids))
+                    if pairs:
+                        self._thread.send(self._job(session, pairs))
+                    self._end_if_over(session)
+
+    def drop(self, message: DropSend) -> None:
+        """Write nothing more for a transfer, and report when that is sure; one never heard of is over already."""
+        transfer = (message.room, message.generation)
+        with self._lock:
+            session = self._sessions.get(transfer)
+            if session is not None:
+                session.drop()
+                self._thread.drop(*transfer)
+                return
+            report = SendReport(
+                room=message.room,
+                generation=message.generation,
+                sender_rank=self._row.global_rank,
+                state=SendState.DRAINED,
+            )
+            self._outbox.send(self._prefill.address, report)
+
+    def close(self) -> None:
+        """Stop the thread; what is queued is not written."""
+        self._thread.close()
+        self._outbox.close()
+
+    def _session(self, admit: Admit) -> SenderSession:
+        assert admit.target is not None
+        transfer = (admit.room, admit.target.generation)
+        if transfer not in self._sessions:
+            self._forget_older(admit.target)
+            row, mode = self._row, self._config.mode
+            self._sessions[transfer] = SenderSession(
+                room=admit.room,
+                target=admit.target,
+                prefill=self._prefill,
+                sender_rank=row.global_rank,
+                prompt_len=admit.prompt_len,
+                page_size=row.layout.page_size,
+                owned=owned_pages(
+                    self._config.page_filter,
+                    mode,
+                    num_pages=pages_for(admit.prompt_len, row.layout.page_size),
+                    cp_rank=row.coords.cp,
+                    cp_size=row.sizes.cp,
+                    base=admit.owner_base,
+                    first=admit.target.held_pages,
+                ),
+                sends=is_sender(mode, row.coords.cp),
+            )
+        return self._sessions[transfer]
+
+    def _forget_older(self, target: Target) -> None:
+        """Let go of the memory of a decode replica's earlier start."""
+        known = self._targets.get(target.decode.replica)
+        if known is None or known.decode.incarnation < target.decode.incarnation:
+            for row in known.rows if known else ():
+                self._thread.forget(row.endpoint)
+            self._targets[target.decode.replica] = target
+
+    def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
+        """The spans to every decode rank that holds some of the heads and layers we hold."""
+        return SendJob(
+            room=session.room,
+            generation=session.target.generation,
+            writes=[
+                Write(target.endpoint, make_spans(self._row.layout, target.layout, pairs))
+                for target in session.target.rows
+            ],
+            num_pages=len(pairs),
+        )
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        with self._lock:
+            session = self._sessions.get((outcome.room, outcome.generation))
+            if session is None:
+                return
+            match outcome:
+                case Written():
+                    session.written(outcome.num_pages, outcome.num_bytes)
+                case WriteFailed():
+                    session.failed(outcome.reason)
+                case Dropped():
+                    session.drained()
+            self._end_if_over(session)
+
+    def _end_if_over(self, session: SenderSession) -> None:
+        """Say the last words; decode first, so that its page counts are there when the leader frees ours."""
+        if not session.is_over:
+            return
+        del self._sessions[session.room, session.target.generation]
+        if done := session.done():
+            self._outbox.send(session.target.decode.address, done)
+        self._outbox.send(self._prefill.address, session.report())

@@ -1,0 +1,21 @@
+"""Root-mean-square normalisation with a learned scale (Zhang and Sennrich, 2019)."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Normalises the last dimension, of `size`.
+
+    Computed in fp32 and cast back before the scale is applied; the order of these two decides the bits in bf16.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)

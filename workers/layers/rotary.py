@@ -1,0 +1,129 @@
+"""Rotary position embedding (Su et al., 2021) and its long-context variants, with the arithmetic of transformers."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from workers.models.rope_config import RopeConfig, RopeType
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of every token's angles, each [num_tokens, 1, head_dim], in the dtype of what they rotate."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate x [num_tokens, num_heads, head_dim]; dimensions i and i + head_dim/2 are one pair."""
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns positions into rotations; angles, cos and sin are computed in fp32, whatever the model's dtype.
+
+    `dynamic` scaling: the token at position p is rotated with the frequencies of length max(p + 1,
+    max_position_embeddings). This depends on nothing but p, so chunks, ranks, batches and cached prefixes agree.
+    transformers uses the longest length of each forward call instead and keeps cached keys as they are: the same for
+    prompts up to max_position_embeddings and everything generated after them, different for longer prompts, whose
+    early keys there depend on how long the prompt turned out to be.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        self.rope = rope
+        self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
+        # A plain attribute, made on the CPU: stays fp32 and real where parameters are cast or not yet allocated.
+        self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """positions [num_tokens] int64 -> the rotation of each, in `dtype`."""
+        inv_freq = self.inv_freq
+        if self.rope.rope_type == "dynamic":
+            inv_freq = self._dynamic_frequencies(positions)
+        angles = (positions[:, None].float() * inv_freq).repeat(1, 2)[:, None, :]
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return Rotation(cos.to(dtype), sin.to(dtype))
+
+    def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
+        """[num_tokens, head_dim/2]: NTK-aware scaling of the base, by the length up to each token."""
+        max_len, head_dim = self.rope.max_position_embeddings, 2 * self.inv_freq.numel()
+        length = (positions[:, None] + 1).clamp(min=max_len)
+        growth = self.rope.factor * length / max_len - (self.rope.factor - 1)
+        base = self.rope.theta * growth ** (head_dim / (head_dim - 2))
+        scaled = 1.0 / base ** _exponents(head_dim).to(base.device)
+        return torch.where(length > max_len, scaled, self.inv_freq)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair, [head_dim/2] fp32; for `dynamic`, those of short lengths."""
+    return _FREQUENCIES[rope.rope_type](rope, head_dim)
+
+
+def _exponents(head_dim: int) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+
+
+def _default(rope: RopeConfig, head_dim: int) -> Tensor:
+    return torch.reciprocal(rope.theta ** _exponents(head_dim))
+
+
+def _linear(rope: RopeConfig, head_dim: int) -> Tensor:
+    return _default(rope, head_dim) / rope.factor
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    inv_freq = _default(rope, head_dim)
+    wavelength = 2 * math.pi / inv_freq
+    original_len = rope.original_max_position_embeddings
+    longest, shortest = original_len / rope.low_freq_factor, original_len / rope.high_freq_factor
+    kept = (original_len / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - kept) * inv_freq / rope.factor + kept * inv_freq
+    stretched = torch.where(wavelength > longest, inv_freq / rope.factor, inv_freq)
+    return torch.where((wavelength >= shortest) & (wavelength <= longest), blended, stretched)
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Pairs that turn over beta_fast times in the original length are kept, those under beta_slow times stretched.
+
+    Peng et al., 2023.
+    """
+    turns_to_dim = head_dim / (2 * math.log(rope.theta))
+    low, high = (
+        turns_to_dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = (high - low) or 0.001
+    stretched_share = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
+    waves = rope.theta ** _exponents(head_dim)
+    return 1.0 / (rope.factor * waves) * stretched_share + 1.0 / waves * (1 - stretched_share)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """The scale of cos and sin that keeps the softmax as sharp as it was before stretching."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+_FREQUENCIES: Mapping[RopeType, Callable[[RopeConfig, int], Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _default,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

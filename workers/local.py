@@ -1,0 +1,314 @@
+"""Replicas in plain processes of this machine, without Ray, HTTP or a router: for tests, and to see the engine alone.
+
+python -m workers.local deploy/local-cpu.yaml "The launch code is tango seven\nThe launch code is"
+"""
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from cluster.channel import Inbox, Outbox
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import BatonError
+from cluster.spec.ids import Incarnation, ReplicaId, Room, draw_room, replica_id
+from cluster.spec.lifecycle import Role
+from cluster.spec.loader import load_config
+from cluster.spec.messages import Failure, Output, Peer, Sampling, Shutdown, Stopping, Submit, TableUpdate
+from cluster.spec.ranks import coords_of, sizes_of, world_size
+from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.worker_spec import WorkerSpec
+
+HOST = "127.0.0.1"
+ANSWER_TIMEOUT_S = 600.0
+
+
+class RemoteError(BatonError):
+    """A worker process answered a call with an error, or died."""
+
+
+class WorkerProcess:
+    """A process for one worker after another, called over a pipe; starting it costs seconds, so it is reused.
+
+    ``worker`` names the class as "module:class"; it has a ``close``. The process that calls does not import it.
+    """
+
+    def __init__(self, worker: str = "workers.worker:Worker") -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, worker), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, method: str, *args: Any) -> None:
+        """Start a method of the worker; ``result`` waits for it."""
+        self._pipe.send((method, args))
+
+    def result(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """What the last call returned; raises RemoteError with the worker's own words."""
+        try:
+            if not self._pipe.poll(timeout_s):
+                raise RemoteError(f"worker process {self._process.pid} did not answer within {timeout_s} s")
+            ok, value = self._pipe.recv()
+        except EOFError:
+            raise RemoteError(f"worker process {self._process.pid} died, exit code {self._process.exitcode}") from None
+        if not ok:
+            raise RemoteError(value)
+        return value
+
+    def stop(self) -> None:
+        """Ask the process to end; ``close`` waits for it."""
+        self._pipe.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self.stop()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _serve(pipe: Connection, name: str) -> None:
+    """The worker process: answer calls until the pipe closes. ``make`` replaces the worker by a new one."""
+    # Ctrl-C reaches the whole terminal; the caller ends this process by closing the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    module, _, attribute = name.partition(":")
+    make = getattr(import_module(module), attribute)
+    with ExitStack() as stack:
+        worker: Any = None
+        while True:
+            try:
+                method, args = pipe.recv()
+            except EOFError:
+                return
+            try:
+                if method == "make":
+                    stack.close()
+                    worker = make(*args)
+                    stack.callback(worker.close)
+                    pipe.send((True, None))
+                else:
+                    pipe.send((True, getattr(worker, method)(*args)))
+            except Exception as error:
+                pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What ``LocalCluster.generate`` is asked."""
+
+    token_ids: Sequence[int]
+    stopping: Stopping
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What ``LocalCluster.answer`` gives."""
+
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Prompt tokens that prefill did not compute."""
+
+
+class LocalReplica:
+    """One replica over given processes."""
+
+    def __init__(
+        self, config: DeployConfig, role: Role, model_folder: Path, processes: Sequence[WorkerProcess]
+    ) -> None:
+        pool = config.prefill if role is Role.PREFILL else config.decode
+        sizes = sizes_of(pool.parallel)
+        self.replica: ReplicaId = replica_id(role, 0)
+        self.role = role
+        self.rows: list[RankRow] = []
+        self.specs = [
+            WorkerSpec(
+                config=config,
+                role=role,
+                replica=self.replica,
+                incarnation=Incarnation(1),
+                coords=coords_of(rank, sizes),
+                sizes=sizes,
+                global_rank=rank,
+                world_size=world_size(sizes),
+                host=HOST,
+            )
+            for rank in range(world_size(sizes))
+        ]
+        self.workers = list(processes[: len(self.specs)])
+        for worker, spec in zip(self.workers, self.specs, strict=True):
+            worker.call("make", spec, model_folder, None)
+        for worker in self.workers:
+            worker.result()
+
+    def load(self) -> None:
+        """Load every rank; they meet at the first one's store."""
+        self.workers[0].call("open_store")
+        store = self.workers[0].result()
+        for worker in self.workers:
+            worker.call("load", store)
+        self.rows = [worker.result() for worker in self.workers]
+
+    def configure(self, config: DeployConfig) -> None:
+        """Between runs: take over settings that do not change what was loaded."""
+        for worker in self.workers:
+            worker.call("configure", config)
+            worker.result()
+        self.rows = [replace(row, transfer_mode=config.transfer.mode) for row in self.rows]
+
+    def start(self) -> None:
+        """Run every rank."""
+        for worker in self.workers:
+            worker.call("run", self.rows)
+
+    def finish(self, outbox: Outbox) -> None:
+        """Stop running; raises what ended a rank, if it was not this."""
+        for row in self.rows:
+            outbox.send(row.address, Shutdown(reason="the run is over"))
+        for worker in self.workers:
+            worker.result()
+
+    @property
+    def entry(self) -> ReplicaEntry:
+        """This replica as the bootstrap table would show it."""
+        return ReplicaEntry(
+            replica=self.replica,
+            role=self.role,
+            incarnation=Incarnation(1),
+            ready=True,
+            rows=tuple(self.rows),
+            load=ReplicaLoad(),
+        )
+
+    @property
+    def peer(self) -> Peer:
+        """This replica as others address it."""
+        return Peer(replica=self.replica, incarnation=Incarnation(1), address=self.rows[0].address)
+
+
+class LocalCluster:
+    """One prefill and one decode replica.
+
+    ``load`` may be called again for another model or layout, ``running`` entered again with other settings: the
+    processes are kept.
+    """
+
+    def __init__(self) -> None:
+        self._inbox = Inbox(HOST)
+        self._outbox = Outbox()
+        self._processes: list[WorkerProcess] = []
+        self._replicas: list[LocalReplica] = []
+
+    def load(self, config: DeployConfig, model_folder: Path) -> None:
+        """Make both replicas anew."""
+        num_prefill = world_size(sizes_of(config.prefill.parallel))
+        num_decode = world_size(sizes_of(config.decode.parallel))
+        while len(self._processes) < num_prefill + num_decode:
+            self._processes.append(WorkerProcess())
+        self._replicas = [
+            LocalReplica(config, Role.PREFILL, model_folder, self._processes),
+            LocalReplica(config, Role.DECODE, model_folder, self._processes[num_prefill:]),
+        ]
+        for replica in self._replicas:
+            replica.load()
+
+    @contextmanager
+    def running(
+        self, config: DeployConfig | None = None, decode_config: DeployConfig | None = None
+    ) -> Iterator["LocalCluster"]:
+        """Run both replicas, decode with settings of its own if given; on the way out raises what ended a rank."""
+        for replica in self._replicas:
+            chosen = decode_config if decode_config is not None and replica.role is Role.DECODE else config
+            if chosen is not None:
+                replica.configure(chosen)
+            replica.start()
+        snapshot = TableSnapshot(version=1, replicas=tuple(replica.entry for replica in self._replicas), reaped={})
+        for replica in self._replicas:
+            self._outbox.send(replica.peer.address, TableUpdate(snapshot=snapshot))
+        try:
+            yield self
+        finally:
+            for replica in self._replicas:
+                replica.finish(self._outbox)
+
+    def generate(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[list[int]]:
+        """The output tokens of every prompt, all submitted at once."""
+        return [answer.token_ids for answer in self.answer(prompts, timeout_s)]
+
+    def answer(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[Answer]:
+        """The same with what else is known of each answer."""
+        rooms = [self._submit(prompt) for prompt in prompts]
+        answers = {room: Answer() for room in rooms}
+        unfinished = set(rooms)
+        while unfinished:
+            messages = self._inbox.receive(timeout_s)
+            if not messages:
+                raise RemoteError(f"{len(unfinished)} of {len(rooms)} prompts got no token within {timeout_s} s")
+            for message in messages:
+                if isinstance(message, Failure):
+                    raise RemoteError(f"{message.replica}: {message.reason}")
+                assert isinstance(message, Output), message
+                answer = answers[message.room]
+                assert message.first_index == len(answer.token_ids), "tokens out of order"
+                answer.token_ids += message.token_ids
+                answer.cached_tokens += message.cached_tokens
+                if message.finish is not None:
+                    unfinished.remove(message.room)
+        return [answers[room] for room in rooms]
+
+    def close(self) -> None:
+        """End every process."""
+        for process in self._processes:
+            process.stop()
+        for process in self._processes:
+            process.close()
+        self._inbox.close()
+        self._outbox.close()
+
+    def _submit(self, prompt: Prompt) -> Room:
+        prefill, decode = (replica.peer for replica in self._replicas)
+        submit = Submit(
+            room=draw_room(),
+            prompt_ids=list(prompt.token_ids),
+            sampling=prompt.sampling,
+            stopping=prompt.stopping,
+            prefill=prefill,
+            decode=decode,
+            reply_to=self._inbox.address,
+        )
+        for peer in (prefill, decode):
+            self._outbox.send(peer.address, submit)
+        return submit.room
+
+
+def main(deploy_file: str, text: str) -> None:
+    """Answer one prompt and print the answer."""
+    from cluster.tokenizer import Tokenizer
+    from workers.models.resolve import resolve_model
+
+    config = load_config(Path(deploy_file), {})
+    folder = resolve_model(config.model.path)
+    tokenizer = Tokenizer(folder)
+    cluster = LocalCluster()
+    try:
+        cluster.load(config, folder)
+        stopping = Stopping(max_tokens=64, stop_token_ids=frozenset(tokenizer.eos_ids))
+        with cluster.running():
+            (answer,) = cluster.generate([Prompt(tokenizer.encode(text), stopping)])
+        print(tokenizer.decode(answer))
+    finally:
+        cluster.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

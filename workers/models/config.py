@@ -1,0 +1,160 @@
+"""The shape of a model, read from a Hugging Face folder. Plain data: no torch, no weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from workers.models.rope_config import RopeConfig, UnsupportedModelError, read_rope_config
+
+Architecture = Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder of one of the known families; they differ only by the flags below."""
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Whether the projection out of attention has a bias."""
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normalised a head before they are rotated."""
+    dtype: Dtype
+    """The number format the checkpoint was saved in."""
+    eos_token_ids: tuple[int, ...]
+    """Any of these ends an answer; empty where the checkpoint names none."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Read config.json and, for the end tokens, generation_config.json.
+
+        Raises UnsupportedModelError when the model is not one this engine can run, or has no config.json.
+        """
+        raw = _read_json(folder / "config.json")
+        generation_path = folder / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.exists() else {}
+        return cls.from_mapping(raw, generation)
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> "ModelConfig":
+        """As `from_folder`, from the two files' parsed contents."""
+        architecture = _checked_architecture(raw)
+        _refuse_unsupported(raw, architecture)
+        hidden_size, num_heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
+        max_len = _positive(raw, "max_position_embeddings")
+        config = cls(
+            architecture=architecture,
+            vocab_size=_positive(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_positive(raw, "intermediate_size"),
+            num_layers=_positive(raw, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_positive(raw, "num_key_value_heads", num_heads),
+            head_dim=_positive(raw, "head_dim", _default_head_dim(architecture, hidden_size, num_heads)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=max_len,
+            rope=read_rope_config(raw, max_len),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=architecture == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False)),
+            output_bias=architecture != "Qwen2ForCausalLM" and bool(raw.get("attention_bias", False)),
+            mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            dtype=_read_dtype(raw),
+            eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
+        )
+        config._check_heads()
+        return config
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads ({self.num_heads}) is no multiple of num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModelError(f"head_dim must be even for rotary positions, but is {self.head_dim}")
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UnsupportedModelError(f"{path.parent} is no model folder: it has no {path.name}") from error
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModelError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
+    return content
+
+
+def _checked_architecture(raw: Mapping[str, Any]) -> Architecture:
+    known: tuple[Architecture, ...] = get_args(Architecture)
+    given = raw.get("architectures") or []
+    for architecture in known:
+        if list(given) == [architecture]:
+            return architecture
+    raise UnsupportedModelError(f"architectures is {given!r}; allowed is one of {', '.join(known)}")
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unnamed")
+        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); allowed are float32, bfloat16, float16")
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed is 'silu'")
+    if architecture != "LlamaForCausalLM" and _uses_sliding_window(raw):
+        raise UnsupportedModelError("the model uses sliding-window attention; only full attention is supported")
+
+
+def _uses_sliding_window(raw: Mapping[str, Any]) -> bool:
+    layer_types = raw.get("layer_types")
+    if layer_types is not None:
+        return any(layer_type != "full_attention" for layer_type in layer_types)
+    first_windowed = raw.get("max_window_layers", 28)
+    in_use = bool(raw.get("use_sliding_window", False)) and raw.get("sliding_window", 4096) is not None
+    return in_use and first_windowed < _positive(raw, "num_hidden_layers")
+
+
+def _default_head_dim(architecture: Architecture, hidden_size: int, num_heads: int) -> int:
+    """Qwen3 separates head size from hidden size and leaves 128 unsaid."""
+    return 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+
+
+def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedModelError(f"config.json must give {key} as a positive integer, but gives {value!r}")
+    return value
+
+
+def _read_dtype(raw: Mapping[str, Any]) -> Dtype:
+    known: tuple[Dtype, ...] = get_args(Dtype)
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    for dtype in known:
+        if name == dtype:
+            return dtype
+    raise UnsupportedModelError(f"dtype is {name!r}; allowed: {', '.join(known)}")
+
+
+def _eos_token_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    given = raw.get("eos_token_id")
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list) else (given,)

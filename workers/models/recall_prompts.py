@@ -1,0 +1,97 @@
+"""Prompts for the recall model, as token ids, and the answers that follow from its rule. Pure arithmetic."""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from workers.models.recall_tokenizer import FIRST_WORD_ID
+from workers.models.recall_weights import BEGIN_ID, VOCAB_SIZE
+
+LINK_LEN = 6
+"""Tokens of one link of a chain; no page may be shorter."""
+NUM_FILLERS = 16
+
+
+def recall_oracle(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """The next `num_tokens` tokens: each the most frequent follower of the current token so far.
+
+    The first token of a text has no token before it, and the model takes it to follow itself. Raises ValueError where
+    the rule gives no answer: nothing follows yet, or two followers are equally frequent.
+    """
+    followers: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    if prompt_ids[0] != BEGIN_ID:
+        followers[prompt_ids[0]][prompt_ids[0]] += 1
+    for token_id, follower in pairwise(prompt_ids):
+        followers[token_id][follower] += 1
+    current, answer = prompt_ids[-1], []
+    for _ in range(num_tokens):
+        ranked = followers[current].most_common(2)
+        if not ranked or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
+            raise ValueError(f"token {current} has no single most frequent follower; the followers are {ranked}")
+        follower = ranked[0][0]
+        followers[current][follower] += 1
+        answer.append(follower)
+        current = follower
+    return answer
+
+
+def chain_prompt(num_tokens: int, page_size: int, *, seed: int = 0) -> list[int]:
+    """A prompt whose answer leads through every full page, first to last: as many tokens as there are full pages.
+
+    Page k says twice that x_{k+1} follows x_k, and each time lets x_{k+1} be followed by another filler, which the two
+    mentions of x_{k+2} in page k + 1 outvote. The prompt ends with x_0, so token k of the answer is right only if
+    page k was read. Full pages are those before the one with the last token.
+
+    Raises ValueError when pages are shorter than LINK_LEN, when none is full, or when there are more than tokens.
+    """
+    num_pages = (num_tokens - 1) // page_size
+    draw = random.Random(seed)
+    fillers, others = _fillers_and_others(draw)
+    if page_size < LINK_LEN or not 1 <= num_pages < len(others):
+        raise ValueError(
+            f"a chain needs pages of at least {LINK_LEN} tokens and 1 to {len(others) - 1} full pages, "
+            f"but {num_tokens} tokens in pages of {page_size} make {num_pages}"
+        )
+    chain = others[: num_pages + 1]
+    prompt: list[int] = []
+    for first, second in pairwise(chain):
+        one, other = draw.sample(fillers, 2)
+        padding = draw.choices(fillers, k=page_size - LINK_LEN)
+        prompt += [first, second, one, first, second, other, *padding]
+    return [*prompt, *draw.choices(fillers, k=num_tokens - 1 - len(prompt)), chain[0]]
+
+
+def needle_prompt(num_tokens: int, depth: float, *, needle_len: int = 11, seed: int = 0) -> list[int]:
+    """A haystack with a marker and `needle_len` tokens after it, each there once, and the marker again at the end.
+
+    depth: where the needle lies, from 0.0 (start) to 1.0 (end). The first `needle_len` tokens of the answer are the
+    needle. Raises ValueError when it does not fit.
+    """
+    room = num_tokens - needle_len - 3
+    draw = random.Random(seed)
+    fillers, others = _fillers_and_others(draw)
+    if room < 0 or not 0 <= depth <= 1 or not 1 <= needle_len < len(others):
+        raise ValueError(
+            f"a needle of {needle_len} tokens at depth {depth} does not fit into {num_tokens} tokens; it needs "
+            f"{needle_len + 3} tokens, a depth of 0 to 1 and 1 to {len(others) - 1} tokens of its own"
+        )
+    needle = others[: needle_len + 1]
+    # Not at the very start, where the marker would also follow itself.
+    before = 1 + int(depth * room)
+    haystack = draw.choices(fillers, k=num_tokens - needle_len - 2)
+    return [*haystack[:before], *needle, *haystack[before:], needle[0]]
+
+
+def _fillers_and_others(draw: random.Random) -> tuple[list[int], list[int]]:
+    """Token ids for padding, and all those that can be told from them wherever they are mixed, shuffled.
+
+    Any two codes are nearly orthogonal, except that ids half the vocabulary apart have opposite codes, which would
+    cancel out. Bytes and special tokens are left out: they are not text by themselves.
+    """
+    token_ids = list(range(FIRST_WORD_ID, VOCAB_SIZE))
+    draw.shuffle(token_ids)
+    half = VOCAB_SIZE // 2
+    fillers = [token_id for token_id in token_ids if token_id < half][:NUM_FILLERS]
+    kept_out = {*fillers, *(token_id + half for token_id in fillers)}
+    return fillers, [token_id for token_id in token_ids if token_id not in kept_out]

@@ -1,0 +1,182 @@
+"""The recall model's parameters, written down, not trained: a Llama that repeats what followed the current token.
+
+Two layers of attention make an induction head. Layer 0 looks at the previous token and notes its code. Layer 1 looks
+for the positions whose previous token is the current one and takes the tokens found there as its prediction. NumPy
+only: no torch, so that the command line can build it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+
+VOCAB_SIZE = 4096
+BEGIN_ID = 0
+"""Has no code of its own; a text that starts with it answers END where nothing is found to repeat."""
+END_ID = 1
+CODE_SIZE = 64
+HEAD_DIM = 128
+NUM_HEADS = 2
+HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
+INTERMEDIATE_SIZE = 32
+MAX_LEN = 131_072
+ROPE_THETA = 1e12
+"""Half of the frequencies tell neighbours apart, the other half turn less than 0.14 rad in MAX_LEN tokens."""
+
+FAST = slice(0, HEAD_DIM // 4)
+"""The first dimensions of the fast frequency pairs; the second is HEAD_DIM / 2 further on."""
+SLOW_FIRST, SLOW_SECOND = slice(HEAD_DIM // 4, HEAD_DIM // 2), slice(3 * HEAD_DIM // 4, HEAD_DIM)
+SINK_DIM = HEAD_DIM // 4 - 1
+"""The slowest of the fast pairs, free in layer 1."""
+
+CURRENT, PREVIOUS, PREDICTED = (slice(start, start + CODE_SIZE) for start in (0, CODE_SIZE, 2 * CODE_SIZE))
+ONE, IS_BEGIN = 3 * CODE_SIZE, 3 * CODE_SIZE + 1
+"""Parts of the residual stream: three codes, the constant 1, and whether the token is BEGIN."""
+
+PREVIOUS_SCORE = 4000.0
+"""Layer 0's attention score at the token before, in nats; the runner-up is about 100 below."""
+MATCH_SCORE = 120.0
+"""Layer 1's at a match; elsewhere the codes' correlation leaves at most an eighth of it."""
+SINK_SCORE = 60.0
+"""Layer 1's at BEGIN: below a match, above everything else."""
+LOGIT_SCALE = 40.0
+END_LEVEL = 0.25
+"""The share of a certain prediction's logit that END has always: it wins where nothing was found."""
+
+
+def config() -> dict[str, Any]:
+    """config.json without the token ids that end an answer, which are the tokenizer's to say."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "float32",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def token_codes() -> Array:
+    """One unit vector a token, [VOCAB_SIZE, CODE_SIZE]: the Kerdock code of length 64 as signs / 8.
+
+    Any two have a correlation of 0 or ±1/8, but for codes i and i + VOCAB_SIZE/2, which are opposite. Quadratic forms
+    over GF(32) x GF(2), after MacWilliams and Sloane, The Theory of Error-Correcting Codes, ch. 15 §5.
+    """
+    bits = np.zeros((2, 32, 32, 2, CODE_SIZE), dtype=np.int64)
+    for a in range(32):
+        for point in range(CODE_SIZE):
+            x, half = point >> 1, point & 1
+            ax = _times(a, x)
+            form = _trace(_power(ax, 3)) ^ _trace(_power(ax, 5)) ^ (half & _trace(ax))
+            for b in range(32):
+                linear = form ^ _trace(_times(b, x))
+                bits[:, a, b, :, point] = [[linear, linear ^ half], [linear ^ 1, linear ^ half ^ 1]]
+    return ((1 - 2 * bits.reshape(VOCAB_SIZE, CODE_SIZE)) / 8).astype(np.float32)
+
+
+def tensors() -> dict[str, Array]:
+    """The whole checkpoint, by transformers' names, fp32."""
+    codes = token_codes()
+    codes[BEGIN_ID] = 0
+    embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), dtype=np.float32)
+    embedding[:, CURRENT] = codes
+    embedding[:, ONE] = 1
+    embedding[BEGIN_ID, IS_BEGIN] = 1
+    head = np.zeros_like(embedding)
+    # Four unit parts make up the last residual: two codes, the constant, the prediction.
+    head[:, PREDICTED] = LOGIT_SCALE * _undo_norm(4) * codes
+    head[END_ID, ONE] = LOGIT_SCALE * _undo_norm(4) * END_LEVEL
+    named = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": _ones()}
+    for layer, attention in enumerate((_previous_token_attention, _matching_attention)):
+        named |= {f"model.layers.{layer}.{name}": tensor for name, tensor in _layer(attention).items()}
+    return named
+
+
+def _layer(fill: Callable[[dict[str, Array]], None]) -> dict[str, Array]:
+    kv_shape, q_shape = (HEAD_DIM, HIDDEN_SIZE), (NUM_HEADS * HEAD_DIM, HIDDEN_SIZE)
+    attention = {
+        name: np.zeros(shape, np.float32) for name, shape in (("q", q_shape), ("k", kv_shape), ("v", kv_shape))
+    }
+    attention["o"] = np.zeros((HIDDEN_SIZE, NUM_HEADS * HEAD_DIM), np.float32)
+    fill(attention)
+    return {
+        **{f"self_attn.{name}_proj.weight": tensor for name, tensor in attention.items()},
+        "mlp.gate_proj.weight": np.zeros((INTERMEDIATE_SIZE, HIDDEN_SIZE), np.float32),
+        "mlp.up_proj.weight": np.zeros((INTERMEDIATE_SIZE, HIDDEN_SIZE), np.float32),
+        "mlp.down_proj.weight": np.zeros((HIDDEN_SIZE, INTERMEDIATE_SIZE), np.float32),
+        "input_layernorm.weight": _ones(),
+        "post_attention_layernorm.weight": _ones(),
+    }
+
+
+def _previous_token_attention(attention: dict[str, Array]) -> None:
+    """Layer 0: query and key are constants in the fast pairs, the key's phase one position ahead of its place."""
+    frequencies = ROPE_THETA ** -(np.arange(FAST.stop) * 2 / HEAD_DIM)
+    amplitude = np.sqrt(PREVIOUS_SCORE * np.sqrt(HEAD_DIM) / FAST.stop) * _undo_norm(2)
+    attention["q"][FAST, ONE] = amplitude
+    attention["k"][FAST, ONE] = amplitude * np.cos(frequencies)
+    attention["k"][HEAD_DIM // 2 : HEAD_DIM // 2 + FAST.stop, ONE] = amplitude * np.sin(frequencies)
+    attention["v"][:CODE_SIZE, CURRENT] = _undo_norm(2) * np.eye(CODE_SIZE)
+    attention["o"][PREVIOUS, :CODE_SIZE] = np.eye(CODE_SIZE)
+
+
+def _matching_attention(attention: dict[str, Array]) -> None:
+    """Layer 1: the current token's code asks, the previous token's code answers, both in the slow pairs."""
+    identity = np.sqrt(MATCH_SCORE * np.sqrt(HEAD_DIM)) * _undo_norm(3) * np.eye(CODE_SIZE)
+    for pairs, half in ((SLOW_FIRST, slice(0, CODE_SIZE // 2)), (SLOW_SECOND, slice(CODE_SIZE // 2, CODE_SIZE))):
+        attention["q"][pairs, CURRENT] = identity[half]
+        attention["k"][pairs, PREVIOUS] = identity[half]
+    attention["q"][SINK_DIM, ONE] = np.sqrt(SINK_SCORE * np.sqrt(HEAD_DIM)) * _undo_norm(3)
+    attention["k"][SINK_DIM, IS_BEGIN] = np.sqrt(SINK_SCORE * np.sqrt(HEAD_DIM)) * _undo_norm(2)
+    attention["v"][:CODE_SIZE, CURRENT] = _undo_norm(3) * np.eye(CODE_SIZE)
+    attention["o"][PREDICTED, :CODE_SIZE] = np.eye(CODE_SIZE)
+
+
+def _undo_norm(num_parts: int) -> float:
+    """RMSNorm turns a residual of `num_parts` unit parts into sqrt(HIDDEN_SIZE / num_parts) times itself."""
+    return float(np.sqrt(num_parts / HIDDEN_SIZE))
+
+
+def _ones() -> Array:
+    return np.ones(HIDDEN_SIZE, dtype=np.float32)
+
+
+def _times(a: int, b: int) -> int:
+    """Product in GF(32) = GF(2)[z] / (z^5 + z^2 + 1)."""
+    product = 0
+    for bit in range(5):
+        if b >> bit & 1:
+            product ^= a << bit
+    for bit in range(8, 4, -1):
+        if product >> bit & 1:
+            product ^= 0b100101 << (bit - 5)
+    return product
+
+
+def _power(a: int, exponent: int) -> int:
+    result = 1
+    for _ in range(exponent):
+        result = _times(result, a)
+    return result
+
+
+def _trace(a: int) -> int:
+    """GF(32) -> GF(2): a + a^2 + a^4 + a^8 + a^16."""
+    total = 0
+    for _ in range(5):
+        total, a = total ^ a, _times(a, a)
+    return total

@@ -1,0 +1,77 @@
+"""How the workers of a replica find each other: a key-value store, and one communicator for each group of ranks."""
+
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from workers.parallel.collectives import Backend, CollectiveError, Communicator
+from workers.parallel.same_host import meet_on_one_host
+
+ReplicaStore = TCPStore
+"""Where the ranks of one replica leave each other notes until their groups stand."""
+
+
+def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
+    """Open the replica's store on a free port of one local address; returns it with the port. For global rank 0."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def join_store(address: str, timeout_s: float) -> TCPStore:
+    """Connect to the store of global rank 0 at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    except (dist.DistNetworkError, dist.DistStoreError) as exc:
+        raise CollectiveError(f"no store answered at {address} within {timeout_s} s: {exc}") from exc
+
+
+def join_group(
+    store: Store,
+    name: str,
+    members: Sequence[int],
+    global_rank: int,
+    *,
+    host: str,
+    timeout_s: float,
+) -> Communicator:
+    """Meet the other members of a group; every member calls this, for several groups in the same order.
+
+    They talk through shared memory if all are on one host, and over TCP otherwise.
+
+    ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
+    other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError.
+    """
+    rank, size = members.index(global_rank), len(members)
+    if size == 1:
+        return Communicator(name)
+    timeout = timedelta(seconds=timeout_s)
+    scope = PrefixStore(name, store)
+    scope.set_timeout(timeout)
+    try:
+        shared = meet_on_one_host(PrefixStore("same_host", scope), rank, size, timeout)
+        backend = shared or gloo_backend(scope, rank, size, host=host, timeout=timeout)
+    except RuntimeError as exc:
+        raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
+    return Communicator(name, rank, size, backend)
+
+
+def gloo_backend(scope: Store, rank: int, size: int, *, host: str, timeout: timedelta) -> Backend:
+    """Collectives over TCP, bound to one local address, since a machine's own name need not resolve."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return cast(Backend, dist.ProcessGroupGloo(scope, rank, size, options))

@@ -1,0 +1,67 @@
+"""How ranks find out that they share a host, and set up the memory that they share; any doubt means they do not."""
+
+import logging
+import os
+import platform
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from workers.parallel.shared_memory import SharedMemoryBackend
+
+_log = logging.getLogger(__name__)
+
+
+def host_identity() -> str | None:
+    """Equal for processes that can map each other's memory and watch each other; None where none can."""
+    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+    except OSError:
+        return None
+
+
+def meet_on_one_host(store: Store, rank: int, size: int, timeout: timedelta) -> "SharedMemoryBackend | None":
+    """Share memory with all other ranks of a group if all are on one host; None, on every rank, if not.
+
+    Every rank calls this with a ``store`` of their own; RuntimeError when a rank does not come.
+    """
+    identities = _exchange(store, "host", rank, size, host_identity() or f"alone {rank}")
+    if len(set(identities)) > 1:
+        return None
+    pids = [int(pid) for pid in _exchange(store, "pid", rank, size, str(os.getpid()))]
+    backend: SharedMemoryBackend | None = None
+    try:
+        descriptor = _create(store, size) if rank == 0 else _open(store, pids[0])
+        backend = SharedMemoryBackend(descriptor, rank, pids, timeout.total_seconds())
+    except (OSError, ValueError) as error:
+        _log.warning("no shared memory with the ranks of processes %s: %s", pids, error)
+    outcomes = _exchange(store, "outcome", rank, size, "failed" if backend is None else "mapped")
+    return backend if set(outcomes) == {"mapped"} else None
+
+
+def _exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[str]:
+    store.set(f"{name}/{rank}", word)
+    return [_get(store, f"{name}/{peer}") for peer in range(size)]
+
+
+def _get(store: Store, key: str) -> str:
+    return bytes(store.get(key)).decode()
+
+
+def _create(store: Store, size: int) -> int:
+    try:
+        descriptor = os.memfd_create("baton-collectives")
+        os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(size))
+    except OSError:
+        store.set("memory", "none")
+        raise
+    store.set("memory", str(descriptor))
+    return descriptor
+
+
+def _open(store: Store, owner_pid: int) -> int:
+    return os.open(f"/proc/{owner_pid}/fd/{_get(store, 'memory')}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,0 +1,95 @@
+"""The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cluster.spec.config import Device
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.lifecycle import Role
+from cluster.spec.pool import pool_layout
+from cluster.spec.ranks import GroupName, groups
+from cluster.spec.worker_spec import WorkerSpec
+from transfer.backends.interface import Region, TransferBackend, make_backend
+from workers.attention.registry import load_backend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.engine.calibration import calibrate
+from workers.engine.runner import ModelRunner
+from workers.engine.weights import load_model, torch_dtype
+from workers.models.config import ModelConfig
+from workers.parallel.groups import ReplicaStore, join_group
+
+COLLECTIVE_TIMEOUT_S = 3600.0
+"""A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Everything of one worker that lives as long as its process."""
+
+    geometry: KvGeometry
+    layout: PoolLayout
+    region: Region
+    backend: TransferBackend
+    runner: ModelRunner
+    model_shape: ModelShape
+    rates: Rates
+    """As this rank measured them; on decode, where nothing is chosen by them, the defaults."""
+
+    def close(self) -> None:
+        """Give back transfer memory; peers that write from now on fail."""
+        self.backend.close()
+
+
+def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
+    """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
+    config = spec.config
+    device = torch.device("cpu" if config.resources.device is Device.CPU else "cuda")
+    members = next(group for group in groups(spec.pool.parallel)[GroupName.ATTN_CP] if spec.global_rank in group)
+    cp_group = join_group(
+        store,
+        f"attn_cp/{members[0]}",
+        members,
+        spec.global_rank,
+        host=spec.host,
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+    )
+    model_config = ModelConfig.from_folder(folder)
+    dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
+    geometry = KvGeometry(
+        model=config.model.name,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=dtype,
+        page_size=config.kv.page_size,
+    )
+    layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv.memory_gib)
+    backend = make_backend(config.transfer.backend, spec.host)
+    region = backend.allocate(layout.pool_bytes)
+    pool = PagePool(
+        layout.num_pages,
+        layout.num_heads,
+        layout.num_layers,
+        layout.page_size,
+        layout.head_dim,
+        torch_dtype(dtype),
+        torch.frombuffer(region.buffer, dtype=torch.uint8),
+    )
+    model = load_model(folder, dtype=torch_dtype(dtype), device=device)
+    attention = load_backend("torch")
+    runner = ModelRunner(model, pool, attention, cp_group)
+    runner.warm_up()
+    shape = ModelShape.of(model_config, dtype)
+    rates = calibrate(model, pool, attention, cp_group, shape) if spec.role is Role.PREFILL else Rates()
+    return Rank(
+        geometry=geometry,
+        layout=layout,
+        region=region,
+        backend=backend,
+        runner=runner,
+        model_shape=shape,
+        rates=rates,
+    )

@@ -1,0 +1,59 @@
+"""What a decode leader remembers of one request, and the moves it may make."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.messages import Peer, Submit
+from transfer.receiver_session import ReceiverSession
+
+
+class DecodeState(Enum):
+    """Where a request is in decode."""
+
+    QUEUED = "queued"
+    """No pages yet."""
+    RECEIVING = "receiving"
+    """Pages are ticketed to prefill, which may write to them."""
+    STOPPING = "stopping"
+    """Failed or cancelled; pages are held until prefill cannot write any more."""
+    RUNNING = "running"
+    """In the step scheduler."""
+    ENDED = "ended"
+    """Holds nothing."""
+
+
+MOVES = {
+    DecodeState.QUEUED: frozenset({DecodeState.RECEIVING, DecodeState.ENDED}),
+    DecodeState.RECEIVING: frozenset({DecodeState.RUNNING, DecodeState.STOPPING, DecodeState.ENDED}),
+    DecodeState.STOPPING: frozenset({DecodeState.ENDED}),
+    DecodeState.RUNNING: frozenset({DecodeState.ENDED}),
+    DecodeState.ENDED: frozenset[DecodeState](),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    """What the leader must know of its replica."""
+
+    me: Peer
+    geometry: KvGeometry
+    layout: PoolLayout
+    transfer_timeout_s: float
+    settle_s: float
+    """How long bytes may be on their way after their sender failed or died."""
+
+
+@dataclass(slots=True)
+class DecodeRequest:
+    """One request in decode."""
+
+    submit: Submit
+    state: DecodeState = DecodeState.QUEUED
+    pages: list[int] = field(default_factory=list)
+    """While RECEIVING or STOPPING; later the step scheduler holds them."""
+    num_held: int = 0
+    """Leading pages that came from the cache; they are read by others and never ticketed."""
+    page_keys: list[bytes] = field(default_factory=list)
+    """Of the prompt's full pages."""
+    session: ReceiverSession | None = None

@@ -1,0 +1,103 @@
+"""What the worker loop needs of a leader, whatever its role: messages and time in, messages and steps out."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Protocol
+
+from cluster.spec.ids import Room
+from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
+from cluster.spec.registry import ReplicaLoad
+
+_REMEMBERED_ROOMS = 100_000
+
+
+class Leader(Protocol):
+    """The control state of one replica. Only the worker loop calls it, from one thread."""
+
+    outgoing: list[tuple[str, Message]]
+    """Messages to send, as (address, message); the loop takes them away."""
+
+    def on_message(self, message: Message, now_s: float) -> None:
+        """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+        ...
+
+    def tick(self, now_s: float) -> None:
+        """Let deadlines pass."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether there is a step to compute now."""
+        ...
+
+    def next_plan(self) -> StepPlan | None:
+        """The next step, or None."""
+        ...
+
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, int], now_s: float) -> None:
+        """Take in the outcome of the step."""
+        ...
+
+    def load(self) -> ReplicaLoad:
+        """What the heartbeat tells the router."""
+        ...
+
+    def is_idle(self) -> bool:
+        """No request is left in any state."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Prove that every page has exactly one holder; raises AssertionError."""
+        ...
+
+
+class LeaderCore:
+    """What both leaders are made of: who they are, what they have to say, and which rooms have ended."""
+
+    def __init__(self, me: Peer) -> None:
+        self.outgoing: list[tuple[str, Message]] = []
+        self.dropped: Counter[str] = Counter()
+        """Messages without effect, by type."""
+        self.me = me
+        self.draining = False
+        self.ended = Tombstones()
+
+    def send(self, address: str, message: Message) -> None:
+        """Leave a message for the loop to take."""
+        self.outgoing.append((address, message))
+
+    def send_failure(self, submit: Submit, reason: str, *, retryable: bool) -> None:
+        """Tell the router that this leg cannot finish the request."""
+        failure = Failure(
+            room=submit.room,
+            replica=self.me.replica,
+            incarnation=self.me.incarnation,
+            reason=reason,
+            retryable=retryable,
+        )
+        self.send(submit.reply_to, failure)
+
+    def drop(self, message: Message) -> None:
+        """Count a message that changes nothing."""
+        self.dropped[type(message).__name__] += 1
+
+    def too_large(self, num_pages: int, pool_pages: int) -> str | None:
+        """Why a prompt of so many pages can never be served here."""
+        if num_pages <= pool_pages:
+            return None
+        return f"the prompt needs {num_pages} pages, {self.me.replica} has {pool_pages}"
+
+
+class Tombstones:
+    """Rooms that have ended, so that a late message cannot bring one back. Remembers the most recent ones."""
+
+    def __init__(self) -> None:
+        self._rooms: OrderedDict[Room, None] = OrderedDict()
+
+    def add(self, room: Room) -> None:
+        """Remember that this room has ended."""
+        self._rooms[room] = None
+        if len(self._rooms) > _REMEMBERED_ROOMS:
+            self._rooms.popitem(last=False)
+
+    def __contains__(self, room: Room) -> bool:
+        return room in self._rooms

@@ -1,0 +1,324 @@
+"""The prefill leader: from Submit and Ticket to Result, and the proof that nobody writes any more. Sans I/O.
+
+A request waits for its ticket, is computed chunk by chunk while its ranks send finished pages, and keeps its pages
+until every rank has reported that it will not read them again.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from cluster.spec.ids import Room
+from cluster.spec.kv import pages_for
+from cluster.spec.lifecycle import move
+from cluster.spec.messages import (
+    Cancel,
+    Drain,
+    DropSend,
+    Message,
+    Peer,
+    Revoke,
+    SendReport,
+    SendState,
+    StepPlan,
+    Submit,
+    TableUpdate,
+    Target,
+    Ticket,
+)
+from cluster.spec.page_key import owner_base
+from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
+from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
+from transfer.sender_session import is_quiet
+from workers.cache.page_allocator import PageAllocator
+from workers.scheduler.leader import LeaderCore
+from workers.scheduler.prefill_answers import drained, refused, result_of
+from workers.scheduler.prefill_request import MOVES, PrefillRequest, PrefillSettings, PrefillState
+from workers.scheduler.sequence import Sequence as TokenSequence
+from workers.scheduler.steps import StepScheduler
+
+
+class PrefillLeader(LeaderCore):
+    """See the module's first lines; the methods are those of ``Leader``."""
+
+    def __init__(self, settings: PrefillSettings, steps: StepScheduler, allocator: PageAllocator) -> None:
+        super().__init__(settings.me)
+        self._settings = settings
+        self._steps = steps
+        self._allocator = allocator
+        self._requests: dict[Room, PrefillRequest] = {}
+        self._early_tickets: dict[Room, tuple[Ticket, float]] = {}
+        self._table: TableSnapshot | None = None
+        self._now_s = 0.0
+        """Clock time of the event at hand."""
+
+    def on_message(self, message: Message, now_s: float) -> None:
+        """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+        self._now_s = now_s
+        match message:
+            case Submit():
+                self._on_submit(message)
+            case Ticket():
+                self._on_ticket(message)
+            case Revoke():
+                self._on_revoke(message)
+            case Cancel():
+                self._on_cancel(message)
+            case SendReport():
+                self._on_report(message)
+            case TableUpdate():
+                self._on_table(message.snapshot)
+            case Drain():
+                self.draining = True
+            case _:
+                self.drop(message)
+
+    def tick(self, now_s: float) -> None:
+        """Fail requests whose ticket did not come, refuse tickets whose request did not come, let bytes settle."""
+        self._now_s = now_s
+        for request in list(self._requests.values()):
+            if request.state is PrefillState.QUEUED and now_s >= request.deadline_s:
+                self._give_up(request, f"{request.submit.decode.replica} sent no ticket in time")
+            elif request.state is PrefillState.STOPPING:
+                self._settle(request)
+        for room, (ticket, deadline_s) in list(self._early_tickets.items()):
+            if now_s >= deadline_s:
+                del self._early_tickets[room]
+                self.ended.add(room)
+                self._refuse(ticket, "the request itself never reached prefill")
+
+    def has_work(self) -> bool:
+        """Whether there is a step to compute now."""
+        return self._steps.has_work()
+
+    def next_plan(self) -> StepPlan | None:
+        """The next step, or None."""
+        return self._steps.next_plan()
+
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, int], now_s: float) -> None:
+        """Send the Result of every request that has its first token."""
+        self._now_s = now_s
+        for sequence in self._steps.commit(plan, sampled):
+            request = self._requests[sequence.room]
+            token = sequence.tokens[-1]
+            request.page_keys = sequence.keys_of(sequence.prompt_len, self._settings.layout.page_size)
+            request.pages = self._steps.remove(sequence.room)
+            self._move(request, PrefillState.SENDING, "first token")
+            result = result_of(self._settings, request, token, sequence.cached_len)
+            self.send(request.submit.decode.address, result)
+            self._settle(request)
+
+    def load(self) -> ReplicaLoad:
+        """What the heartbeat tells the router."""
+        queued = [request for request in self._requests.values() if request.state is PrefillState.QUEUED]
+        return ReplicaLoad(
+            num_waiting=len(queued) + self._steps.num_waiting,
+            num_running=len(self._requests) - len(queued) - self._steps.num_waiting,
+            num_tokens=sum(len(request.submit.prompt_ids) for request in self._requests.values()),
+            free_pages=self._allocator.num_free,
+            cached_pages=self._allocator.num_cached,
+            total_pages=self._allocator.num_pages,
+            draining=self.draining,
+        )
+
+    def is_idle(self) -> bool:
+        """No request is left in any state."""
+        return not self._requests and not self._early_tickets
+
+    def check_integrity(self) -> None:
+        """Prove that every page has exactly one holder, or is cached and as often held as it is counted."""
+        self._steps.check_integrity()
+        kept = [page for request in self._requests.values() for page in request.pages]
+        self._allocator.check_integrity(self._steps.held_pages + kept)
+
+    def _on_submit(self, submit: Submit) -> None:
+        room = submit.room
+        if submit.prefill.incarnation != self.me.incarnation or room in self.ended:
+            self.drop(submit)
+            return
+        request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)
+        self._requests[room] = request
+        pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
+        ticket, _ = self._early_tickets.pop(room, (None, 0.0))
+        if self.draining:
+            self._give_up(request, f"{self.me.replica} is draining", ticket)
+        elif reason := self.too_large(pages, self._allocator.num_pages):
+            self._give_up(request, reason, ticket, retryable=False)
+        elif ticket is not None:
+            self._accept(request, ticket)
+
+    def _on_ticket(self, ticket: Ticket) -> None:
+        request = self._requests.get(ticket.room)
+        if ticket.prefill_incarnation != self.me.incarnation:
+            self.drop(ticket)
+        elif ticket.room in self.ended:
+            self._refuse(ticket, "the request has ended in prefill")
+        elif request is None:
+            self._early_tickets.setdefault(ticket.room, (ticket, self._now_s + self._settings.ticket_timeout_s))
+        elif request.ticket is None:
+            self._accept(request, ticket)
+        else:
+            self.drop(ticket)
+
+    def _accept(self, request: PrefillRequest, ticket: Ticket) -> None:
+        """Bind a ticket to its request, unless the pair does not fit."""
+        request.ticket = ticket
+        mine = self._settings.row
+        reason = geometry_refusal(
+            mine.replica, mine.geometry, ticket.decode.replica, ticket.geometry
+        ) or ticket_refusal(ticket, len(request.submit.prompt_ids))
+        if reason is not None:
+            self._give_up(request, reason)
+        else:
+            self._schedule_ticketed()
+
+    def _on_table(self, table: TableSnapshot) -> None:
+        """Start what waited for its decode ranks to appear; give up what waits for a ticket that cannot come."""
+        self._table = table
+        self._schedule_ticketed()
+        for request in list(self._requests.values()):
+            decode = request.submit.decode
+            entry = table.find(decode.replica)
+            is_gone = entry is not None and entry.incarnation > decode.incarnation
+            if request.state is PrefillState.QUEUED and (
+                is_gone or table.reaped.get(decode.replica, 0) >= decode.incarnation
+            ):
+                self._give_up(request, f"{decode.replica} was lost before it sent a ticket")
+
+    def _schedule_ticketed(self) -> None:
+        """Start every ticketed request whose decode ranks the bootstrap table shows."""
+        for request in list(self._requests.values()):
+            if request.state is not PrefillState.QUEUED or request.ticket is None:
+                continue
+            rows = self._decode_rows(request.ticket.decode)
+            if not rows:
+                continue
+            if reason := refusal(self._settings.row, rows[0]):
+                self._give_up(request, reason)
+            else:
+                self._move(request, PrefillState.SCHEDULED, "ticket")
+                self._steps.add(self._sequence(request.submit, request.ticket, rows))
+
+    def _decode_rows(self, decode: Peer) -> Sequence[RankRow]:
+        entry = self._table.find(decode.replica) if self._table else None
+        return entry.rows if entry and entry.incarnation == decode.incarnation else ()
+
+    def _sequence(self, submit: Submit, ticket: Ticket, rows: Sequence[RankRow]) -> TokenSequence:
+        return TokenSequence(
+            room=submit.room,
+            tokens=list(submit.prompt_ids),
+            prompt_len=len(submit.prompt_ids),
+            sampling=submit.sampling,
+            stopping=submit.stopping,
+            max_len=len(submit.prompt_ids) + 1,
+            cache_salt=submit.cache_salt,
+            owner_base=owner_base(submit.prompt_ids, self._settings.layout.page_size, self._settings.row.sizes.cp),
+            target=Target(
+                generation=ticket.generation,
+                decode=ticket.decode,
+                rows=list(rows),
+                pages=ticket.pages[0],
+                held_pages=ticket.held_pages,
+            ),
+        )
+
+    def _on_revoke(self, revoke: Revoke) -> None:
+        if revoke.prefill_incarnation != self.me.incarnation:
+            self.drop(revoke)
+            return
+        request = self._requests.get(revoke.room)
+        self._early_tickets.pop(revoke.room, None)
+        if request is None:
+            self.ended.add(revoke.room)
+            self.send(revoke.decode.address, drained(self.me, revoke))
+            return
+        request.revoked = True
+        if request.ticket is None:
+            self._end(request, "revoke")
+            self.send(revoke.decode.address, drained(self.me, revoke))
+        else:
+            self._stop(request, "decode revoked its ticket")
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        if cancel.incarnation != self.me.incarnation:
+            self.drop(cancel)
+            return
+        request = self._requests.get(cancel.room)
+        if request is not None:
+            self._stop(request, "the request was cancelled")
+            return
+        self.ended.add(cancel.room)
+        ticket, _ = self._early_tickets.pop(cancel.room, (None, 0.0))
+        if ticket is not None:
+            self._refuse(ticket, "the request was cancelled")
+
+    def _on_report(self, report: SendReport) -> None:
+        request = self._requests.get(report.room)
+        if request is None or request.ticket is None or request.ticket.generation != report.generation:
+            self.drop(report)
+            return
+        request.reports[report.sender_rank] = report.state
+        if report.state is SendState.FAILED:
+            request.quiet_at_s = self._now_s + self._settings.settle_s
+            if request.state is not PrefillState.STOPPING:
+                self._give_up(request, f"rank {report.sender_rank} of {self.me.replica}: {report.reason}")
+        self._settle(request)
+
+    def _settle(self, request: PrefillRequest) -> None:
+        """End the request once no rank, and nothing on the way, will touch its pages again."""
+        all_reported = len(request.reports) == len(self._settings.rank_addresses)
+        if not all_reported or not is_quiet(request.reports.values()) or self._now_s < request.quiet_at_s:
+            return
+        if request.state in (PrefillState.SENDING, PrefillState.STOPPING):
+            stopped = request.state is PrefillState.STOPPING
+            self._end(request, "all ranks reported")
+            if stopped:
+                self._say_drained(request)
+
+    def _stop(self, request: PrefillRequest, reason: str) -> None:
+        """Compute and send no more of a request; its pages follow when every rank has stopped."""
+        if request.state is PrefillState.QUEUED:
+            self._end(request, reason)
+            if request.ticket is not None:
+                request.stop_reason = reason
+                self._say_drained(request)
+            return
+        if request.state is not PrefillState.STOPPING:
+            if request.state is PrefillState.SCHEDULED:
+                request.pages = self._steps.remove(request.submit.room)
+            self._move(request, PrefillState.STOPPING, reason)
+            request.stop_reason = reason
+            self._drop_sends(request)
+        self._settle(request)
+
+    def _drop_sends(self, request: PrefillRequest) -> None:
+        assert request.ticket is not None
+        for address in self._settings.rank_addresses:
+            self.send(address, DropSend(room=request.submit.room, generation=request.ticket.generation))
+
+    def _give_up(
+        self, request: PrefillRequest, reason: str, ticket: Ticket | None = None, *, retryable: bool = True
+    ) -> None:
+        """Fail a request; a ticket that came before it is answered too."""
+        request.ticket = request.ticket or ticket
+        self.send_failure(request.submit, reason, retryable=retryable)
+        self._stop(request, reason)
+
+    def _say_drained(self, request: PrefillRequest) -> None:
+        ticket = request.ticket
+        assert ticket is not None
+        if request.revoked:
+            self.send(ticket.decode.address, drained(self.me, ticket))
+        else:
+            self._refuse(ticket, request.stop_reason)
+
+    def _end(self, request: PrefillRequest, event: str) -> None:
+        self._move(request, PrefillState.ENDED, event)
+        self._allocator.keep(request.pages, request.page_keys)
+        request.pages = []
+        self.ended.add(request.submit.room)
+        del self._requests[request.submit.room]
+
+    def _move(self, request: PrefillRequest, target: PrefillState, event: str) -> None:
+        request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
+
+    def _refuse(self, ticket: Ticket, reason: str) -> None:
+        self.send(ticket.decode.address, refused(self.me, ticket, reason))

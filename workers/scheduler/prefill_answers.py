@@ -1,0 +1,43 @@
+"""What prefill says to decode: the messages that end a ticket."""
+
+from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Ticket
+from transfer.plan import is_sender
+from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
+
+
+def result_of(settings: PrefillSettings, request: PrefillRequest, token: int, cached_tokens: int) -> Result:
+    """The first token, and what all senders together will have written."""
+    assert request.ticket is not None
+    row, num_pages = settings.row, len(request.ticket.pages[0])
+    return Result(
+        room=request.submit.room,
+        generation=request.ticket.generation,
+        prefill=settings.me,
+        decode_incarnation=request.ticket.decode.incarnation,
+        token_ids=[token],
+        cached_tokens=cached_tokens,
+        senders=[cp_rank for cp_rank in range(row.sizes.cp) if is_sender(row.transfer_mode, cp_rank)],
+        num_pages=num_pages,
+        num_bytes=num_pages * row.layout.page_bytes,
+    )
+
+
+def refused(me: Peer, ticket: Ticket, reason: str) -> Refused:
+    """Nothing more is written for this ticket."""
+    return Refused(
+        room=ticket.room,
+        generation=ticket.generation,
+        prefill=me,
+        decode_incarnation=ticket.decode.incarnation,
+        reason=reason,
+    )
+
+
+def drained(me: Peer, asked: Revoke | Ticket) -> Drained:
+    """Nothing more is written for the ticket of this room and generation."""
+    return Drained(
+        room=asked.room,
+        generation=asked.generation,
+        prefill=me,
+        decode_incarnation=asked.decode.incarnation,
+    )

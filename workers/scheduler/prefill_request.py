@@ -1,0 +1,80 @@
+"""What a prefill leader remembers of one request, and the moves it may make."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.spec.kv import PoolLayout
+from cluster.spec.messages import Peer, SendState, Submit, Ticket
+from cluster.spec.registry import RankRow
+
+
+class PrefillState(Enum):
+    """Where a request is in prefill."""
+
+    QUEUED = "queued"
+    """No ticket yet; holds no pages."""
+    SCHEDULED = "scheduled"
+    """Ticketed; the step scheduler computes it and ranks send finished chunks."""
+    SENDING = "sending"
+    """Computed, Result sent; pages are held until every rank has sent its part."""
+    STOPPING = "stopping"
+    """Failed or revoked; pages are held until every rank has stopped."""
+    ENDED = "ended"
+    """Holds nothing."""
+
+
+MOVES = {
+    PrefillState.QUEUED: frozenset({PrefillState.SCHEDULED, PrefillState.ENDED}),
+    PrefillState.SCHEDULED: frozenset({PrefillState.SENDING, PrefillState.STOPPING}),
+    PrefillState.SENDING: frozenset({PrefillState.STOPPING, PrefillState.ENDED}),
+    PrefillState.STOPPING: frozenset({PrefillState.ENDED}),
+    PrefillState.ENDED: frozenset[PrefillState](),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSettings:
+    """What the leader must know of its replica."""
+
+    row: RankRow
+    """Our own row; it answers for the whole replica."""
+    rank_addresses: tuple[str, ...]
+    """Channel addresses of all ranks, by global rank; the first is our own."""
+    ticket_timeout_s: float
+    """Longest wait of a ticket for its request."""
+    settle_s: float
+    """How long the backend may still move bytes of a write that failed."""
+    request_timeout_s: float
+    """Longest wait of a request for its ticket: decode may queue it until pages are free, which is no fault."""
+
+    @property
+    def me(self) -> Peer:
+        """This replica as others address it."""
+        return Peer(replica=self.row.replica, incarnation=self.row.incarnation, address=self.row.address)
+
+    @property
+    def layout(self) -> PoolLayout:
+        """The pool of every rank."""
+        return self.row.layout
+
+
+@dataclass(slots=True)
+class PrefillRequest:
+    """One request in prefill."""
+
+    submit: Submit
+    deadline_s: float
+    """When a request that is still QUEUED is given up."""
+    state: PrefillState = PrefillState.QUEUED
+    ticket: Ticket | None = None
+    pages: list[int] = field(default_factory=list)
+    """While SENDING or STOPPING; before that the step scheduler holds them."""
+    page_keys: list[bytes] = field(default_factory=list)
+    """Of the full pages that may be cached when the request ends; none until the prompt is computed."""
+    reports: dict[int, SendState] = field(default_factory=dict)
+    """The last word of each rank, by global rank."""
+    quiet_at_s: float = 0.0
+    """When no byte of a failed write can be on its way any more."""
+    stop_reason: str = ""
+    revoked: bool = False
+    """Decode waits for Drained."""

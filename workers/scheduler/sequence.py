@@ -1,0 +1,62 @@
+"""One request as the step scheduler sees it: tokens, how many of them have KV, and the pages that hold it."""
+
+from dataclasses import dataclass, field
+
+from cluster.spec.ids import Room
+from cluster.spec.messages import FinishReason, Sampling, Stopping, Target
+from cluster.spec.page_key import extend_page_keys
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens [0, computed_len) have KV in ``pages``; tokens [computed_len, len(tokens)) are still to be computed."""
+
+    room: Room
+    tokens: list[int]
+    """Prompt, then output."""
+    prompt_len: int
+    sampling: Sampling
+    stopping: Stopping
+    max_len: int
+    """Most tokens this sequence may reach."""
+    owner_base: int = 0
+    target: Target | None = None
+    """Where KV is sent while it is computed."""
+    cache_salt: str = ""
+    """Only sequences with the same one share pages."""
+    page_keys: list[bytes] = field(default_factory=list)
+    """Keys of the leading full pages, as far as they were asked for."""
+    cached_len: int = 0
+    """Leading tokens whose KV was there when the sequence started."""
+    computed_len: int = 0
+    pages: list[int] = field(default_factory=list)
+    num_announced_pages: int = 0
+    """Leading pages that the ranks already know of; 0 again after a retraction."""
+    announced: bool = False
+    """The ranks know this room."""
+
+    @property
+    def pending_len(self) -> int:
+        """Tokens still to be computed."""
+        return len(self.tokens) - self.computed_len
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_len
+
+    def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
+        """Keys of the full pages among the first tokens."""
+        if len(self.page_keys) < num_tokens // page_size:
+            extend_page_keys(self.page_keys, self.tokens, page_size, self.cache_salt)
+        return self.page_keys[: num_tokens // page_size]
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ends with the token it has just got, if it does."""
+        if self.num_outputs == 0:
+            return None
+        if self.tokens[-1] in self.stopping.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_outputs >= self.stopping.max_tokens or len(self.tokens) >= self.max_len:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,185 @@
+"""One rank of one replica: intake, plan, forward, send, emit. Plain Python: whoever starts processes makes one.
+
+The leader (global rank 0) turns messages into step plans and sends each plan to the other ranks; every rank computes
+the plan and sends its part of the finished KV. A rank that raises ends its replica.
+"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from cluster.bootstrap.client import LeaseKeeper
+from cluster.bootstrap.table import TableRefusedError
+from cluster.channel import Inbox, Outbox
+from cluster.spec.clock import SystemClock
+from cluster.spec.config import DeployConfig
+from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.messages import Drain, DropSend, Message, Shutdown, StepPlan, TableUpdate
+from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+from workers.build import make_kv_sender, make_leader, make_row
+from workers.kv_sender import KvSender
+from workers.parallel.groups import ReplicaStore, join_store, open_store
+from workers.rank import Rank, load_rank
+from workers.scheduler.leader import Leader
+from workers.scheduler.step_meter import StepMeter
+
+_log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 1.0
+"""Longest sleep of an idle loop; deadlines are seen this late at most."""
+
+
+class Worker:
+    """One process's part of a replica: ``load`` on every rank, then ``run`` on every rank with everybody's rows."""
+
+    def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
+        """Without a rendezvous nothing is registered, and the table comes to the leader as messages."""
+        torch.set_num_threads(spec.config.resources.threads_per_worker)
+        self.spec = spec
+        self._model_folder = model_folder
+        self._rendezvous = rendezvous
+        self._clock = SystemClock()
+        self._inbox = Inbox(spec.host)
+        self._store: ReplicaStore | None = None
+        self._rank: Rank | None = None
+        self._load = ReplicaLoad()
+        self._refusal: TableRefusedError | None = None
+        """Why the bootstrap table will not have this replica."""
+
+    def open_store(self) -> str:
+        """On global rank 0: open the store at which the ranks meet; returns its ``host:port``."""
+        self._store, port = open_store(self.spec.host, self.spec.config.resources.start_timeout_s)
+        return f"{self.spec.host}:{port}"
+
+    def load(self, store_address: str) -> RankRow:
+        """Meet the other ranks, load the weights, allocate the pool, warm up; returns this rank's row."""
+        if self._store is None:
+            self._store = join_store(store_address, self.spec.config.resources.start_timeout_s)
+        self._rank = load_rank(self.spec, self._model_folder, self._store)
+        return make_row(self.spec, self._rank, self._inbox.address)
+
+    def configure(self, config: DeployConfig) -> None:
+        """Between runs: take over settings that do not change what was loaded."""
+        self.spec = replace(self.spec, config=config)
+
+    def run(self, rows: list[RankRow]) -> None:
+        """Work until Shutdown; raises the error that ended this rank. ``rows`` are all ranks' rows, by global rank."""
+        assert self._rank is not None, "run before load"
+        outbox = Outbox()
+        sender = make_kv_sender(self.spec, self._rank, rows)
+        try:
+            if self.spec.is_leader:
+                self._lead(rows, self._rank, sender, outbox)
+            else:
+                self._follow(self._rank, sender)
+        finally:
+            sender.close()
+            outbox.close()
+
+    def stop(self, reason: str) -> None:
+        """From any thread: make ``run`` return after the step at hand."""
+        self._post(Shutdown(reason=reason))
+
+    def drain(self) -> None:
+        """From any thread: take no new requests, finish those at hand."""
+        self._post(Drain())
+
+    def close(self) -> None:
+        """Give back the inbox and the transfer memory; after ``run``."""
+        self._inbox.close()
+        if self._rank is not None:
+            self._rank.close()
+
+    def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, outbox: Outbox) -> None:
+        leader = make_leader(self.spec, rank, rows)
+        followers = [row.address for row in rows[1:]]
+        lease = self._keep_lease(rows)
+        meter = StepMeter()
+        try:
+            while self._take_in(leader, sender):
+                plan = leader.next_plan()
+                if plan is not None:
+                    for address in followers:
+                        outbox.send(address, plan)
+                    sender.before_step(plan)
+                    start_s = self._clock.now_s()
+                    sampled = rank.runner.execute(plan)
+                    meter.after_step(plan, self._clock.now_s() - start_s)
+                    sender.after_step(plan, rank.runner.requests)
+                    leader.commit(plan, sampled, self._clock.now_s())
+                self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
+                _emit(leader, outbox)
+        finally:
+            if lease is not None:
+                lease.stop(unregister=True)
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _take_in(self, leader: Leader, sender: KvSender) -> bool:
+        """Hand waiting messages to the leader; sleeps while there is no step to compute. False ends the loop."""
+        going_on = True
+        for message in self._inbox.receive(0.0 if leader.has_work() else IDLE_WAIT_S):
+            if isinstance(message, Shutdown):
+                going_on = False
+            elif isinstance(message, DropSend):
+                sender.drop(message)
+            else:
+                leader.on_message(message, self._clock.now_s())
+        leader.tick(self._clock.now_s())
+        return going_on
+
+    def _follow(self, rank: Rank, sender: KvSender) -> None:
+        while True:
+            for message in self._inbox.receive(IDLE_WAIT_S):
+                if isinstance(message, StepPlan):
+                    sender.before_step(message)
+                    rank.runner.execute(message)
+                    sender.after_step(message, rank.runner.requests)
+                elif isinstance(message, DropSend):
+                    sender.drop(message)
+                elif isinstance(message, Shutdown):
+                    return
+
+    def _keep_lease(self, rows: list[RankRow]) -> LeaseKeeper | None:
+        if self._rendezvous is None:
+            return None
+        outbox = Outbox()
+
+        def on_table(snapshot: TableSnapshot) -> None:
+            outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
+
+        lease = LeaseKeeper(
+            self._rendezvous.bootstrap_url,
+            self._rendezvous.token,
+            rows,
+            lambda: self._load,
+            on_table,
+            self.spec.config.resources.heartbeat_s,
+            self._on_refused,
+        )
+        lease.start()
+        return lease
+
+    def _on_refused(self, error: TableRefusedError) -> None:
+        """On the lease's thread: a replica that nobody can find must not go on."""
+        self._refusal = error
+        self.stop(str(error))
+
+    def _post(self, message: Message) -> None:
+        outbox = Outbox()
+        outbox.send(self._inbox.address, message)
+        outbox.close()
+
+
+def _emit(leader: Leader, outbox: Outbox) -> None:
+    """Send what the leader has to say; a peer that does not listen is the business of leases and deadlines."""
+    outgoing, leader.outgoing = leader.outgoing, []
+    for address, message in outgoing:
+        try:
+            outbox.send(address, message)
+        except PeerUnreachableError as error:
+            _log.warning("%s", error)
