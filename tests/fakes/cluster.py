@@ -26,7 +26,7 @@ class RunningCluster:
 
     def table(self) -> dict[str, Any]:
         """The bootstrap table as the router sees it."""
-        table: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=10).raise_for_status().json()
+        table: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=60).raise_for_status().json()
         return table
 
     def replicas(self) -> dict[str, dict[str, Any]]:

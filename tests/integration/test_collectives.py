@@ -135,8 +135,8 @@ def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(number: signal.Sign
         begin_s, begin_cpu_s = time.monotonic(), time.thread_time()
         with pytest.raises(CollectiveError, match=rf"barrier in group shared, rank 0 of 2: rank 1 \(process {pid}\)"):
             group.barrier()
-        assert time.monotonic() - begin_s < 5.0
-        assert time.thread_time() - begin_cpu_s < 0.25, "waiting should cost little"
+        assert time.monotonic() - begin_s < TIMEOUT_S / 2
+        assert time.thread_time() - begin_cpu_s < 1.0, "a spinning wait would take all of a core"
         with pytest.raises(CollectiveError):
             group.barrier()
         timer.join()

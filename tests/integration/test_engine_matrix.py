@@ -90,7 +90,7 @@ class Engine:
         prompts = prompts_of(case["lengths"])
         with self._cluster.running(config):
             ours = self._cluster.generate(
-                [Prompt(prompt, Stopping(max_tokens=NUM_TOKENS)) for prompt in prompts], timeout_s=60
+                [Prompt(prompt, Stopping(max_tokens=NUM_TOKENS)) for prompt in prompts], timeout_s=120
             )
         return ours, [self._oracle(case["family"], tuple(prompt)) for prompt in prompts]
 

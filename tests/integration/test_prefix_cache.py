@@ -141,8 +141,8 @@ def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
 def test_tokens_do_not_depend_on_what_is_cached(case: Case, oracle: Oracle, engine: Engine) -> None:
     prompts = follow_ups(oracle)
     with engine.running(case) as cluster:
-        first = cluster.generate(asked([LONG, SHORT]), timeout_s=60)
-        answers = cluster.answer(asked([prompt for prompt, _ in prompts.values()]), timeout_s=60)
+        first = cluster.generate(asked([LONG, SHORT]), timeout_s=120)
+        answers = cluster.answer(asked([prompt for prompt, _ in prompts.values()]), timeout_s=120)
     assert first == [oracle.tokens(tuple(prompt)) for prompt in (LONG, SHORT)]
     for (state, (prompt, num_pages)), answer in zip(prompts.items(), answers, strict=True):
         assert answer.token_ids == oracle.tokens(tuple(prompt)), state

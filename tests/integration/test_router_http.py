@@ -77,7 +77,7 @@ class Cluster:
         return self.decode.submits[-1]
 
     def assert_empty(self) -> None:
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 60
         while self.metric("baton_num_requests_running") or self.decode.num_open:
             assert time.monotonic() < deadline_s, "requests are left open"
             time.sleep(0.01)
@@ -101,7 +101,7 @@ def run_cluster(folder: Path, **router: Any) -> Iterator[Cluster]:
         table.show(table_of(entry_of(prefill.peer), entry_of(decode.peer)))
         url = server.start()
         try:
-            with httpx.Client(base_url=url, timeout=10, trust_env=False) as http:
+            with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
                 wait_ready(http)
                 yield Cluster(url, server, table, prefill, decode, http)
         finally:
@@ -110,7 +110,7 @@ def run_cluster(folder: Path, **router: Any) -> Iterator[Cluster]:
 
 
 def wait_ready(http: httpx.Client) -> None:
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while http.get("/ready").status_code != 200:
         assert time.monotonic() < deadline_s, http.get("/ready").text
         time.sleep(0.01)
@@ -482,7 +482,7 @@ class TestStatusRoutes:
         )
         cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
         labels = '{replica="prefill-0",strategy="zigzag"}'
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 60
         while f"baton_prefill_steps_total{labels}" not in cluster.http.get("/metrics").text:
             assert time.monotonic() < deadline_s
         assert cluster.metric(f"baton_prefill_steps_total{labels}") == 3
@@ -495,7 +495,7 @@ class TestStatusRoutes:
 class TestReplicasComeAndGo:
     def test_nothing_ready(self, cluster: Cluster) -> None:
         cluster.table.show(table_of(entry_of(cluster.prefill.peer), version=2, reaped={"decode-0": 1}))
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 60
         while (reply := cluster.http.get("/ready")).status_code == 200:
             assert time.monotonic() < deadline_s
         assert reply.json()["error"]["message"] == "no decode replica is ready"
@@ -567,8 +567,8 @@ class TestClients:
             room = cluster.decode.wait_submits(1)[0].room
             if after_first_token and stream:
                 assert client.recv(100)
-        assert cluster.prefill.wait_cancels(1, timeout_s=1.0)[0].room == room
-        assert cluster.decode.wait_cancels(1, timeout_s=1.0)[0].room == room
+        assert cluster.prefill.wait_cancels(1, timeout_s=60.0)[0].room == room
+        assert cluster.decode.wait_cancels(1, timeout_s=60.0)[0].room == room
         cluster.assert_empty()
         assert cluster.metric('baton_request_ended_total{outcome="cancelled"}') == 1
 
@@ -590,7 +590,7 @@ class TestClients:
             assert text == (prompt * 40)[:num_tokens]
 
         limits = httpx.Limits(max_connections=64)
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20, limits=limits, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=limits, trust_env=False) as http:
             await asyncio.gather(*(run(http, index) for index in range(32)))
         cluster.assert_empty()
         assert cluster.metric('baton_request_ended_total{outcome="finished"}') == 29
@@ -680,7 +680,7 @@ def test_with_the_real_bootstrap_service(folder: Path) -> None:
                 )
                 assert client.heartbeat(beat)
             client.close()
-            with httpx.Client(base_url=server.start(), timeout=10, trust_env=False) as http:
+            with httpx.Client(base_url=server.start(), timeout=60, trust_env=False) as http:
                 wait_ready(http)
                 reply = http.post("/v1/completions", json={"model": MODEL, "prompt": "abc", "max_tokens": 3})
                 assert reply.json()["choices"][0]["text"] == "abc"

@@ -24,7 +24,7 @@ CONFIG = DeployConfig(
     resources=ResourcesConfig(restart_backoff_s=0.01, start_timeout_s=10.0),
 )
 ONE = Incarnation(1)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Driver:

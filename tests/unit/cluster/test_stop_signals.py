@@ -8,7 +8,7 @@ import pytest
 
 from cluster.cli.stop_signals import StopSignals
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @pytest.fixture
