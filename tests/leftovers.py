@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.cli.check_machine import stale_files
-
 MARK = "BATON_TEST_SESSION"
 """Every process of the session inherits this variable, even one that left its parent."""
 GRACE_S = 10.0
@@ -24,7 +22,7 @@ class Before:
     def now(cls) -> "Before":
         """Mark this process and its future children, and note what is there."""
         os.environ.setdefault(MARK, str(os.getpid()))
-        return cls(frozenset(stale_files()))
+        return cls(frozenset(_shared_files()))
 
 
 def find_leftovers(before: Before) -> list[str]:
@@ -32,8 +30,13 @@ def find_leftovers(before: Before) -> list[str]:
     deadline_s = time.monotonic() + GRACE_S
     while (processes := _processes()) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    files = [f"file {path}" for path in stale_files() if path not in before.shared_files]
+    files = [f"file {path}" for path in _shared_files() if path not in before.shared_files]
     return processes + files
+
+
+def _shared_files() -> list[Path]:
+    """Baton makes none: its shared memory has no name."""
+    return sorted(Path("/dev/shm").glob("*baton*"))
 
 
 def _processes() -> list[str]:

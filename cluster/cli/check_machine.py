@@ -12,33 +12,6 @@ from cluster.cli.finding import Finding, Status
 
 GIB = 1024**3
 ENDPOINT = ("127.0.0.1", 8000)
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def check_shared_memory(folder: Path = SHARED_MEMORY, needed_bytes: int = 2 * GIB) -> Finding:
-    """Room for the page pools, and what a killed cluster left there."""
-    if not folder.is_dir():
-        return Finding("shared memory", Status.FAIL, f"{folder} does not exist", f"mount a tmpfs at {folder}")
-    free_bytes = shutil.disk_usage(folder).free
-    found = f"{free_bytes / GIB:.1f} GiB free in {folder}"
-    stale = stale_files(folder)
-    if stale:
-        names = " ".join(str(path) for path in stale)
-        return Finding("shared memory", Status.WARN, f"{found}, {len(stale)} files nobody uses", f"rm {names}")
-    if free_bytes < needed_bytes:
-        needed = f"at least {needed_bytes / GIB:.0f} GiB are needed"
-        mend = f"{needed}: mount -o remount,size=8G {folder}; in docker, --shm-size=8g"
-        return Finding("shared memory", Status.WARN, found, mend)
-    return Finding("shared memory", Status.OK, found)
-
-
-def stale_files(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Files of Baton that no running process has mapped or open."""
-    files = sorted(folder.glob("baton-*"))
-    if not files:
-        return []
-    used = _used_paths()
-    return [path for path in files if not any(name.startswith(str(path)) for name in used)]
 
 
 def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
@@ -91,14 +64,3 @@ def check_open_files(limit: int | None = None) -> Finding:
     if limit != resource.RLIM_INFINITY and limit < 4096:
         return Finding("open files", Status.WARN, f"at most {limit}", "run `ulimit -n 65536` first")
     return Finding("open files", Status.OK, "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit}")
-
-
-def _used_paths() -> set[str]:
-    used: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            used.update(re.findall(r" (/\S*baton-\S*)", (process / "maps").read_text()))
-            used.update(str(link.readlink()) for link in (process / "fd").iterdir())
-        except OSError:
-            continue  # it ended, or belongs to another user
-    return used

@@ -18,7 +18,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_install.check_ray,
     check_install.check_torch,
     check_install.check_mooncake,
-    check_machine.check_shared_memory,
     check_machine.check_port,
     check_machine.check_cores,
     check_machine.check_memory,

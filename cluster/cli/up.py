@@ -5,7 +5,6 @@ import os
 import secrets
 import socket
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +71,6 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
     from cluster.cli.running import Note, RunningCluster
     from cluster.cli.start_progress import StartProgress
     from cluster.cli.stop_signals import StopSignals
-    from cluster.launch.tools import sweep
     from cluster.processes import this_process
     from cluster.ray_environ import set_for_own_cluster
     from cluster.spec.env import TOKEN
@@ -94,9 +92,7 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
         from cluster.ray_adapter import RaySystem
 
         signals.check()
-        with ExitStack() as at_end:
-            at_end.callback(sweep)  # after Ray, whose end is the end of workers that nobody else could kill
-            system = at_end.enter_context(RaySystem(f"baton-{config.name}", address, _num_cpus(config), worker_logs))
+        with RaySystem(f"baton-{config.name}", address, _num_cpus(config), worker_logs) as system:
             signals.check()
             progress.stage("ray", "ready")
             _check_alone(system, config.name)

@@ -104,9 +104,7 @@ class Launcher:
         """Kill a member and give back what it held; True when its processes are proven gone."""
         with self._lock:
             member = self._running.pop(name, None)
-        gone = member is None or member.kill(KILL_S)
-        self._tools.sweep()
-        return gone
+        return member is None or member.kill(KILL_S)
 
     def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None:
         """Tell the rank table that no process of this start is left. Raises PeerUnreachableError."""
@@ -134,7 +132,6 @@ class Launcher:
     def _kill(self, timeout_s: float) -> None:
         """Returns in time even when Ray does not answer."""
         _each(self._snapshot(), lambda member: member.kill(min(KILL_S, timeout_s)), timeout_s)
-        self._tools.sweep()
 
     def _start_bootstrap(self, incarnation: Incarnation, deadline: Deadline) -> None:
         process = BootstrapProcess(self._tools, incarnation)

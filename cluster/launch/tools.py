@@ -51,13 +51,6 @@ def connect(rendezvous: Rendezvous) -> Table:
     return BootstrapClient(rendezvous.bootstrap_url, rendezvous.token)
 
 
-def sweep() -> None:
-    """Remove the shared memory that killed workers could not remove themselves; only this machine's."""
-    from transfer.backends.shared_memory import remove_stale
-
-    remove_stale()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
     """All of it."""
@@ -67,4 +60,3 @@ class Tools:
     kinds: ActorKinds = field(default_factory=ActorKinds)
     tell: Tell = tell
     connect: Callable[[Rendezvous], Table] = connect
-    sweep: Callable[[], None] = sweep

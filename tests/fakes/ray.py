@@ -143,7 +143,6 @@ class World:
             ),
             tell=self.tell,
             connect=lambda _: FakeTable(self),
-            sweep=lambda: None,
         )
 
     def tell(self, addresses: Sequence[str], message: Message) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -72,7 +71,6 @@ def backend(name: TransferBackendName) -> Iterator[TransferBackend]:
     backend = make_backend(name, "127.0.0.1")
     yield backend
     backend.close()
-    shared_memory.remove_stale()
 
 
 @pytest.fixture
@@ -118,7 +116,6 @@ def test_a_peer_that_closed_or_died_is_an_error(
             backend.write(source, peer.endpoint, [Span(0, 0, 4096)])
     with _peer(name) as peer:
         peer.kill()
-        shared_memory.remove_stale()
         with pytest.raises(TransferError):
             backend.write(source, peer.endpoint, [Span(0, 0, 4096)])
         backend.forget(peer.endpoint)
@@ -164,58 +161,42 @@ def test_regions_are_zero_and_outlive_close(backend: TransferBackend) -> None:
     assert bytes(region.buffer[:4]) == b"bato"
 
 
-def test_shared_memory_leaves_no_file_behind() -> None:
-    backend = shared_memory.SharedMemoryBackend()
-    path = Path(backend.allocate(SIZE).endpoint.session)
-    assert path.name.startswith(f"baton-{os.getpid()}-")
-    assert path not in shared_memory.remove_stale()
-    assert path.stat().st_size == SIZE
-    assert path.stat().st_mode & 0o777 == 0o600
-    backend.close()
-    assert not path.exists()
-
-
-def test_the_file_of_a_killed_process_is_stale_and_only_then() -> None:
+def test_shared_memory_is_in_no_file_system_and_goes_with_its_owner() -> None:
     with _peer(TransferBackendName.SHARED_MEMORY) as peer:
-        path = Path(peer.endpoint.session)
-        assert path not in shared_memory.remove_stale()
-        assert path.exists()
-        peer.process.send_signal(signal.SIGKILL)
-        peer.process.wait()
-        assert path in shared_memory.remove_stale()
-        assert not path.exists()
+        path, name = peer.endpoint.session.split()
+        assert Path(path).readlink() == Path(f"/memfd:{name} (deleted)")
+        assert not any(name in entry.name for entry in Path("/dev/shm").iterdir())
+        peer.kill()
+        assert not Path(path).exists()
 
 
 def test_shared_memory_that_does_not_fit_is_refused_in_words() -> None:
     backend = shared_memory.SharedMemoryBackend()
-    with pytest.raises(UserError, match=r"no room for 1152921504606846976 bytes of shared memory \(/dev/shm: "):
+    with pytest.raises(UserError, match=r"^no room for 1152921504606846976 bytes of shared memory: \d+ are available$"):
         backend.allocate(1 << 60)
     backend.close()
 
 
-def test_shared_memory_falls_back_to_the_next_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "folders", lambda: [tmp_path / "absent", tmp_path])
-    backend = shared_memory.SharedMemoryBackend()
-    region = backend.allocate(4096)
-    region.buffer[:] = bytes(range(256)) * 16
-    other = backend.allocate(4096)
-    backend.write(region, other.endpoint, [Span(0, 0, 4096)])
-    assert other.buffer == region.buffer
-    backend.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_shared_memory_opens_nothing_but_regions(tmp_path: Path) -> None:
+def test_shared_memory_opens_nothing_but_the_region_that_was_meant(tmp_path: Path) -> None:
     backend = shared_memory.SharedMemoryBackend()
     source = backend.allocate(4096)
+    right = backend.allocate(8192).endpoint
+    path, _ = right.session.split()
     victim = tmp_path / "notes.txt"
     victim.write_bytes(bytes(4096))
-    endpoint = Endpoint(backend="shared_memory", session=str(victim), base_address=0, num_bytes=4096)
-    with pytest.raises(TransferError, match="is not the name of a shared memory region"):
-        backend.write(source, endpoint, [Span(0, 0, 8)])
-    wrong_size = msgspec.structs.replace(backend.allocate(8192).endpoint, num_bytes=4096)
+    with victim.open("r+b") as file:
+        wrong = {
+            str(victim): "is not the name of a shared memory region",
+            f"/proc/{os.getpid()}/fd/{file.fileno()} baton-{0:016x}": "is no longer the region",
+            f"{path} baton-{0:016x}": "is no longer the region",
+            f"/proc/{os.getpid()}/fd/999999 baton-{0:016x}": "No such file or directory; is its owner alive",
+        }
+        for session, message in wrong.items():
+            with pytest.raises(TransferError, match=message):
+                backend.write(source, msgspec.structs.replace(right, session=session), [Span(0, 0, 8)])
     with pytest.raises(TransferError, match="has 8192 bytes, its owner said 4096"):
-        backend.write(source, wrong_size, [Span(0, 0, 8)])
+        backend.write(source, msgspec.structs.replace(right, num_bytes=4096), [Span(0, 0, 8)])
+    backend.write(source, right, [Span(0, 0, 8)])
     backend.close()
 
 

@@ -1,14 +1,13 @@
-"""Transfers inside one host: a region is a memory-mapped file, a write is a memcpy into the peer's file.
+"""Transfers inside one host: a region is anonymous shared memory, a write is a memcpy into the peer's.
 
-The owner holds a lock on its file as long as it lives, so a file whose lock is free was left by a dead process.
+The memory is a memfd that peers open through its owner's ``/proc`` entry: it has no name in any file system, so that
+nothing can be left behind, however its owner ends.
 """
 
-import fcntl
 import mmap
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,46 +20,43 @@ from cluster.spec.registry import Endpoint
 from transfer.backends.interface import Region, out_of_bounds
 from transfer.plan import Span
 
-_NAME = re.compile(r"^baton-\d+-[0-9a-f]{8}$")
-
-
-def folders() -> list[Path]:
-    """Where region files may lie, best first: memory, then the folder of temporary files."""
-    return [Path("/dev/shm"), Path(tempfile.gettempdir())]
-
-
-def remove_stale() -> list[Path]:
-    """Delete the region files whose owner is gone, and return them."""
-    found = [path for folder in folders() if folder.is_dir() for path in folder.iterdir() if _NAME.match(path.name)]
-    return [path for path in found if _remove_if_stale(path)]
+_SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
+"""Where the owner has the memory open, and its name, which no other memory has: descriptors are used again."""
 
 
 class SharedMemoryBackend:
-    """Regions as files under /dev/shm, named ``baton-<pid>-<random>`` and deleted by ``close``."""
+    """Regions as memory of this process that others can open while it lives, until ``close``."""
 
     name = TransferBackendName.SHARED_MEMORY
     settle_s = 0.0
 
     def __init__(self) -> None:
-        self._owned: dict[Path, int] = {}
+        self._owned: list[int] = []
         self._peers: dict[str, npt.NDArray[np.uint8]] = {}
 
     def allocate(self, num_bytes: int) -> Region:
-        """Make a region file of that size, with its pages reserved."""
-        failures = []
-        for folder in folders():
-            try:
-                path, descriptor = _create(folder, num_bytes)
-            except OSError as error:
-                failures.append(f"{folder}: {error.strerror}")
-                continue
-            self._owned[path] = descriptor
-            endpoint = Endpoint(backend=self.name, session=str(path), base_address=0, num_bytes=num_bytes)
-            return Region(memoryview(mmap.mmap(descriptor, num_bytes)), endpoint)
-        raise UserError(f"no room for {num_bytes} bytes of shared memory ({'; '.join(failures)})")
+        """Make a region of that size, with its memory reserved."""
+        free_bytes = available_bytes()
+        if num_bytes > free_bytes:
+            raise UserError(f"no room for {num_bytes} bytes of shared memory: {free_bytes} are available")
+        name = f"baton-{secrets.token_hex(8)}"
+        descriptor = os.memfd_create(name)
+        self._owned.append(descriptor)
+        try:
+            # Without this, memory that runs out shows as a bus error in the middle of a forward pass.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            raise UserError(f"no room for {num_bytes} bytes of shared memory: {error.strerror}") from error
+        endpoint = Endpoint(
+            backend=self.name,
+            session=f"/proc/{os.getpid()}/fd/{descriptor} {name}",
+            base_address=0,
+            num_bytes=num_bytes,
+        )
+        return Region(memoryview(mmap.mmap(descriptor, num_bytes)), endpoint)
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
-        """Copy spans into the peer's file."""
+        """Copy spans into the peer's memory."""
         if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):
             raise TransferError(f"{target.session}: {wrong}")
         peer = self._map(target)
@@ -69,16 +65,14 @@ class SharedMemoryBackend:
             np.copyto(peer[target_offset : target_offset + num_bytes], ours[source_offset : source_offset + num_bytes])
 
     def forget(self, target: Endpoint) -> None:
-        """Unmap a peer's file, which gives its memory back if the peer is gone."""
+        """Unmap a peer's memory, which gives it back if the peer is gone."""
         self._peers.pop(target.session, None)
 
     def close(self) -> None:
-        """Delete own files and unmap those of peers; own memory lives on while something refers to it."""
+        """Close own memory to peers and unmap theirs; own memory lives on while something refers to it."""
         self._peers.clear()
         while self._owned:
-            path, descriptor = self._owned.popitem()
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
+            os.close(self._owned.pop())
 
     def _map(self, target: Endpoint) -> npt.NDArray[np.uint8]:
         if target.session not in self._peers:
@@ -86,49 +80,35 @@ class SharedMemoryBackend:
         return self._peers[target.session]
 
 
-def _create(folder: Path, num_bytes: int) -> tuple[Path, int]:
-    """A new locked file; an OSError if it does not fit."""
-    path = folder / f"baton-{os.getpid()}-{secrets.token_hex(4)}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+def available_bytes() -> int:
+    """Memory that can be taken without pushing others out: the machine's, or what the control group leaves of it."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Without this a full /dev/shm shows as a bus error in the middle of a forward pass.
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        limit, used, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
     except OSError:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-        raise
-    if path.exists():
-        return path, descriptor
-    # Another process took the file for a stale one in the moment before it was locked.
-    os.close(descriptor)
-    return _create(folder, num_bytes)
+        return available
+    if limit.strip() == "max":
+        return available
+    file_cache = dict(line.split() for line in stat.splitlines())["inactive_file"]
+    return min(available, int(limit) - int(used) + int(file_cache))
 
 
 def _open(target: Endpoint) -> npt.NDArray[np.uint8]:
-    path = Path(target.session)
-    if not _NAME.match(path.name) or path.parent not in folders():
-        raise TransferError(f"{path} is not the name of a shared memory region")
+    match = _SESSION.match(target.session)
+    if match is None:
+        raise TransferError(f"{target.session} is not the name of a shared memory region")
+    path, name = match.groups()
     try:
-        with path.open("r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != target.num_bytes:
-                raise TransferError(f"{path} has {size} bytes, its owner said {target.num_bytes}")
-            return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise TransferError(f"{path} cannot be opened: {error.strerror}; is its owner on this host?") from error
-
-
-def _remove_if_stale(path: Path) -> bool:
+        raise TransferError(f"{path} cannot be opened: {error.strerror}; is its owner alive, on this host?") from error
     try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except OSError:
-        return False
+        if Path(f"/proc/self/fd/{descriptor}").readlink() != Path(f"/memfd:{name} (deleted)"):
+            raise TransferError(f"{path} is no longer the region {name}")
+        size = os.fstat(descriptor).st_size
+        if size != target.num_bytes:
+            raise TransferError(f"{path} has {size} bytes, its owner said {target.num_bytes}")
+        return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
     finally:
         os.close(descriptor)
-    return True

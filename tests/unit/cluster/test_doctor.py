@@ -72,22 +72,6 @@ def test_missing_libraries_are_named_by_their_package(monkeypatch: pytest.Monkey
     assert check_install.missing_mooncake_packages() == ["libnone9"]
 
 
-def test_shared_memory(tmp_path: Path) -> None:
-    assert check_machine.check_shared_memory(tmp_path, 1).status is Status.OK
-    small = check_machine.check_shared_memory(tmp_path, 10**18)
-    assert (small.status, "--shm-size" in small.mend) == (Status.WARN, True)
-    assert check_machine.check_shared_memory(tmp_path / "absent").status is Status.FAIL
-
-
-def test_stale_files_are_those_nobody_has_open(tmp_path: Path) -> None:
-    stale, used = tmp_path / "baton-stale", tmp_path / "baton-used"
-    (tmp_path / "other").touch()
-    stale.touch()
-    with used.open("w"):
-        assert check_machine.stale_files(tmp_path) == [stale]
-        assert check_machine.check_shared_memory(tmp_path, 1).mend == f"rm {stale}"
-
-
 def test_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
     assert check_machine.check_port() == Finding("port", Status.OK, "127.0.0.1:8000 is free")
