@@ -27,7 +27,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.actors import Actor, Machine, Reservation, Seat
-from cluster.processes import ProcessId, kill_sessions, this_process, wait_gone
+from cluster.guard import Guard
+from cluster.processes import ProcessId, this_process, wait_gone
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 
 OBJECT_STORE_BYTES = 100_000_000
@@ -82,13 +83,13 @@ class RaySystem:
         """Sockets and logs of a cluster that was started here."""
         self.is_urgent = False
         """Whether ``shutdown`` is not to wait for Ray's own way of ending."""
-        self._sessions: list[int] = []
-        """Of all processes of a cluster that was started here."""
+        self._guard = Guard(self.temp_dir) if self.temp_dir else None
+        """Of the processes of a cluster that was started here."""
         # A thread that still asks Ray for something after shutdown gets an error, not a cluster of its own.
         ray_auto_init.enable_auto_connect = False
         ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
         try:
-            with _signals_kept(), _daemons_apart(self._sessions):
+            with _signals_kept(), _daemons_apart(self._guard):
                 _init(namespace, address, num_cpus, worker_logs, self.temp_dir)
         except (ConnectionError, RuntimeError) as exc:
             self.shutdown()
@@ -182,11 +183,10 @@ class RaySystem:
         leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
         leaving.start()
         leaving.join(timeout_s)
-        kill_sessions(self._sessions, _KILL_S)
+        if self._guard is not None:
+            self._guard.finish(_KILL_S)
         if leaving.is_alive():
             atexit.unregister(ray_worker.shutdown)  # it would wait as long, for what is not there any more
-        if self.temp_dir is not None:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
 
     def _home_options(self) -> tuple[str, dict[str, Any]]:
         node_id = ray.get_runtime_context().get_node_id()
@@ -236,8 +236,8 @@ def _signals_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _daemons_apart(sessions: list[int]) -> Iterator[None]:
-    """Start Ray's daemons in sessions of their own, and note these.
+def _daemons_apart(guard: Guard | None) -> Iterator[None]:
+    """Start Ray's daemons in sessions of their own, and put these under guard.
 
     What is typed at the terminal or sent to the driver's group is for the driver alone, which still needs them to end
     in order; and by its session a process is found even after its parent has died.
@@ -247,7 +247,8 @@ def _daemons_apart(sessions: list[int]) -> Iterator[None]:
 
     def start(*args: Any, **options: Any) -> Any:
         daemon = theirs(*args, start_new_session=True, **options)
-        sessions.append(daemon.pid)
+        if guard is not None:
+            guard.watch(daemon.pid)
         return daemon
 
     services.ConsolePopen = start

@@ -1,7 +1,6 @@
 """Signals to `baton up`: whatever arrives, and whenever, the driver ends its cluster in order and leaves nothing."""
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -20,9 +19,6 @@ MARK = "BATON_TEST_UP"
 STOP_S = 60.0
 AT_ONCE_S = 14.0
 """Less than a stop in order waits for a Ray that does not answer."""
-
-ORPHANS_S = 150.0
-"""Ray's agents may try for a minute to tell a dead head that their raylet is gone; all others end within seconds."""
 
 
 @contextmanager
@@ -90,7 +86,7 @@ def test_ctrl_c_twice_while_ray_starts(tmp_path: Path) -> None:
         assert terminal.output.rstrip().endswith("stopped while starting")
 
 
-def test_a_killed_driver_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("baton")), "up", "deploy/local-cpu.yaml"]
     command += ["--set", "name=test-killed", "--set", "router.port=0"]
     before = set(Path("/dev/shm").iterdir())
@@ -98,10 +94,9 @@ def test_a_killed_driver_leaves_no_process_and_no_shared_memory(tmp_path: Path) 
         terminal.wait_until(lambda: "stops it" in terminal.output, START_S)
         os.kill(terminal.pid, signal.SIGKILL)
         assert terminal.wait(STOP_S) == -signal.SIGKILL
-        deadline_s = time.monotonic() + ORPHANS_S
+        deadline_s = time.monotonic() + STOP_S
         while left := _processes("test-killed"):
             assert time.monotonic() < deadline_s, left
             time.sleep(0.1)
     assert set(Path("/dev/shm").iterdir()) <= before
-    for folder in _ray_folders(terminal):
-        shutil.rmtree(folder)  # the logs, which the next start of a cluster removes
+    assert _ray_folders(terminal) == []
