@@ -19,8 +19,8 @@ from router.load import LoadBook
 class Dispatch:
     """All open requests of one router."""
 
-    def __init__(self, reply_to: str, draw: Callable[[], Room] = draw_room) -> None:
-        self._reply_to = reply_to
+    def __init__(self, me: Peer, draw: Callable[[], Room] = draw_room) -> None:
+        self._me = me
         self._draw = draw
         self._flights: dict[Room, Flight] = {}
         self.load = LoadBook()
@@ -65,7 +65,7 @@ class Dispatch:
             stopping=ask.stopping,
             prefill=prefill,
             decode=decode,
-            reply_to=self._reply_to,
+            router=self._me,
             cache_salt=ask.cache_salt,
         )
         return room, [Send(address=peer.address, message=submit) for peer in (prefill, decode)]

@@ -16,6 +16,8 @@ from cluster.bootstrap.client import watch_table
 from cluster.channel import AsyncInbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
+from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.messages import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import Rendezvous
 from cluster.tokenizer import Tokenizer
@@ -46,12 +48,14 @@ class RouterServer:
         model_folder: Path,
         rendezvous: Rendezvous,
         host: str,
+        incarnation: Incarnation,
         watch: Watch = watch_table,
     ) -> None:
         """Read the model's tokenizer and limits.
 
         Args:
             host: the address that replicas reply to.
+            incarnation: of this start, for the replicas.
 
         Raises:
             UserError: the model folder cannot be used.
@@ -61,6 +65,7 @@ class RouterServer:
         max_context(config, self._tokenizer)
         self._rendezvous = rendezvous
         self._host = host
+        self._incarnation = incarnation
         self._watch = watch
         self._thread: threading.Thread | None = None
         self._running: Future[_Running] = Future()
@@ -142,8 +147,9 @@ class RouterServer:
         server.should_exit = True
         await _settle(parts, serving)
 
-    def _service(self, reply_to: str, outbox: Outbox) -> Service:
-        dispatch, metrics = Dispatch(reply_to), Metrics()
+    def _service(self, address: str, outbox: Outbox) -> Service:
+        me = Peer(replica=ROUTER, incarnation=self._incarnation, address=address)
+        dispatch, metrics = Dispatch(me), Metrics()
         directory = Directory(grace_s=self._config.resources.lease_s)
         metrics.watch(dispatch, directory)
         relay = Relay(self._config.router, dispatch, directory, outbox, SystemClock(), metrics)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import Incarnation, ReplicaId, Room, draw_room, replica_id
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
 from cluster.spec.messages import Failure, Output, Peer, Sampling, Shutdown, Stopping, Submit, TableUpdate
@@ -284,7 +284,7 @@ class LocalCluster:
             stopping=prompt.stopping,
             prefill=prefill,
             decode=decode,
-            reply_to=self._inbox.address,
+            router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
         )
         for peer in (prefill, decode):
             self._outbox.send(peer.address, submit)

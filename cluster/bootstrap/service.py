@@ -22,7 +22,7 @@ from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedErr
 from cluster.bootstrap.watch import WatchedTable
 from cluster.spec.clock import Clock, SystemClock
 from cluster.spec.errors import UserError
-from cluster.spec.ids import Incarnation, ReplicaId, parse_replica_id
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, parse_replica_id
 from cluster.spec.registry import Heartbeat, RankCoords, RankRow
 
 MAX_WATCH_S = 60.0
@@ -140,7 +140,7 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
 
     @routes.delete("")
     async def unregister(replica: str, incarnation: int, reaped: bool = False) -> Response:
-        table.unregister(_replica(replica), Incarnation(incarnation), reaped=reaped)
+        table.unregister(_member(replica), Incarnation(incarnation), reaped=reaped)
         watched.wake_if_changed()
         return Response(status_code=204)
 
@@ -186,6 +186,11 @@ def _replica(text: str) -> ReplicaId:
         return parse_replica_id(text)
     except ValueError as exc:
         raise HTTPException(400, str(exc)) from exc
+
+
+def _member(text: str) -> ReplicaId:
+    """A replica, or the router: it has no rows, but an end."""
+    return ROUTER if text == ROUTER else _replica(text)
 
 
 def _check_path(path: str, body: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.spec.config import DeployConfig, Device
+from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.registry import RankRow
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -63,10 +64,11 @@ class WorkerActor:
 class RouterActor:
     """The router, and an inbox on which Drain makes it refuse new requests, finish the open ones and end."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation) -> None:
         os.environ.update(environ)
         import router.server  # noqa: F401
 
+        self._incarnation = incarnation
         self._server: RouterServer | None = None
         self._drained = False
 
@@ -76,7 +78,7 @@ class RouterActor:
         from router.server import RouterServer
         from workers.models.resolve import resolve_model
 
-        self._server = server = RouterServer(config, resolve_model(model), rendezvous, host)
+        self._server = server = RouterServer(config, resolve_model(model), rendezvous, host, self._incarnation)
         url = server.start()
         inbox = Inbox(host)
         arguments = (inbox, config.router.drain_s)

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 from cluster.launch.calls import Deadline, labelled
 from cluster.launch.gang import Gang
-from cluster.launch.services import BOOTSTRAP, ROUTER, BootstrapProcess, RouterProcess
+from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
 from cluster.launch.tools import Tools
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.worker_spec import Rendezvous
 
 LOOPBACK = "127.0.0.1"

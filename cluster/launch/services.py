@@ -9,12 +9,11 @@ from cluster.launch.kinds import service_environ
 from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import Incarnation
+from cluster.spec.ids import ROUTER, Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.worker_spec import Rendezvous
 
 BOOTSTRAP = "bootstrap"
-ROUTER = "router"
 
 _DRAIN_GRACE_S = 5.0
 """Time for the router to close after its own limit for open requests."""
@@ -49,7 +48,7 @@ class RouterProcess:
     def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
         self._tools = tools
         self._actor = tools.system.start(
-            tools.kinds.router, [service_environ()], name=f"{ROUTER}-{incarnation}", seat=None
+            tools.kinds.router, [service_environ(), incarnation], name=f"{ROUTER}-{incarnation}", seat=None
         )
         self._control: str | None = None
         self.runs: dict[str, Future[Any]] = {}

@@ -13,6 +13,9 @@ ReplicaId = NewType("ReplicaId", str)
 Incarnation = NewType("Incarnation", int)
 """A replica's start number; a later start has a higher one."""
 
+ROUTER = ReplicaId("router")
+"""Where a router stands among the replicas: it has incarnations as they do."""
+
 _REPLICA_ID = re.compile(r"^(prefill|decode)-(\d+)$")
 
 

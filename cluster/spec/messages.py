@@ -26,12 +26,12 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Peer(_Struct, frozen=True):
-    """A replica as seen from outside: who it is, which start of it, and where its leader listens."""
+    """A replica, or a router, as seen from outside: who it is, which start of it, and where it listens."""
 
     replica: ReplicaId
     incarnation: Incarnation
     address: str
-    """Channel address of the leader."""
+    """Channel address; of a replica its leader's."""
 
 
 class Sampling(_Struct, frozen=True):
@@ -86,8 +86,8 @@ class Submit(_Message, frozen=True):
     stopping: Stopping
     prefill: Peer
     decode: Peer
-    reply_to: str
-    """Channel address of the router."""
+    router: Peer
+    """Gets the outputs; when it is gone, nobody waits for them."""
     cache_salt: str = ""
     """Only requests with the same salt share cached pages."""
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.launch.services import BOOTSTRAP, ROUTER
+from cluster.launch.services import BOOTSTRAP
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import move
 from cluster.supervisor import state as words
@@ -93,7 +93,7 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
     wait_s = backoff_s(cluster.backoff_s, member.num_failures)
     cluster = cluster.with_member(replace(_moved(member, MemberState.WAITING, "ended"), wake_s=now.s + wait_s))
     actions: list[Action] = []
-    if event.proven and event.name not in (BOOTSTRAP, ROUTER):
+    if event.proven and event.name != BOOTSTRAP:
         cluster = replace(cluster, reaped={**cluster.reaped, event.name: event.incarnation})
         actions.append(words.MarkReaped(event.name, event.incarnation))
     if cluster.phase is Phase.SERVING:

@@ -8,7 +8,9 @@ import random
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from cluster.spec.ids import Incarnation, Room, replica_id
+import msgspec
+
+from cluster.spec.ids import ROUTER, Incarnation, Room, replica_id
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import (
@@ -53,7 +55,6 @@ from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
 GEOMETRY = KvGeometry(model="m", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", page_size=PAGE_SIZE)
-ROUTER = "router"
 
 
 def next_token(tokens: list[int]) -> int:
@@ -208,7 +209,7 @@ class World:
             stopping=Stopping(max_tokens=max_tokens),
             prefill=self.prefill_peer,
             decode=self.decode_peer,
-            reply_to=ROUTER,
+            router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER),
             cache_salt=cache_salt,
         )
         for address in self.leaders:
@@ -220,6 +221,14 @@ class World:
         self.clients[room].cancelled = True
         for address in self.leaders:
             self.queues[ROUTER, address].append(Cancel(room=room, incarnation=Incarnation(1)))
+
+    def lose_router(self) -> None:
+        """The router is proven gone, and with it whoever waits for outputs."""
+        for client in self.clients.values():
+            client.cancelled = True
+        gone = msgspec.structs.replace(self.table(), version=2, reaped={ROUTER: Incarnation(1)})
+        for address in self.leaders:
+            self.queues["bootstrap", address].append(TableUpdate(snapshot=gone))
 
     def act(self) -> bool:
         """One random thing that can happen now: a delivery or a step. False when nothing can."""

@@ -214,7 +214,7 @@ class FakeWorker:
 class FakeRouter:
     """See RouterActor."""
 
-    def __init__(self, world: World, environ: Mapping[str, str]) -> None:
+    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation) -> None:
         self._world = world
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
@@ -240,7 +240,7 @@ class FakeBootstrap:
 
 
 def _bound(kind: type, world: World) -> type:
-    return type(kind.__name__, (kind,), {"__init__": lambda self, environ: kind.__init__(self, world, environ)})  # type: ignore[misc]
+    return type(kind.__name__, (kind,), {"__init__": lambda self, *args: kind.__init__(self, world, *args)})  # type: ignore[misc]
 
 
 def _settle(done: "Future[Any]", act: Callable[[], Any]) -> None:

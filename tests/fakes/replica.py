@@ -133,7 +133,7 @@ class FakeReplica:
             finish=finish,
             cached_tokens=self.cached_tokens if start == 0 else 0,
         )
-        outbox.send(submit.reply_to, output)
+        outbox.send(submit.router.address, output)
 
     def _fail(self, submit: Submit, outbox: Outbox, reason: str) -> None:
         failure = Failure(
@@ -143,4 +143,4 @@ class FakeReplica:
             reason=reason,
             retryable=True,
         )
-        outbox.send(submit.reply_to, failure)
+        outbox.send(submit.router.address, failure)

@@ -19,6 +19,7 @@ from cluster.bootstrap.service import BootstrapServer
 from cluster.bootstrap.table import rows_digest
 from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
 from cluster.spec.errors import UserError
+from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Submit
 from cluster.spec.registry import Heartbeat, ReplicaLoad, StepTimes
 from cluster.spec.strategy import Strategy
@@ -91,7 +92,7 @@ def config_of(**router: Any) -> DeployConfig:
 
 def make_server(folder: Path, table: FakeTable, **router: Any) -> RouterServer:
     rendezvous = Rendezvous(bootstrap_url="http://nowhere", token="token")
-    return RouterServer(config_of(**router), folder, rendezvous, "127.0.0.1", watch=table.watch)
+    return RouterServer(config_of(**router), folder, rendezvous, "127.0.0.1", Incarnation(1), watch=table.watch)
 
 
 def run_cluster(folder: Path, **router: Any) -> Iterator[Cluster]:
@@ -651,7 +652,7 @@ class TestLifeCycle:
             yield
 
         rendezvous = Rendezvous(bootstrap_url="http://nowhere", token="token")
-        server = RouterServer(config_of(), folder, rendezvous, "127.0.0.1", watch=broken)
+        server = RouterServer(config_of(), folder, rendezvous, "127.0.0.1", Incarnation(1), watch=broken)
         server.start()
         with pytest.raises(PermissionError, match="http://nowhere refuses token"):
             server.run()
@@ -666,7 +667,9 @@ def test_with_the_real_bootstrap_service(folder: Path) -> None:
     bootstrap = BootstrapServer("127.0.0.1", 0, "secret", lease_s=30.0)
     url = bootstrap.start()
     try:
-        server = RouterServer(config_of(), folder, Rendezvous(bootstrap_url=url, token="secret"), "127.0.0.1")
+        server = RouterServer(
+            config_of(), folder, Rendezvous(bootstrap_url=url, token="secret"), "127.0.0.1", Incarnation(1)
+        )
         with FakeReplica("prefill-0") as prefill, FakeReplica("decode-0") as decode:
             client = BootstrapClient(url, "secret")
             for peer in (prefill.peer, decode.peer):

@@ -202,7 +202,7 @@ class DecodeLeader(LeaderCore):
             self._steps.retire(sequence.room)
             self._end(request, finish)
         self.send(
-            request.submit.reply_to,
+            request.submit.router.address,
             Output(
                 room=sequence.room,
                 replica=self.me.replica,
@@ -220,18 +220,26 @@ class DecodeLeader(LeaderCore):
             self.drop(cancel)
         elif request is None:
             self.ended.add(cancel.room)
-        elif request.state is DecodeState.QUEUED:
+        else:
+            self._stop(request, "the request was cancelled", now_s)
+
+    def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
+        """Nobody wants the rest of a request."""
+        if request.state is DecodeState.QUEUED:
             self._queue.remove(request)
-            self._end(request, "cancel")
+            self._end(request, reason)
         elif request.state is DecodeState.RUNNING:
             self._steps.retire(request.submit.room)
-            self._end(request, "cancel")
+            self._end(request, reason)
         elif request.session is not None:
-            self._follow(request, request.session, request.session.cancel("the request was cancelled", now_s))
+            self._follow(request, request.session, request.session.cancel(reason, now_s))
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
         """A prefill replica proven gone cannot write; one that is merely silent still might."""
         for request in list(self._requests.values()):
+            if self.has_no_router(request.submit, snapshot):
+                self._stop(request, "its router is gone", now_s)
+                continue
             reaped = snapshot.reaped.get(request.submit.prefill.replica)
             if reaped is None or request.session is None or request.state is DecodeState.RUNNING:
                 continue

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from cluster.spec.ids import Room
 from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
-from cluster.spec.registry import ReplicaLoad
+from cluster.spec.registry import ReplicaLoad, TableSnapshot
 
 _REMEMBERED_ROOMS = 100_000
 
@@ -74,7 +74,11 @@ class LeaderCore:
             reason=reason,
             retryable=retryable,
         )
-        self.send(submit.reply_to, failure)
+        self.send(submit.router.address, failure)
+
+    def has_no_router(self, submit: Submit, table: TableSnapshot) -> bool:
+        """Whether the router that would take the outputs is proven gone."""
+        return table.reaped.get(submit.router.replica, 0) >= submit.router.incarnation
 
     def drop(self, message: Message) -> None:
         """Count a message that changes nothing."""

@@ -171,7 +171,7 @@ class PrefillLeader(LeaderCore):
             self._schedule_ticketed()
 
     def _on_table(self, table: TableSnapshot) -> None:
-        """Start what waited for its decode ranks to appear; give up what waits for a ticket that cannot come."""
+        """Start what waited for its decode ranks to appear; give up what waits in vain."""
         self._table = table
         self._schedule_ticketed()
         for request in list(self._requests.values()):
@@ -182,6 +182,8 @@ class PrefillLeader(LeaderCore):
                 is_gone or table.reaped.get(decode.replica, 0) >= decode.incarnation
             ):
                 self._give_up(request, f"{decode.replica} was lost before it sent a ticket")
+            elif self.has_no_router(request.submit, table):
+                self._stop(request, "its router is gone")
 
     def _schedule_ticketed(self) -> None:
         """Start every ticketed request whose decode ranks the bootstrap table shows."""

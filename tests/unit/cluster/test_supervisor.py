@@ -125,11 +125,13 @@ def test_only_proof_marks_an_incarnation_reaped() -> None:
     assert run.cluster.reaped == {}
 
 
-def test_services_are_restarted_and_never_reaped() -> None:
+def test_services_are_restarted_and_replicas_hear_of_the_routers_end() -> None:
     run = Run().serve()
     for name in ("bootstrap", "router"):
+        first = run.incarnation(name)
         run.fail(name)
-        assert run.step(Ended(name, run.incarnation(name), True)) == []
+        marks = [MarkReaped(name, first)] if name == "router" else []
+        assert run.step(Ended(name, first, True)) == marks
         assert run.state(name) is MemberState.WAITING
     run.now_s = 1.0
     assert {action.name for action in run.step(Tick()) if isinstance(action, Start)} == {"bootstrap", "router"}

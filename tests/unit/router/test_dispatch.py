@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.errors import IllegalTransitionError
-from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Sampling, Stopping, Submit
 from router.dispatch import Dispatch
@@ -17,12 +17,13 @@ from router.policies.candidate import Load
 from tests.fakes.bootstrap import peer_of
 
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
+ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://router:1")
 ASK = Ask(prompt_ids=[1, 2, 3], sampling=Sampling(), stopping=Stopping(max_tokens=4))
 
 
 def make() -> Dispatch:
     rooms = itertools.count(1)
-    return Dispatch("tcp://router:1", draw=lambda: Room(next(rooms)))
+    return Dispatch(ME, draw=lambda: Room(next(rooms)))
 
 
 def opened(dispatch: Dispatch, deadline_s: float = 100.0) -> Room:
@@ -66,7 +67,7 @@ def test_open_sends_the_same_submit_to_both_leaders() -> None:
     submit = sends[0].message
     assert sends[1].message == submit
     assert isinstance(submit, Submit)
-    assert (submit.room, submit.reply_to, submit.prompt_ids) == (room, "tcp://router:1", [1, 2, 3])
+    assert (submit.room, submit.router, submit.prompt_ids) == (room, ME, [1, 2, 3])
 
 
 def test_load_is_counted_until_it_is_done() -> None:

@@ -184,6 +184,36 @@ def test_decode_also_keeps_the_answer() -> None:
     assert world.num_pages_sent - sent_before == 1
 
 
+@given(seed=st.integers(0, 2**32), moment=st.integers(0, 120), num_requests=st.integers(1, 5))
+def test_requests_of_a_lost_router_are_given_up(seed: int, moment: int, num_requests: int) -> None:
+    world = World(
+        seed=seed,
+        cp=2,
+        mode=TransferMode.ALL_RANKS,
+        page_filter=PageFilter.MODULAR,
+        num_pages=60,
+        chunk_tokens=8,
+    )
+    for number in range(num_requests):
+        world.submit([number, *PROMPT], 40)
+    for _ in range(moment):
+        world.act()
+    world.lose_router()
+    world.run()
+    check(world, 60)
+
+
+def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:
+    world = quiet_world(num_pages=300)
+    room = world.submit(PROMPT, 1000)
+    while len(world.clients[room].tokens) < 3:
+        world.act()
+    world.lose_router()
+    world.run()
+    check(world, 300)
+    assert len(world.clients[room].tokens) < 100
+
+
 def test_pages_are_shared_only_under_the_same_salt() -> None:
     world = quiet_world()
     rooms = []
