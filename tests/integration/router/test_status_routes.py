@@ -1,6 +1,8 @@
 """Routes about the model, the router and the cluster."""
 
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +14,17 @@ from tests.fakes.model_folder import BOS
 from tests.fakes.router_cluster import CONTEXT, MODEL, RouterCluster
 
 pytestmark = pytest.mark.integration
+
+
+def references_in(part: Any) -> Iterator[str]:
+    """Every ``$ref`` of a JSON document."""
+    if isinstance(part, dict):
+        if isinstance(reference := part.get("$ref"), str):
+            yield reference
+        part = list(part.values())
+    if isinstance(part, list):
+        for child in part:
+            yield from references_in(child)
 
 
 class TestStatusRoutes:
@@ -31,11 +44,21 @@ class TestStatusRoutes:
         assert chat["tokens"] == [BOS, *b"<user>a\n"]
         assert shared.post("/detokenize", tokens=[BOS, 97]).json() == {"prompt": "<s>a"}
 
-    def test_version_health_and_docs(self, shared: RouterCluster) -> None:
+    def test_version_and_health(self, shared: RouterCluster) -> None:
         assert shared.http.get("/version").json()["version"]
         assert shared.http.get("/health").json() == {"status": "ok"}
-        schema = shared.http.get("/openapi.json").json()
-        assert "requestBody" in schema["paths"]["/v1/chat/completions"]["post"]
+
+    def test_openapi_document_is_whole(self, shared: RouterCluster) -> None:
+        document = shared.http.get("/openapi.json").json()
+        bodies = [route["post"]["requestBody"] for route in document["paths"].values() if "post" in route]
+        references = list(references_in(document))
+        assert len(references) > len(bodies) == 4
+        for reference in references:
+            found = document
+            for step in reference.removeprefix("#/").split("/"):
+                found = found[step]
+        content = document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+        assert list(content) == ["text/plain"]
 
     def test_cluster_is_the_table(self, shared: RouterCluster) -> None:
         table = shared.http.get("/cluster").json()
