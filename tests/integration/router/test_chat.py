@@ -34,7 +34,7 @@ class TestChat:
         ]
         for plain in run_cluster(write_model_folder(tmp_path, template=template)):
             assert plain.post("/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200
-            assert bytes(plain.last_submit().prompt_ids) == b'|{"a": 1};"{a";||x|'
+            assert bytes(plain.last_submit().prompt_ids) == b'|{"a": 1};"{a";|x|'
 
     def test_default_length_is_the_rest_of_the_context(self, shared: RouterCluster) -> None:
         shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
