@@ -38,6 +38,16 @@ class TestCompletions:
     def test_stream_without_usage_has_no_such_key(self, shared: RouterCluster) -> None:
         assert all("usage" not in event for event in shared.events("/v1/completions", prompt="hello"))
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_every_token_has_its_own_chunk_also_when_several_come_together(
+        self, shared: RouterCluster, path: str
+    ) -> None:
+        prompt = {"prompt": "€uro"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "€"}]}
+        assert shared.decode.batch > 1
+        choices = [event["choices"][0] for event in shared.events(path, max_tokens=10, return_token_ids=True, **prompt)]
+        choices = [choice for choice in choices if choice.get("delta", {}).get("role") is None]
+        assert [len(choice["token_ids"]) for choice in choices] == [1] * 10
+
     @pytest.mark.parametrize("prompt", [["ab", "cde"], [[BOS, 97, 98], [BOS, 99, 100, 101]]])
     def test_several_prompts(self, shared: RouterCluster, prompt: Any) -> None:
         reply = shared.complete(prompt, max_tokens=4)
