@@ -45,7 +45,7 @@ class StopScanner:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text to show, and the tokens that came with it; text may come later than its tokens, never earlier."""
+    """One token of an answer, or its whole: text may come later than its tokens, never earlier."""
 
     text: str
     finish: FinishReason | None
@@ -62,20 +62,28 @@ class AnswerText:
         self.num_tokens = 0
         """Tokens up to the end of the text; the token that ended it counts."""
 
-    def push(self, token_ids: Sequence[int], finish: FinishReason | None) -> Piece:
-        """More tokens. The text of a token that stops the answer is not shown."""
-        shown = list(token_ids)
-        if finish is FinishReason.STOP and shown and shown[-1] in self._stop_token_ids:
-            shown.pop()
-        text = ""
-        for count, token_id in enumerate(shown, start=1):
-            self.num_tokens += 1
-            text += self._scanner.push(self._detokenizer.push(token_id))
+    def push(self, token_ids: Sequence[int], finish: FinishReason | None) -> list[Piece]:
+        """A piece for every token, up to the one that completes a stop string; finish belongs to the last token."""
+        pieces = []
+        for index, token_id in enumerate(token_ids):
+            pieces.append(self._take(token_id, finish if index == len(token_ids) - 1 else None))
             if self._scanner.hit:
-                return Piece(text, FinishReason.STOP, tuple(shown[:count]))
-        self.num_tokens += len(token_ids) - len(shown)
-        if finish is None:
-            return Piece(text, None, tuple(token_ids))
+                return pieces
+        if finish is not None and not token_ids:
+            pieces.append(self._ended("", finish, ()))
+        return pieces
+
+    def _take(self, token_id: int, finish: FinishReason | None) -> Piece:
+        self.num_tokens += 1
+        # The text of a token that stops the answer is not shown.
+        is_shown = finish is not FinishReason.STOP or token_id not in self._stop_token_ids
+        text = self._scanner.push(self._detokenizer.push(token_id)) if is_shown else ""
+        if self._scanner.hit:
+            return Piece(text, FinishReason.STOP, (token_id,))
+        return Piece(text, None, (token_id,)) if finish is None else self._ended(text, finish, (token_id,))
+
+    def _ended(self, text: str, finish: FinishReason, token_ids: tuple[int, ...]) -> Piece:
+        """The last piece, with what was held back."""
         text += self._scanner.push(self._detokenizer.flush())
         text += self._scanner.flush()
-        return Piece(text, FinishReason.STOP if self._scanner.hit else finish, tuple(token_ids))
+        return Piece(text, FinishReason.STOP if self._scanner.hit else finish, token_ids)

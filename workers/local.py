@@ -22,7 +22,17 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, Output, Peer, Sampling, Shutdown, Stopping, Submit, TableUpdate
+from cluster.spec.messages import (
+    Failure,
+    Output,
+    Peer,
+    Sampling,
+    Shutdown,
+    Stopping,
+    Submit,
+    TableUpdate,
+    TokenLogprobs,
+)
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.worker_spec import WorkerSpec
@@ -116,6 +126,8 @@ class Answer:
     """What ``LocalCluster.answer`` gives."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token, where they were asked for."""
     cached_tokens: int = 0
     """Prompt tokens that prefill did not compute."""
 
@@ -261,6 +273,7 @@ class LocalCluster:
                 answer = answers[message.room]
                 assert message.first_index == len(answer.token_ids), "tokens out of order"
                 answer.token_ids += message.token_ids
+                answer.logprobs += message.logprobs
                 answer.cached_tokens += message.cached_tokens
                 if message.finish is not None:
                     unfinished.remove(message.room)

@@ -44,6 +44,33 @@ class Sampling(_Struct, frozen=True):
     """0 keeps all."""
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens that are in prompt or output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for every time it is in the output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are in the output."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these tokens."""
+    allowed_ids: frozenset[int] = frozenset()
+    """Only these are drawn; none means all."""
+    bad_words: list[list[int]] = []
+    """Token sequences of which the last token is not drawn after the others."""
+    min_tokens: int = 0
+    """Output positions before this one draw none of ``ending_ids``."""
+    ending_ids: frozenset[int] = frozenset()
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens are told with each drawn one; None tells no log-probabilities at all."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Logits change with how often tokens came before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def looks_back(self) -> bool:
+        """A draw depends on the tokens before it."""
+        return self.has_penalties or bool(self.bad_words)
 
 
 class Stopping(_Struct, frozen=True):
@@ -59,6 +86,23 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+
+
+class TokenLogprobs(_Struct, frozen=True):
+    """How likely the model found one output token, before anything in Sampling; natural logarithms."""
+
+    logprob: float
+    top_ids: list[int]
+    """The likeliest tokens, best first."""
+    top_logprobs: list[float]
+
+
+class Sampled(_Struct, frozen=True):
+    """One drawn token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """Where Sampling asks for them."""
 
 
 class SendState(IntEnum):
@@ -111,6 +155,8 @@ class Output(_Message, frozen=True):
     first_index: int
     """Output position of the first token here; 0 is the first generated token."""
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] = []
+    """Of every token here; empty where Sampling does not ask for them."""
     finish: FinishReason | None = None
     cached_tokens: int = 0
     """Prompt tokens that prefill took from its cache; told with the first output."""
@@ -182,6 +228,8 @@ class Result(_Message, frozen=True):
     """Pages of the ticket that were filled, over all senders and KV groups."""
     num_bytes: int
     """Bytes of KV that were written, over all senders."""
+    logprobs: list[TokenLogprobs] = []
+    """Of every token here; empty where Sampling does not ask for them."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed, because their KV was cached."""
 
@@ -231,6 +279,8 @@ class Admit(_Struct, frozen=True):
     sampling: Sampling
     target: Target | None
     """None where KV stays on this replica."""
+    history: list[int] = []
+    """Prompt and output so far; given only where sampling looks back."""
 
 
 class Row(_Struct, frozen=True):

@@ -4,14 +4,17 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from router.api.errors import ApiError, bad_request
-from router.api.requests import EXPECTED
+from router.api.requests import EXPECTED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """A prompt of some ten million tokens."""
+
+_REF = "#/components/schemas/{model}"
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -35,9 +38,17 @@ async def read(request: Request, schema: type[Body]) -> Body:
 
 
 def document(schema: type[BaseModel]) -> dict[str, Any]:
-    """For ``openapi_extra``: the route takes this schema."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
+    """For ``openapi_extra``: the route takes this schema, which must be one of ``component_schemas``."""
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=schema.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def component_schemas() -> dict[str, Any]:
+    """All schemas of bodies, by name, for the ``components`` of the OpenAPI document."""
+    bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+    schemas: dict[str, Any] = definitions["$defs"]
+    return schemas
 
 
 def _problem(error: ErrorDetails) -> ApiError:

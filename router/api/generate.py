@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.spec.messages import FinishReason
 from cluster.tokenizer import Detokenizer
 from router.answer import Answer
 from router.api.connection import EventStream, event, unless_client_leaves
@@ -52,36 +51,44 @@ def respond_stream(service: Service, job: Job) -> Response:
     )
 
 
-async def _pieces(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The text of every choice as its tokens come; each choice ends with a piece that says why."""
+async def _pieces(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+    """A piece for every token of every choice, those that wait together; a choice's last one says why it ends."""
     while parts := await answer.stream.receive():
+        waiting = []
         for part in parts:
-            piece = texts[part.index].push(part.token_ids, part.finish)
-            if piece.finish is FinishReason.STOP and part.finish is None:
+            pieces = texts[part.index].push(part.token_ids, part.finish)
+            waiting += [(part.index, piece) for piece in pieces]
+            if part.finish is None and pieces and pieces[-1].finish is not None:
                 answer.enough(part.index)
-            yield part.index, piece
+        yield waiting
 
 
 async def _collect(answer: Answer, texts: Sequence[AnswerText], choices: list[Piece]) -> None:
     written: list[list[str]] = [[] for _ in choices]
     token_ids: list[list[int]] = [[] for _ in choices]
-    async for index, piece in _pieces(answer, texts):
-        written[index].append(piece.text)
-        token_ids[index] += piece.token_ids
-        if piece.finish is not None:
-            choices[index] = Piece("".join(written[index]), piece.finish, tuple(token_ids[index]))
+    async for pieces in _pieces(answer, texts):
+        for index, piece in pieces:
+            written[index].append(piece.text)
+            token_ids[index] += piece.token_ids
+            if piece.finish is not None:
+                choices[index] = Piece("".join(written[index]), piece.finish, tuple(token_ids[index]))
 
 
 async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> AsyncGenerator[bytes, None]:
+    """A chunk for every token, also one whose text is not whole yet: clients count and time tokens by chunks.
+
+    The chunks of tokens that wait together are written together.
+    """
     opened: set[int] = set()
-    async for index, piece in _pieces(answer, texts):
-        if index not in opened:
-            opened.add(index)
-            if opening := job.shape.opening(index):
-                yield event(opening)
-        # A chunk for every token, also one whose text is not whole yet: clients measure by chunks.
-        if piece.token_ids or piece.text or piece.finish is not None:
-            yield event(job.shape.chunk(index, piece))
+    async for pieces in _pieces(answer, texts):
+        events = []
+        for index, piece in pieces:
+            if index not in opened:
+                opened.add(index)
+                events += [event(opening)] if (opening := job.shape.opening(index)) else []
+            events.append(event(job.shape.chunk(index, piece)))
+        if events:
+            yield b"".join(events)
     if job.include_usage:
         yield event(job.shape.closing(_usage(job, texts, answer.stream.num_cached_tokens)))
     yield event(b"[DONE]")

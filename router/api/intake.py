@@ -78,9 +78,7 @@ async def chat_ids(
         return service.tokenizer.encode(text, add_special_tokens=False)
 
     try:
-        return await _off_loop(
-            sum(len(str(message["content"])) for message in given if "content" in message), render_and_encode
-        )
+        return await _off_loop(sum(len(message["content"]) for message in given), render_and_encode)
     except UserError as error:
         raise bad_request(str(error), "messages") from error
 

@@ -1,7 +1,9 @@
 """What clients may send, as OpenAI's API has it, with vLLM's additions. Other fields are kept apart, unread."""
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
@@ -87,11 +89,20 @@ class ChatMessage(_Body):
     content: Annotated[str | list[TextPart], Field(union_mode="left_to_right")] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message with its parts joined to one text."""
+        """The message as transformers' own server shows it to a template.
+
+        Parts are joined to one text, no content is an empty text, and a tool call's arguments are an object.
+        """
         given = self.model_dump(exclude_unset=True)
-        if isinstance(self.content, list):
-            given["content"] = "\n".join(part.text for part in self.content)
+        given["content"] = self._text()
+        if isinstance(calls := given.get("tool_calls"), list):
+            given["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
         return given
+
+    def _text(self) -> str:
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class ChatRequest(GenerationRequest):
@@ -118,3 +129,12 @@ class DetokenizeRequest(_Body):
 
     model: str | None = None
     tokens: list[int]
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A tool call whose arguments, a string in OpenAI's API, are what the string says; others as they are."""
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            with suppress(msgspec.DecodeError):
+                return call | {"function": function | {"arguments": msgspec.json.decode(text)}}
+    return call

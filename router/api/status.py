@@ -3,7 +3,7 @@
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.version import VERSION
@@ -32,7 +32,7 @@ def routes(service: Service) -> APIRouter:
         """Which Baton runs."""
         return {"version": VERSION}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -21,6 +21,7 @@ from cluster.spec.messages import (
     Message,
     Output,
     Peer,
+    Sampled,
     Sampling,
     SendReport,
     SendState,
@@ -28,6 +29,7 @@ from cluster.spec.messages import (
     Stopping,
     Submit,
     TableUpdate,
+    TokenLogprobs,
 )
 from cluster.spec.registry import (
     Endpoint,
@@ -60,6 +62,11 @@ GEOMETRY = KvGeometry(model="m", num_layers=1, num_kv_heads=1, head_dim=1, dtype
 def next_token(tokens: list[int]) -> int:
     """The fake model."""
     return (sum(tokens) * 31 + len(tokens)) % 1009
+
+
+def sampled_of(token_id: int) -> Sampled:
+    """A token with log-probabilities that name it."""
+    return Sampled(token_id=token_id, logprobs=TokenLogprobs(logprob=-token_id, top_ids=[token_id], top_logprobs=[0]))
 
 
 def row(role: Role, cp_rank: int, cp: int, num_pages: int, mode: TransferMode) -> RankRow:
@@ -96,6 +103,8 @@ class Ranks:
     def __init__(self, allocator: PageAllocator) -> None:
         self.memory: list[list[int]] = [[] for _ in range(allocator.num_pages)]
         self.pages: dict[Room, list[int]] = {}
+        self.histories: dict[Room, list[int]] = {}
+        """Prompt and output as sampling sees them."""
         self._allocator = allocator
 
     def write(self, page: int, tokens: list[int]) -> None:
@@ -103,12 +112,14 @@ class Ranks:
         assert not self._allocator.is_cached(page), f"page {page} is cached and written to"
         self.memory[page] = tokens
 
-    def execute(self, plan: StepPlan) -> dict[Room, int]:
+    def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Write the step's tokens to pages; sample from what the pages hold."""
         for room in plan.releases:
             self.pages.pop(room, None)
+            self.histories.pop(room, None)
         for admit in plan.admits:
             self.pages[admit.room] = []
+            self.histories[admit.room] = list(admit.history)
         sampled = {}
         for step_row in plan.rows:
             pages = self.pages[step_row.room]
@@ -120,7 +131,9 @@ class Ranks:
                 length = step_row.first_position + len(step_row.token_ids)
                 tokens = [token for page in pages for token in self.memory[page]][:length]
                 assert len(tokens) == length, f"room {step_row.room}: KV is missing"
-                sampled[step_row.room] = next_token(tokens)
+                assert self.histories[step_row.room] == tokens, f"room {step_row.room}: another history than KV"
+                sampled[step_row.room] = sampled_of(next_token(tokens))
+                self.histories[step_row.room].append(sampled[step_row.room].token_id)
         return sampled
 
 
@@ -131,6 +144,7 @@ class Client:
     prompt: list[int]
     max_tokens: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: str | None = None
     cancelled: bool = False
@@ -205,7 +219,7 @@ class World:
         message = Submit(
             room=room,
             prompt_ids=prompt,
-            sampling=Sampling(),
+            sampling=Sampling(num_logprobs=1, frequency_penalty=1.0),
             stopping=Stopping(max_tokens=max_tokens),
             prefill=self.prefill_peer,
             decode=self.decode_peer,
@@ -272,6 +286,7 @@ class World:
         else:
             assert message.first_index == len(client.tokens)
             client.tokens += message.token_ids
+            client.logprobs += message.logprobs
             client.cached_tokens += message.cached_tokens
             client.finish = message.finish
 

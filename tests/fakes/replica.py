@@ -71,13 +71,13 @@ class FakeReplica:
         """Requests that were neither finished nor cancelled."""
         return len(self._open)
 
-    def wait_cancels(self, count: int, timeout_s: float = 5.0) -> list[Cancel]:
+    def wait_cancels(self, count: int, timeout_s: float = 60.0) -> list[Cancel]:
         """The cancels, as soon as there are so many."""
         with self.news:
             assert self.news.wait_for(lambda: len(self.cancels) >= count, timeout_s), f"{self.name}: {self.cancels}"
             return list(self.cancels)
 
-    def wait_submits(self, count: int, timeout_s: float = 5.0) -> list[Submit]:
+    def wait_submits(self, count: int, timeout_s: float = 60.0) -> list[Submit]:
         """The submits, as soon as there are so many."""
         with self.news:
             assert self.news.wait_for(lambda: len(self.submits) >= count, timeout_s), f"{self.name}: {self.submits}"

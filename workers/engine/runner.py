@@ -7,7 +7,7 @@ import torch
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.messages import Admit, Row, Sampled, StepPlan
 from cluster.spec.strategy import Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
@@ -15,6 +15,7 @@ from workers.context_parallel.gather import KvGather
 from workers.engine.attention_context import PagedAttentionContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.sampler import sample
+from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 
@@ -25,6 +26,8 @@ class KnownRequest:
 
     admit: Admit
     pages: list[int] = field(default_factory=list)
+    sampling: SamplingState | None = None
+    """Where tokens are drawn, from the first draw on."""
 
 
 class ModelRunner:
@@ -49,7 +52,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._model.logits(self._compute([row], Strategy.CONTIGUOUS))
 
-    def execute(self, plan: StepPlan) -> dict[Room, int]:
+    def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Compute a step; returns the token of every sampled row on CP rank 0, and nothing on the others."""
         self._take_notice(plan)
         with torch.inference_mode():
@@ -63,7 +66,7 @@ class ModelRunner:
         for row in plan.rows:
             self.requests[row.room].pages += row.new_pages
 
-    def _forward(self, plan: StepPlan) -> dict[Room, int]:
+    def _forward(self, plan: StepPlan) -> dict[Room, Sampled]:
         rows = [
             BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples) for row in plan.rows
         ]
@@ -85,7 +88,13 @@ class ModelRunner:
         context = PagedAttentionContext(batch, self._pool, self._backend, self._gather)
         return context.join_last(self._model(batch.token_ids, batch.positions, context))
 
-    def _sample(self, rows: Sequence[Row], hidden: torch.Tensor) -> dict[Room, int]:
-        settings = [self.requests[row.room].admit.sampling for row in rows]
-        tokens = sample(self._model.logits(hidden), settings, [row.output_position for row in rows])
-        return {row.room: token for row, token in zip(rows, tokens, strict=True)}
+    def _sample(self, rows: Sequence[Row], hidden: torch.Tensor) -> dict[Room, Sampled]:
+        states = [self._sampling_state(row.room) for row in rows]
+        drawn = sample(self._model.logits(hidden), states, [row.output_position for row in rows])
+        return {row.room: sampled for row, sampled in zip(rows, drawn, strict=True)}
+
+    def _sampling_state(self, room: Room) -> SamplingState:
+        known = self.requests[room]
+        if known.sampling is None:
+            known.sampling = SamplingState(known.admit, self._model.config.vocab_size, self._model.device)
+        return known.sampling

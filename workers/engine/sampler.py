@@ -1,4 +1,4 @@
-"""From logits to tokens. A draw depends on its row's seed and output position, and on nothing else in the batch."""
+"""From logits to tokens. A draw depends on its request and its output position, and on nothing else in the batch."""
 
 import hashlib
 import math
@@ -7,17 +7,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster.spec.messages import Sampling
+from cluster.spec.messages import Sampled, Sampling, TokenLogprobs
+from workers.engine.logits_processors import process
+from workers.engine.sampling_state import SamplingState
 
 
-def sample(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
+def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
+    """One token a row, which its state takes note of.
+
+    logits: [num_rows, vocab_size] fp32, as the model gives them; changed in place. positions: each row's output
+    position (0 for the first generated token).
+    """
+    assert logits.shape[0] == len(states) == len(positions)
+    asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
+    unprocessed = logits[list(asked)] if asked else logits
+    process(logits, states, positions)
+    token_ids = draw(logits, [state.sampling for state in states], positions)
+    logprobs: dict[int, TokenLogprobs] = {}
+    if asked:
+        told = _logprobs(unprocessed, [token_ids[index] for index in asked], list(asked.values()))
+        logprobs = dict(zip(asked, told, strict=True))
+    for state, token_id in zip(states, token_ids, strict=True):
+        state.append(token_id)
+    return [Sampled(token_id=token_id, logprobs=logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+
+
+def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """One token id a row.
 
-    logits: [num_rows, vocab_size] fp32. positions: each row's output position (0 for the first generated token).
     temperature 0 takes the likeliest token (the first of equals). Otherwise temperature, top-k, top-p and min-p apply
     in this order, each to what the one before left.
     """
-    assert logits.shape[0] == len(rows) == len(positions)
     chosen = logits.argmax(dim=-1)
     drawn = [index for index, row in enumerate(rows) if row.temperature > 0]
     if drawn:
@@ -31,6 +51,17 @@ def uniform(seed: int, position: int) -> float:
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     # 52 bits, so that uniform * total stays below total in double precision.
     return float((int.from_bytes(digest, "little") >> 12) / 2**52)
+
+
+def _logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Of one token a row, and the row's likeliest."""
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None]).squeeze(-1).tolist()
+    top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
+    return [
+        TokenLogprobs(logprob=logprob, top_ids=ids[:num], top_logprobs=values[:num])
+        for logprob, ids, values, num in zip(own, top.indices.tolist(), top.values.tolist(), num_top, strict=True)
+    ]
 
 
 def _draw(logits: Tensor, rows: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:

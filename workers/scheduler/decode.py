@@ -20,10 +20,12 @@ from cluster.spec.messages import (
     Refused,
     Result,
     Revoke,
+    Sampled,
     StepPlan,
     Submit,
     TableUpdate,
     Ticket,
+    TokenLogprobs,
 )
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
@@ -78,10 +80,11 @@ class DecodeLeader(LeaderCore):
         """The next step, or None."""
         return self._steps.next_plan()
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, int], now_s: float) -> None:
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens; end the requests that have their last one."""
         for sequence in self._steps.commit(plan, sampled):
-            self._emit(self._requests[sequence.room], sequence)
+            logprobs = sampled[sequence.room].logprobs
+            self._emit(self._requests[sequence.room], sequence, [logprobs] if logprobs is not None else [])
         self._reserve(now_s)
 
     def load(self) -> ReplicaLoad:
@@ -194,9 +197,11 @@ class DecodeLeader(LeaderCore):
             pages=pages,
         )
         self._steps.add_running(sequence)
-        self._emit(request, sequence, session.result.cached_tokens)
+        self._emit(request, sequence, session.result.logprobs, session.result.cached_tokens)
 
-    def _emit(self, request: DecodeRequest, sequence: Sequence, cached_tokens: int = 0) -> None:
+    def _emit(
+        self, request: DecodeRequest, sequence: Sequence, logprobs: list[TokenLogprobs], cached_tokens: int = 0
+    ) -> None:
         finish = sequence.finish_reason()
         if finish is not None:
             self._steps.retire(sequence.room)
@@ -209,6 +214,7 @@ class DecodeLeader(LeaderCore):
                 incarnation=self.me.incarnation,
                 first_index=sequence.num_outputs - 1,
                 token_ids=sequence.tokens[-1:],
+                logprobs=logprobs,
                 finish=finish,
                 cached_tokens=cached_tokens,
             ),

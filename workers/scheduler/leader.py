@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
+from cluster.spec.messages import Failure, Message, Peer, Sampled, StepPlan, Submit
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 
 _REMEMBERED_ROOMS = 100_000
@@ -33,7 +33,7 @@ class Leader(Protocol):
         """The next step, or None."""
         ...
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, int], now_s: float) -> None:
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Take in the outcome of the step."""
         ...
 

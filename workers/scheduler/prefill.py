@@ -16,6 +16,7 @@ from cluster.spec.messages import (
     Message,
     Peer,
     Revoke,
+    Sampled,
     SendReport,
     SendState,
     StepPlan,
@@ -93,16 +94,15 @@ class PrefillLeader(LeaderCore):
         """The next step, or None."""
         return self._steps.next_plan()
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, int], now_s: float) -> None:
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Send the Result of every request that has its first token."""
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
             request = self._requests[sequence.room]
-            token = sequence.tokens[-1]
             request.page_keys = sequence.keys_of(sequence.prompt_len, self._settings.layout.page_size)
             request.pages = self._steps.remove(sequence.room)
             self._move(request, PrefillState.SENDING, "first token")
-            result = result_of(self._settings, request, token, sequence.cached_len)
+            result = result_of(self._settings, request, sampled[sequence.room], sequence.cached_len)
             self.send(request.submit.decode.address, result)
             self._settle(request)
 

@@ -1,11 +1,11 @@
 """What prefill says to decode: the messages that end a ticket."""
 
-from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Ticket
+from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Sampled, Ticket
 from transfer.plan import is_sender
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
 
 
-def result_of(settings: PrefillSettings, request: PrefillRequest, token: int, cached_tokens: int) -> Result:
+def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled, cached_tokens: int) -> Result:
     """The first token, and what all senders together will have written."""
     assert request.ticket is not None
     row, num_pages = settings.row, len(request.ticket.pages[0])
@@ -14,7 +14,8 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, token: int, ca
         generation=request.ticket.generation,
         prefill=settings.me,
         decode_incarnation=request.ticket.decode.incarnation,
-        token_ids=[token],
+        token_ids=[first.token_id],
+        logprobs=[first.logprobs] if first.logprobs is not None else [],
         cached_tokens=cached_tokens,
         senders=[cp_rank for cp_rank in range(row.sizes.cp) if is_sender(row.transfer_mode, cp_rank)],
         num_pages=num_pages,

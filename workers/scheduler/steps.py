@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.messages import Admit, Row, Sampled, StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
 from workers.scheduler.sequence import Sequence
@@ -123,7 +123,7 @@ class StepScheduler:
             estimate_s=choice.estimate_s,
         )
 
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, int]) -> list[Sequence]:
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[Sequence]:
         """Book the outcome of a step; the sequences that got a token, in row order.
 
         A sequence removed while the step ran is passed over.
@@ -138,7 +138,7 @@ class StepScheduler:
             if sequence.computed_len // self._limits.page_size > row.first_position // self._limits.page_size:
                 self._share(sequence)
             if row.samples:
-                sequence.tokens.append(sampled[row.room])
+                sequence.tokens.append(sampled[row.room].token_id)
                 advanced.append(sequence)
         return advanced
 
@@ -232,5 +232,6 @@ def _admit(sequence: Sequence) -> Admit:
         prompt_len=sequence.prompt_len,
         owner_base=sequence.owner_base,
         sampling=sequence.sampling,
+        history=list(sequence.tokens) if sequence.sampling.looks_back else [],
         target=sequence.target,
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.messages import FinishReason
 from cluster.tokenizer import Detokenizer, Tokenizer
-from router.text import AnswerText, StopScanner
+from router.text import AnswerText, Piece, StopScanner
 from tests.fakes.model_folder import EOS, write_model_folder
 
 
@@ -60,28 +60,33 @@ def answer(tokenizer: Tokenizer, *stops: str) -> AnswerText:
     return AnswerText(Detokenizer(tokenizer), stops, {EOS, 46})
 
 
+def joined(pieces: list[Piece]) -> tuple[str, FinishReason | None]:
+    """The text of all, and how the last one ends; the others do not."""
+    assert not any(piece.finish for piece in pieces[:-1])
+    return "".join(piece.text for piece in pieces), pieces[-1].finish
+
+
 def test_the_stopping_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer)
-    piece = text.push([97, 46], FinishReason.STOP)
-    assert (piece.text, piece.finish, text.num_tokens) == ("a", FinishReason.STOP, 2)
+    assert joined(text.push([97, 46], FinishReason.STOP)) == ("a", FinishReason.STOP)
+    assert text.num_tokens == 2
 
 
 def test_a_stop_token_in_the_middle_or_at_the_length_limit_is_shown(tokenizer: Tokenizer) -> None:
-    assert answer(tokenizer).push([97, 46], FinishReason.LENGTH).text == "a."
+    assert joined(answer(tokenizer).push([97, 46], FinishReason.LENGTH))[0] == "a."
 
 
-def test_a_stop_string_ends_the_count(tokenizer: Tokenizer) -> None:
+def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer, "cd")
-    assert text.push(list(b"abc"), None).text == "ab"
-    piece = text.push(list(b"defg"), None)
-    assert (piece.text, piece.finish, text.num_tokens) == ("", FinishReason.STOP, 4)
+    assert joined(text.push(list(b"abc"), None)) == ("ab", None)
+    assert text.push(list(b"defg"), None) == [Piece("", FinishReason.STOP, (100,))]
+    assert text.num_tokens == 4
 
 
 def test_half_a_stop_string_and_half_a_character_come_out_at_the_end(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer, "bX")
-    assert text.push([*b"ab", 0xE2], None).text == "a"
-    piece = text.push([0x82], FinishReason.LENGTH)
-    assert (piece.text, piece.finish) == ("b\ufffd", FinishReason.LENGTH)
+    assert joined(text.push([*b"ab", 0xE2], None)) == ("a", None)
+    assert joined(text.push([0x82], FinishReason.LENGTH)) == ("b\ufffd", FinishReason.LENGTH)
 
 
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(0, 60)))
@@ -89,5 +94,6 @@ def test_batches_make_no_difference(tokenizer: Tokenizer, text: str, cuts: list[
     tokens = list(text.encode())
     edges = sorted({0, len(tokens), *[point % (len(tokens) + 1) for point in cuts]})
     made = answer(tokenizer)
-    shown = "".join(made.push(tokens[a:b], None).text for a, b in pairwise(edges))
-    assert shown + made.push([], FinishReason.LENGTH).text == text
+    pieces = [piece for a, b in pairwise(edges) for piece in made.push(tokens[a:b], None)]
+    assert [piece.token_ids for piece in pieces] == [(token_id,) for token_id in tokens]
+    assert joined([*pieces, *made.push([], FinishReason.LENGTH)]) == (text, FinishReason.LENGTH)

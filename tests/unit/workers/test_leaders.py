@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.messages import FinishReason
 from cluster.spec.registry import PageFilter, TransferMode
-from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token
+from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token, sampled_of
 
 
 def answer_of(client: Client, num_pages: int) -> list[int]:
@@ -27,6 +27,7 @@ def check(world: World, num_pages: int) -> None:
             assert client.failure is None, client.failure
             assert client.tokens == wanted
             assert client.finish is FinishReason.LENGTH
+        assert client.logprobs == [sampled_of(token_id).logprobs for token_id in client.tokens]
         assert client.cached_tokens in range(0, len(client.prompt), PAGE_SIZE)
     for leader in world.leaders.values():
         assert leader.is_idle()

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers import TopPLogitsWarper as TransformersTopP
 
 from cluster.spec.messages import Sampling
-from workers.engine.sampler import sample, uniform
+from workers.engine.sampler import draw, uniform
 
 VOCAB_SIZE = 40
 NUM_DRAWS = 4000
@@ -43,15 +44,11 @@ def transformers_likelihoods(logits: Tensor, row: Sampling) -> Tensor:
     return chain(torch.zeros(1, 1, dtype=torch.int64), logits[None]).softmax(-1)[0]
 
 
-def with_seed(row: Sampling, seed: int) -> Sampling:
-    return Sampling(temperature=row.temperature, top_p=row.top_p, top_k=row.top_k, min_p=row.min_p, seed=seed)
-
-
 @pytest.mark.parametrize("name", FILTERS)
 def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
-    logits, row = some_logits(1)[0], with_seed(FILTERS[name], seed=11)
+    logits, row = some_logits(1)[0], replace(FILTERS[name], seed=11)
     expected = transformers_likelihoods(logits, row)
-    drawn = sample(logits.expand(NUM_DRAWS, -1), [row] * NUM_DRAWS, range(NUM_DRAWS))
+    drawn = draw(logits.expand(NUM_DRAWS, -1), [row] * NUM_DRAWS, range(NUM_DRAWS))
     counts = Counter(drawn)
     assert all(expected[token_id] > 0 for token_id in counts), "a filtered token was drawn"
     observed = torch.tensor([counts[token_id] / NUM_DRAWS for token_id in range(VOCAB_SIZE)])
@@ -61,30 +58,30 @@ def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
 
 def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 5.0, 1.0], [-9.0, -8.0, -7.0]])
-    assert sample(logits, [Sampling()] * 3, [0, 5, 9]) == [1, 0, 2]
+    assert draw(logits, [Sampling()] * 3, [0, 5, 9]) == [1, 0, 2]
 
 
 def test_greedy_ignores_seed_and_filters() -> None:
     logits = some_logits(6)
     rows = [Sampling(temperature=0.0, top_k=3, top_p=0.2, min_p=0.5, seed=seed) for seed in range(6)]
-    assert sample(logits, rows, range(6)) == logits.argmax(-1).tolist()
+    assert draw(logits, rows, range(6)) == logits.argmax(-1).tolist()
 
 
 def test_no_rows() -> None:
-    assert sample(torch.empty(0, VOCAB_SIZE), [], []) == []
+    assert draw(torch.empty(0, VOCAB_SIZE), [], []) == []
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30])
 def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> None:
     logits = 1000 * some_logits(8)
     rows = [Sampling(temperature=temperature, top_p=0.9, seed=seed) for seed in range(8)]
-    assert sample(logits, rows, range(8)) == logits.argmax(-1).tolist()
+    assert draw(logits, rows, range(8)) == logits.argmax(-1).tolist()
 
 
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.full((200, VOCAB_SIZE), float("-inf"))
     logits[:, [3, 39]] = 0.0
-    drawn = sample(logits, [Sampling(temperature=1.0, top_k=10, seed=2)] * 200, range(200))
+    drawn = draw(logits, [Sampling(temperature=1.0, top_k=10, seed=2)] * 200, range(200))
     assert set(drawn) == {3, 39}
 
 
@@ -105,17 +102,17 @@ row_strategy = st.builds(
 def test_a_row_is_drawn_the_same_in_any_company(batch: list[tuple[Sampling, int]], seed: int) -> None:
     logits = some_logits(len(batch), seed)
     rows, positions = [row for row, _ in batch], [position for _, position in batch]
-    together = sample(logits, rows, positions)
-    alone = [sample(logits[i : i + 1], rows[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))]
+    together = draw(logits, rows, positions)
+    alone = [draw(logits[i : i + 1], rows[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))]
     assert together == alone
-    assert sample(logits.flip(0), rows[::-1], positions[::-1]) == together[::-1]
+    assert draw(logits.flip(0), rows[::-1], positions[::-1]) == together[::-1]
 
 
 def test_seed_and_position_both_matter() -> None:
     logits = torch.zeros(50, VOCAB_SIZE)
-    fixed_seed = sample(logits, [Sampling(temperature=1.0, seed=1)] * 50, range(50))
-    other_seed = sample(logits, [Sampling(temperature=1.0, seed=2)] * 50, range(50))
-    fixed_position = sample(logits, [Sampling(temperature=1.0, seed=seed) for seed in range(50)], [0] * 50)
+    fixed_seed = draw(logits, [Sampling(temperature=1.0, seed=1)] * 50, range(50))
+    other_seed = draw(logits, [Sampling(temperature=1.0, seed=2)] * 50, range(50))
+    fixed_position = draw(logits, [Sampling(temperature=1.0, seed=seed) for seed in range(50)], [0] * 50)
     assert len(set(fixed_seed)) > 20
     assert len(set(fixed_position)) > 20
     assert fixed_seed != other_seed

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Sampling, StepPlan, Stopping
+from cluster.spec.messages import Sampled, Sampling, StepPlan, Stopping
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import fixed
@@ -36,7 +36,7 @@ class Ranks:
         self.tokens: dict[Room, list[int]] = {}
         self.pages: dict[Room, list[int]] = {}
 
-    def execute(self, plan: StepPlan) -> dict[Room, int]:
+    def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         for room in plan.releases:
             del self.tokens[room], self.pages[room]
         for admit in plan.admits:
@@ -51,7 +51,7 @@ class Ranks:
             self.pages[row.room] += row.new_pages
             assert len(self.pages[row.room]) * PAGE_SIZE >= len(known)
             if row.samples:
-                sampled[row.room] = next_token(known)
+                sampled[row.room] = Sampled(token_id=next_token(known))
         in_step = [page for row in plan.rows for page in self.pages[row.room]]
         assert len(in_step) == len(set(in_step)), "two rows of a step share a page"
         return sampled
@@ -118,5 +118,5 @@ def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
     pages = steps.remove(Room(0))
     assert len(pages) == 3
     allocator.check_integrity(pages)
-    assert steps.commit(plan, {Room(0): 1}) == []
+    assert steps.commit(plan, {Room(0): Sampled(token_id=1)}) == []
     assert not steps.has_work()

@@ -1,0 +1,141 @@
+"""What clients get wrong is answered with OpenAI's errors, in words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.model_folder import write_model_folder
+from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+MISSING = object()
+"""Leaves a field out of a body that would be good with it."""
+
+GOOD_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": MODEL, "prompt": "x"},
+    "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "x"}]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [97]},
+}
+
+WRONG_PROMPT = "must be a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty"
+WRONG_STOP = "must be a string, or a list of at most 16 strings; none of them empty"
+WRONG_CONTENT = "must be a string, or a list of parts of type text; images, audio and files are not supported"
+CONTEXT_IS = "this model's context is 512 tokens for prompt and answer together"
+ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
+
+BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
+    ("model", MISSING, "field required"),
+    ("prompt", MISSING, "field required"),
+    ("prompt", 5, WRONG_PROMPT),
+    ("prompt", [], WRONG_PROMPT),
+    ("prompt", [[]], WRONG_PROMPT),
+    ("prompt", [1, "a"], WRONG_PROMPT),
+    ("prompt", [1, 258], "there is no token 258; allowed: 0 to 257"),
+    ("prompt", [-1], "there is no token -1; allowed: 0 to 257"),
+    ("prompt", ["x"] * 1025, "at most 1024 prompts in one request, got 1025"),
+    ("prompt", [1] * 512, f"the prompt has 512 tokens; {CONTEXT_IS}"),
+    ("max_tokens", 511, f"the prompt has 2 tokens and 511 more were asked for; {CONTEXT_IS}"),
+    ("max_tokens", 0, "Input should be greater than or equal to 1, got 0"),
+    ("max_tokens", "5", "Input should be a valid integer, got '5'"),
+    ("temperature", -1, "Input should be greater than or equal to 0, got -1"),
+    ("top_p", 0, "Input should be greater than 0, got 0"),
+    ("top_p", 1.5, "Input should be less than or equal to 1, got 1.5"),
+    ("top_k", -2, "Input should be greater than or equal to -1, got -2"),
+    ("min_p", 2, "Input should be less than or equal to 1, got 2"),
+    ("seed", 1.5, "Input should be a valid integer, got 1.5"),
+    ("stop", [""], WRONG_STOP),
+    ("stop", ["x"] * 17, WRONG_STOP),
+    ("stream", "yes", "Input should be a valid boolean, got 'yes'"),
+    ("stream_options", {}, "only allowed when stream is true"),
+    ("n", 2, "not supported, got 2; allowed: null or 1"),
+    ("n", True, "not supported, got true; allowed: null or 1"),
+    ("best_of", 3, "not supported, got 3; allowed: null or 1"),
+    ("logprobs", 0, "not supported, got 0; allowed: null or false"),
+    ("echo", True, "not supported, got true; allowed: null or false"),
+    ("presence_penalty", 0.5, "not supported, got 0.5; allowed: null or 0"),
+    ("logit_bias", {"1": 2}, 'not supported, got {"1":2}; allowed: null or {}'),
+]
+BAD_CHATS: list[tuple[str, Any, str]] = [
+    ("messages", MISSING, "field required"),
+    ("messages", [], "List should have at least 1 item after validation, not 0, got []"),
+    ("messages[0].role", [{"role": "king", "content": "x"}], f"Input should be {ROLES}, got 'king'"),
+    ("messages[0].content", [{"role": "user", "content": [{"type": "image_url"}]}], WRONG_CONTENT),
+    ("messages", [{"role": "user", "content": "x" * 600}], f"the prompt has 619 tokens; {CONTEXT_IS}"),
+    ("tools", [{}], "not supported, got [{}]; allowed: null or []"),
+    (
+        "response_format",
+        {"type": "json_object"},
+        'not supported, got {"type":"json_object"}; allowed: null or {"type":"text"}',
+    ),
+]
+BAD_OTHERS: list[tuple[str, str, Any, str]] = [
+    ("/tokenize", "prompt", MISSING, "give either prompt or messages"),
+    ("/detokenize", "tokens", [999], "there is no token 999; allowed: 0 to 257"),
+    ("/detokenize", "tokens", "x", "Input should be a valid array, got 'x'"),
+]
+BAD = [
+    *[("/v1/completions", *row) for row in BAD_COMPLETIONS],
+    *[("/v1/chat/completions", *row) for row in BAD_CHATS],
+    *BAD_OTHERS,
+]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(("path", "param", "value", "message"), BAD)
+    def test_field(self, shared: RouterCluster, path: str, param: str, value: Any, message: str) -> None:
+        body = GOOD_BODIES[path] | {param.split("[")[0]: value}
+        reply = shared.http.post(path, json={name: given for name, given in body.items() if given is not MISSING})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"], error["message"]) == (400, param, f"{param}: {message}")
+        assert error["type"] == "invalid_request_error"
+        assert set(error) == {"message", "type", "param", "code"}
+
+    @pytest.mark.parametrize("path", GOOD_BODIES)
+    def test_unknown_model(self, shared: RouterCluster, path: str) -> None:
+        reply = shared.http.post(path, json=GOOD_BODIES[path] | {"model": "other"})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
+        assert error["message"] == "the model 'other' does not exist; this endpoint serves 'echo'"
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"{", "body: Invalid JSON: EOF while parsing an object at line 1 column 1"),
+            (b"", "body: Invalid JSON: EOF while parsing a value at line 1 column 0"),
+            (b"[]", "body: must be a JSON object, got []"),
+            (
+                b'{"model": "echo", "prompt": "x", "temperature": NaN}',
+                "temperature: Input should be a finite number, got nan",
+            ),
+        ],
+    )
+    def test_not_an_object(self, shared: RouterCluster, content: bytes, message: str) -> None:
+        reply = shared.http.post("/v1/completions", content=content)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, message)
+
+    def test_half_a_surrogate_pair_is_refused(self, shared: RouterCluster) -> None:
+        reply = shared.http.post("/v1/completions", content=b'{"model": "echo", "prompt": "\\ud800"}')
+        assert reply.status_code == 400
+
+    def test_unknown_route(self, shared: RouterCluster) -> None:
+        reply = shared.http.get("/v1/embeddings")
+        assert (reply.status_code, reply.json()["error"]["message"]) == (404, "there is no route /v1/embeddings")
+
+    def test_wrong_method(self, shared: RouterCluster) -> None:
+        reply = shared.http.get("/v1/completions")
+        assert (reply.status_code, reply.json()["error"]["message"]) == (405, "/v1/completions does not take GET")
+        assert reply.headers["allow"] == "POST"
+
+    def test_context_errors_have_openais_code(self, shared: RouterCluster) -> None:
+        error = shared.post("/v1/completions", prompt=[1] * 600).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+
+    def test_a_model_without_chat_template(self, tmp_path: Path) -> None:
+        folder = write_model_folder(tmp_path / "plain", template=None)
+        for plain in run_cluster(folder):
+            reply = plain.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
+            assert reply.status_code == 400
+            assert "no chat template" in reply.json()["error"]["message"]

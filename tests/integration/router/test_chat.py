@@ -1,0 +1,50 @@
+"""Chat completions: templates, parts, and the shape of a stream."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.model_folder import BOS, write_model_folder
+from tests.fakes.router_cluster import CONTEXT, RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+
+class TestChat:
+    def test_whole(self, shared: RouterCluster) -> None:
+        reply = shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=8).json()
+        assert reply["choices"][0]["message"] == {"role": "assistant", "content": "<user>hi", "refusal": None}
+        assert shared.last_submit().prompt_ids == [BOS, *b"<user>hi\n<assistant>"]
+
+    def test_parts_are_joined(self, shared: RouterCluster) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        shared.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=1)
+        assert shared.last_submit().prompt_ids == [BOS, *b"<user>a\nb\n<assistant>"]
+
+    def test_a_template_sees_text_and_objects_where_a_client_sends_null_and_json(self, tmp_path: Path) -> None:
+        template = (
+            "{% for message in messages %}{{ message.content + '|' }}"
+            "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }};{% endfor %}{% endfor %}"
+        )
+        calls = [{"type": "function", "function": {"name": "f", "arguments": text}} for text in ('{"a": 1}', "{a")]
+        messages = [
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "assistant", "tool_calls": None},
+            {"role": "tool", "content": "x", "tool_call_id": "1"},
+        ]
+        for plain in run_cluster(write_model_folder(tmp_path, template=template)):
+            assert plain.post("/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200
+            assert bytes(plain.last_submit().prompt_ids) == b'|{"a": 1};"{a";|x|'
+
+    def test_default_length_is_the_rest_of_the_context(self, shared: RouterCluster) -> None:
+        shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+        submit = shared.last_submit()
+        assert submit.stopping.max_tokens == CONTEXT - len(submit.prompt_ids)
+
+    def test_stream_begins_with_the_role(self, shared: RouterCluster) -> None:
+        events = shared.events("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=8)
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == "<user>hi"
+        assert events[0]["object"] == "chat.completion.chunk"
+        assert events[-1]["choices"][0]["finish_reason"] == "length"

@@ -1,0 +1,77 @@
+"""Clients that wait, leave, or read slowly."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+
+from tests.fakes.router_cluster import MODEL, RouterCluster
+
+pytestmark = pytest.mark.integration
+
+
+class TestClients:
+    def test_comments_while_waiting(self, cluster: RouterCluster) -> None:
+        cluster.decode.flow.clear()
+        with cluster.http.stream(
+            "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}
+        ) as reply:
+            lines = reply.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": waiting", "", ": waiting", ""]
+            cluster.decode.flow.set()
+            assert "data: [DONE]" in list(lines)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("after_first_token", [False, True])
+    def test_leaving_cancels_both_legs_at_once(
+        self, cluster: RouterCluster, stream: bool, after_first_token: bool
+    ) -> None:
+        cluster.decode.token_s = 0.05
+        if not after_first_token:
+            cluster.decode.flow.clear()
+        content = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 500, "stream": stream}).encode()
+        host, port = cluster.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+            )
+            room = cluster.decode.wait_submits(1)[0].room
+            if after_first_token and stream:
+                assert client.recv(100)
+        assert cluster.prefill.wait_cancels(1)[0].room == room
+        assert cluster.decode.wait_cancels(1)[0].room == room
+        cluster.assert_empty()
+        assert cluster.metric('baton_request_ended_total{outcome="cancelled"}') == 1
+
+    async def test_many_streams_of_which_some_leave(self, cluster: RouterCluster) -> None:
+        cluster.decode.token_s = 0.005
+
+        async def run(http: httpx.AsyncClient, index: int) -> None:
+            prompt = f"client {index:02d};" * (1 + index % 4)
+            leaves = index % 10 == 3
+            num_tokens = 450 if leaves else 40 + 5 * index
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "stream": True}
+            text = ""
+            async with http.stream("POST", "/v1/completions", json=body) as reply:
+                async for line in reply.aiter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["text"]
+                    if leaves and len(text) > 20:
+                        return
+            assert text == (prompt * 40)[:num_tokens]
+
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=limits, trust_env=False) as http:
+            await asyncio.gather(*(run(http, index) for index in range(32)))
+        cluster.assert_empty()
+        assert cluster.metric('baton_request_ended_total{outcome="finished"}') == 29
+        assert cluster.metric('baton_request_ended_total{outcome="cancelled"}') == 3
+
+    def test_a_slow_reader_holds_nobody_up(self, cluster: RouterCluster) -> None:
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 500, "stream": True}
+        with cluster.http.stream("POST", "/v1/completions", json=body) as slow:
+            assert cluster.complete("hello", max_tokens=7)["choices"][0]["text"] == "hellohe"
+            lines = [line for line in slow.iter_lines() if line.startswith("data: {")]
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines) == ("abc" * 200)[:500]

@@ -1,0 +1,126 @@
+"""Completions: prompts, stops, defaults, and what reaches the replicas."""
+
+from typing import Any
+
+import pytest
+
+from tests.fakes.model_folder import BOS, EOS
+from tests.fakes.router_cluster import CACHED_TOKENS, CONTEXT, MODEL, RouterCluster
+
+pytestmark = pytest.mark.integration
+
+USAGE = {
+    "prompt_tokens": 6,
+    "completion_tokens": 7,
+    "total_tokens": 13,
+    "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+}
+
+
+class TestCompletions:
+    def test_whole(self, shared: RouterCluster) -> None:
+        reply = shared.complete("hello", max_tokens=7)
+        assert reply["choices"] == [{"index": 0, "text": "hellohe", "logprobs": None, "finish_reason": "length"}]
+        assert reply["usage"] == USAGE
+        assert (reply["object"], reply["model"]) == ("text_completion", MODEL)
+
+    def test_stream_with_usage(self, shared: RouterCluster) -> None:
+        events = shared.events("/v1/completions", prompt="hello", max_tokens=7, stream_options={"include_usage": True})
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "hellohe"
+        assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [
+            *[None] * (len(events) - 2),
+            "length",
+        ]
+        assert all(event["usage"] is None for event in events[:-1])
+        assert events[-1]["choices"] == []
+        assert events[-1]["usage"] == USAGE
+
+    def test_stream_without_usage_has_no_such_key(self, shared: RouterCluster) -> None:
+        assert all("usage" not in event for event in shared.events("/v1/completions", prompt="hello"))
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_every_token_has_its_own_chunk_also_when_several_come_together(
+        self, shared: RouterCluster, path: str
+    ) -> None:
+        prompt = {"prompt": "€uro"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "€"}]}
+        assert shared.decode.batch > 1
+        choices = [event["choices"][0] for event in shared.events(path, max_tokens=10, return_token_ids=True, **prompt)]
+        choices = [choice for choice in choices if choice.get("delta", {}).get("role") is None]
+        assert [len(choice["token_ids"]) for choice in choices] == [1] * 10
+
+    @pytest.mark.parametrize("prompt", [["ab", "cde"], [[BOS, 97, 98], [BOS, 99, 100, 101]]])
+    def test_several_prompts(self, shared: RouterCluster, prompt: Any) -> None:
+        reply = shared.complete(prompt, max_tokens=4)
+        assert [choice["text"] for choice in reply["choices"]] == ["abab", "cdec"]
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+        assert reply["usage"]["completion_tokens"] == 8
+
+    def test_several_prompts_as_a_stream(self, shared: RouterCluster) -> None:
+        texts = {0: "", 1: ""}
+        for event in shared.events("/v1/completions", prompt=["ab", "cde"], max_tokens=8):
+            texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert texts == {0: "abababab", 1: "cdecdecd"}
+
+    def test_token_ids_are_taken_as_they_are(self, shared: RouterCluster) -> None:
+        assert shared.complete([97, 98, 99], max_tokens=3)["choices"][0]["text"] == "bcb"
+        assert shared.last_submit().prompt_ids == [97, 98, 99]
+
+    def test_default_is_sixteen_tokens_at_temperature_one(self, shared: RouterCluster) -> None:
+        assert shared.complete("x")["usage"]["completion_tokens"] == 16
+        assert shared.last_submit().sampling.temperature == 1.0
+
+    def test_sampling_reaches_both_replicas(self, shared: RouterCluster) -> None:
+        shared.complete("x", temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-1, stop_token_ids=[7])
+        sampling = shared.last_submit().sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+        assert sampling.seed == 2**63 - 1
+        assert shared.last_submit().stopping.stop_token_ids == {7, EOS}
+        room = shared.last_submit().room
+        assert any(submit.room == room for submit in shared.prefill.wait_submits(1))
+
+    def test_seeds_differ_when_none_is_given(self, shared: RouterCluster) -> None:
+        shared.complete(["x", "y"])
+        first, second = shared.decode.submits[-2:]
+        assert first.sampling.seed != second.sampling.seed
+
+    def test_eos_ends_the_answer_and_is_not_shown(self, shared: RouterCluster) -> None:
+        choice = shared.complete([BOS, 97, EOS, 98], max_tokens=9)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
+
+    def test_ignore_eos(self, shared: RouterCluster) -> None:
+        choice = shared.complete([BOS, 97, EOS, 98], max_tokens=6, ignore_eos=True)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("abab", "length")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_stop_string_cuts_the_text_and_cancels_both_legs(self, cluster: RouterCluster, stream: bool) -> None:
+        body: dict[str, Any] = {"prompt": "abcdefgh", "max_tokens": 400, "stop": ["zz", "efg"]}
+        cluster.decode.token_s = 0.01
+        if stream:
+            choices = [event["choices"][0] for event in cluster.events("/v1/completions", **body)]
+            text, finish = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+        else:
+            choice = cluster.complete(**body)["choices"][0]
+            text, finish = choice["text"], choice["finish_reason"]
+        assert (text, finish) == ("abcd", "stop")
+        assert len(cluster.prefill.wait_cancels(1)) == len(cluster.decode.wait_cancels(1)) == 1
+        cluster.assert_empty()
+
+    def test_characters_of_several_bytes_are_never_cut(self, shared: RouterCluster) -> None:
+        events = shared.events("/v1/completions", prompt="€🙂é", max_tokens=9)
+        assert "".join(event["choices"][0]["text"] for event in events) == "€🙂é"
+
+    def test_default_length_is_cut_to_the_context(self, shared: RouterCluster) -> None:
+        assert shared.complete([97] * (CONTEXT - 3))["usage"]["completion_tokens"] == 3
+
+    def test_harmless_and_unknown_fields_are_taken(self, shared: RouterCluster) -> None:
+        shared.complete(
+            "x",
+            n=1,
+            best_of=1,
+            logprobs=None,
+            echo=False,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            user="me",
+            zz=1,
+        )

@@ -1,0 +1,60 @@
+"""Replicas that come, fail and go under open requests."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.bootstrap import entry_of, table_of
+from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+
+class TestReplicasComeAndGo:
+    def test_nothing_ready(self, cluster: RouterCluster) -> None:
+        cluster.table.show(table_of(entry_of(cluster.prefill.peer), version=2, reaped={"decode-0": 1}))
+        deadline_s = time.monotonic() + 60
+        while (reply := cluster.http.get("/ready")).status_code == 200:
+            assert time.monotonic() < deadline_s
+        assert reply.json()["error"]["message"] == "no decode replica is ready"
+        for stream in (False, True):
+            refused = cluster.post("/v1/completions", prompt="x", stream=stream)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["code"] == "not_ready"
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_prefill_fails(self, cluster: RouterCluster, stream: bool) -> None:
+        cluster.decode.flow.clear()
+        cluster.prefill.fails = "no memory"
+        reply = cluster.post("/v1/completions", prompt="x", stream=stream)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (503, "prefill-0: no memory")
+        assert cluster.decode.wait_cancels(1)[0].room == cluster.last_submit().room
+        cluster.assert_empty()
+
+    def test_replica_is_reaped_under_a_request(self, cluster: RouterCluster) -> None:
+        cluster.decode.flow.clear()
+        with cluster.http.stream(
+            "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}
+        ) as reply:
+            lines = reply.iter_lines()
+            assert next(lines) == ": waiting"
+            cluster.table.show(table_of(entry_of(cluster.decode.peer), version=2, reaped={"prefill-0": 1}))
+            error = next(line for line in lines if line.startswith("data: "))
+        assert "prefill-0 was lost" in error
+        cluster.decode.wait_cancels(1)
+
+    def test_a_lost_token_fails_the_request(self, cluster: RouterCluster) -> None:
+        cluster.decode.skips = True
+        reply = cluster.post("/v1/completions", prompt="abcdef", max_tokens=12)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "broken_output")
+        assert reply.json()["error"]["message"] == "decode-0: output 3 is missing; 6 came next"
+        cluster.decode.wait_cancels(1)
+
+    def test_deadline(self, folder: Path) -> None:
+        for cluster in run_cluster(folder, request_timeout_s=0.2):
+            cluster.decode.flow.clear()
+            reply = cluster.post("/v1/completions", prompt="x")
+            assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timed_out")
+            cluster.prefill.wait_cancels(1)
+            cluster.decode.wait_cancels(1)

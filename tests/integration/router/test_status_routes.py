@@ -1,0 +1,101 @@
+"""Routes about the model, the router and the cluster."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.spec.registry import ReplicaLoad, StepTimes
+from cluster.spec.strategy import Strategy
+from tests.fakes.bootstrap import entry_of, table_of
+from tests.fakes.model_folder import BOS
+from tests.fakes.router_cluster import CONTEXT, MODEL, RouterCluster
+
+pytestmark = pytest.mark.integration
+
+
+def references_in(part: Any) -> Iterator[str]:
+    """Every ``$ref`` of a JSON document."""
+    if isinstance(part, dict):
+        if isinstance(reference := part.get("$ref"), str):
+            yield reference
+        part = list(part.values())
+    if isinstance(part, list):
+        for child in part:
+            yield from references_in(child)
+
+
+class TestStatusRoutes:
+    def test_models(self, shared: RouterCluster) -> None:
+        card = shared.http.get("/v1/models").json()["data"][0]
+        assert (card["id"], card["max_model_len"], card["object"]) == (MODEL, CONTEXT, "model")
+        assert shared.http.get("/v1/models/other").status_code == 404
+
+    def test_tokenize_and_back(self, shared: RouterCluster) -> None:
+        assert shared.post("/tokenize", prompt="ab").json() == {
+            "count": 3,
+            "max_model_len": CONTEXT,
+            "tokens": [BOS, 97, 98],
+        }
+        assert shared.post("/tokenize", prompt="ab", add_special_tokens=False).json()["tokens"] == [97, 98]
+        chat = shared.post("/tokenize", messages=[{"role": "user", "content": "a"}], add_generation_prompt=False).json()
+        assert chat["tokens"] == [BOS, *b"<user>a\n"]
+        assert shared.post("/detokenize", tokens=[BOS, 97]).json() == {"prompt": "<s>a"}
+
+    def test_version_and_health(self, shared: RouterCluster) -> None:
+        assert shared.http.get("/version").json()["version"]
+        assert shared.http.get("/health").json() == {"status": "ok"}
+
+    def test_openapi_document_is_whole(self, shared: RouterCluster) -> None:
+        document = shared.http.get("/openapi.json").json()
+        bodies = [route["post"]["requestBody"] for route in document["paths"].values() if "post" in route]
+        references = list(references_in(document))
+        assert len(references) > len(bodies) == 4
+        for reference in references:
+            found = document
+            for step in reference.removeprefix("#/").split("/"):
+                found = found[step]
+        content = document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+        assert list(content) == ["text/plain"]
+
+    def test_cluster_is_the_table(self, shared: RouterCluster) -> None:
+        table = shared.http.get("/cluster").json()
+        assert [entry["replica"] for entry in table["replicas"]] == ["prefill-0", "decode-0"]
+
+    def test_request_id_and_replicas_in_the_headers(self, shared: RouterCluster) -> None:
+        reply = shared.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={"X-Request-Id": "mine"}
+        )
+        assert reply.headers["x-request-id"] == "mine"
+        assert reply.json()["id"] == "cmpl-mine"
+        assert (reply.headers["x-baton-prefill"], reply.headers["x-baton-decode"]) == ("prefill-0", "decode-0")
+        assert len(shared.http.get("/health").headers["x-request-id"]) == 32
+
+    def test_metrics(self, cluster: RouterCluster) -> None:
+        cluster.complete("abc", max_tokens=9)
+        cluster.post("/v1/completions", prompt=5)
+        assert cluster.metric('baton_request_ended_total{outcome="finished"}') == 1
+        assert cluster.metric('baton_request_refused_total{status="400"}') == 1
+        assert cluster.metric("baton_generation_tokens_total") == 9
+        assert cluster.metric("baton_prompt_tokens_total") == 4
+        assert cluster.metric("baton_time_to_first_token_seconds_count") == 1
+        assert cluster.metric("baton_inter_token_latency_seconds_count") == 2
+        assert cluster.metric('baton_ready_replicas{role="decode"}') == 1
+
+    def test_prefill_steps_by_strategy(self, cluster: RouterCluster) -> None:
+        times = StepTimes(num_steps=3, total_s=1.5, total_estimate_s=1.25, last_s=0.5, last_estimate_s=0.25)
+        prefill = msgspec.structs.replace(
+            entry_of(cluster.prefill.peer), load=ReplicaLoad(steps={Strategy.ZIGZAG: times})
+        )
+        cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
+        labels = '{replica="prefill-0",strategy="zigzag"}'
+        deadline_s = time.monotonic() + 60
+        while f"baton_prefill_steps_total{labels}" not in cluster.http.get("/metrics").text:
+            assert time.monotonic() < deadline_s
+        assert cluster.metric(f"baton_prefill_steps_total{labels}") == 3
+        assert cluster.metric(f"baton_prefill_step_seconds_total{labels}") == 1.5
+        assert cluster.metric(f"baton_prefill_step_estimate_seconds_total{labels}") == 1.25
+        assert cluster.metric(f"baton_prefill_last_step_seconds{labels}") == 0.5
+        assert cluster.metric(f"baton_prefill_last_step_estimate_seconds{labels}") == 0.25

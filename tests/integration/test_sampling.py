@@ -1,0 +1,140 @@
+"""What requests ask of sampling holds over the handoff: the first token is drawn on prefill, the others on decode."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.messages import Sampling, Stopping
+from tests.fakes.checkpoints import make_checkpoint
+from tests.integration.test_engine_matrix import prompts_of
+from workers.local import Answer, LocalCluster, Prompt
+
+pytestmark = pytest.mark.integration
+
+NUM_TOKENS = 24
+NUM_PAGES, PAGE_BYTES = 30, 8192
+"""The prompts fill 27 pages, so that answers run out of them and some are retracted and start again."""
+BIAS = {7: 4.0, 90: 6.5, 91: -100.0}
+BAD_WORDS = [[90], [7, 7], [12, 13, 14]]
+ALLOWED = frozenset(range(40, 80))
+
+REQUESTS: dict[str, tuple[Sampling, dict[str, Any]]] = {
+    "greedy": (Sampling(), {}),
+    "repetition": (Sampling(repetition_penalty=1.8), {"repetition_penalty": 1.8}),
+    "bias": (
+        Sampling(logit_bias=BIAS, bad_words=BAD_WORDS),
+        {"sequence_bias": [[[token_id], bias] for token_id, bias in BIAS.items()], "bad_words_ids": BAD_WORDS},
+    ),
+    "allowed": (
+        Sampling(allowed_ids=ALLOWED, repetition_penalty=1.3),
+        {"suppress_tokens": sorted(set(range(256)) - ALLOWED), "repetition_penalty": 1.3},
+    ),
+    "late": (
+        Sampling(min_tokens=9, ending_ids=frozenset(range(128))),
+        {"min_new_tokens": 9, "eos_token_id": list(range(128))},
+    ),
+}
+"""Our settings and transformers' for the same."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=11)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[LocalCluster]:
+    cluster = LocalCluster()
+    cluster.load(
+        DeployConfig.model_validate(
+            {
+                "model": {"served_name": "qwen3"},
+                "kv": {"page_size": 16, "memory_gib": (NUM_PAGES + 1.5) * PAGE_BYTES / 2**30},
+                "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
+            }
+        ),
+        folder,
+    )
+    with cluster.running():
+        yield cluster
+    cluster.close()
+
+
+def stopping_of(sampling: Sampling) -> Stopping:
+    return Stopping(max_tokens=NUM_TOKENS, stop_token_ids=sampling.ending_ids)
+
+
+def test_tokens_and_logprobs_equal_transformers(folder: Path, cluster: LocalCluster) -> None:
+    prompts = dict(zip(REQUESTS, prompts_of((90, 200, 33, 5, 64)), strict=True))
+    asked = [
+        Prompt(prompts[name], stopping_of(sampling), replace(sampling, num_logprobs=3))
+        for name, (sampling, _) in REQUESTS.items()
+    ]
+    answers = dict(zip(REQUESTS, cluster.answer(asked, timeout_s=120), strict=True))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, (_, settings) in REQUESTS.items():
+        compare(model, prompts[name], answers[name], settings)
+    tokens = {name: answer.token_ids for name, answer in answers.items()}
+    assert tokens["repetition"] != tokens["greedy"]
+    assert 9 < len(tokens["late"]) < NUM_TOKENS
+
+
+def compare(model: Any, prompt: list[int], answer: Answer, settings: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        theirs = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **settings,
+        )
+    assert answer.token_ids == theirs.sequences[0, len(prompt) :].tolist()
+    assert len(answer.logprobs) == len(answer.token_ids)
+    for token_id, told, logits in zip(answer.token_ids, answer.logprobs, theirs.logits, strict=True):
+        logprobs = logits[0].log_softmax(-1)
+        assert told.logprob == pytest.approx(float(logprobs[token_id]), abs=1e-3)
+        assert told.top_ids == logprobs.topk(3).indices.tolist()
+        assert told.top_logprobs == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-3)
+
+
+def test_frequency_and_presence_count_the_first_token_too(folder: Path, cluster: LocalCluster) -> None:
+    """By hand, since transformers has neither."""
+    sampling = Sampling(frequency_penalty=0.9, presence_penalty=0.7, logit_bias={40: 8.0})
+    (prompt,) = prompts_of((20,))
+    (ours,) = cluster.answer([Prompt(prompt, Stopping(max_tokens=NUM_TOKENS), sampling)], timeout_s=120)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens: list[int] = []
+    for _ in range(NUM_TOKENS):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+        logits[40] += 8.0
+        for token_id in set(tokens):
+            logits[token_id] -= 0.9 * tokens.count(token_id) + 0.7
+        tokens.append(int(logits.argmax()))
+    assert ours.token_ids == tokens
+    assert tokens.count(40) > 1
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_company(cluster: LocalCluster) -> None:
+    samplings = [
+        Sampling(temperature=0.8, seed=5),
+        Sampling(temperature=1.5, top_k=20, min_p=0.02, seed=6, frequency_penalty=0.3),
+        Sampling(temperature=1.0, top_p=0.8, seed=7, repetition_penalty=1.2),
+    ]
+    prompts = [
+        Prompt(prompt, stopping_of(sampling), sampling)
+        for prompt, sampling in zip(prompts_of((90, 40, 150)), samplings, strict=True)
+    ]
+    company = [Prompt(prompt, Stopping(max_tokens=40)) for prompt in prompts_of((100, 60))]
+    together = cluster.generate([*company, *prompts], timeout_s=120)[2:]
+    alone = [cluster.generate([prompt], timeout_s=120)[0] for prompt in prompts]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == 3
