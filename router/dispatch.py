@@ -67,6 +67,7 @@ class Dispatch:
             decode=decode,
             router=self._me,
             cache_salt=ask.cache_salt,
+            priority=ask.priority,
         )
         return room, [Send(address=peer.address, message=submit) for peer in (prefill, decode)]
 

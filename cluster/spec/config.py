@@ -88,6 +88,10 @@ class PrefillConfig(PoolConfig):
     """How a step's tokens are divided over CP ranks; auto takes the fastest way for each step, by measured rates."""
     chunk_tokens: PositiveInt = 8192
     """Most tokens computed in one step, over all requests."""
+    oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
+    """Part of each step that the oldest request gets, however long; important and short requests share the rest."""
+    max_queued_tokens: PositiveInt = 8_388_608
+    """Prompt tokens before one replica at which it gets no more; when all replicas have so many, clients get 429."""
 
 
 class DecodeConfig(PoolConfig):

@@ -29,6 +29,11 @@ class PageAllocator:
         """Pages that are kept for their tokens."""
         return self._tree.num_pages if self._tree else 0
 
+    @property
+    def is_caching(self) -> bool:
+        """Whether pages are kept for their tokens at all; without, nobody needs keys."""
+        return self._tree is not None
+
     def is_cached(self, page: int) -> bool:
         """Whether this page is kept for its tokens, and must not be written to."""
         return self._tree is not None and page in self._tree
@@ -36,6 +41,10 @@ class PageAllocator:
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest known prefix, to be given to ``allocate`` before anything else happens."""
         return self._tree.find(keys) if self._tree else []
+
+    def count_cached(self, keys: Sequence[bytes]) -> int:
+        """How many pages ``find`` would give."""
+        return self._tree.count(keys) if self._tree else 0
 
     def can_allocate(self, count: int, shared: Sequence[int] = ()) -> bool:
         """Whether so many pages can be had when the ``shared`` ones, which ``find`` gave, are the first of them."""

@@ -5,6 +5,7 @@ Holding a page means holding every page above it, and pages are let go deepest f
 order in which a page comes before the one above it, and the first of them is always a leaf: the least recently used.
 """
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ class PrefixTree:
                 break
             pages.append(node.page)
         return pages
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """How many pages ``find`` would give, in fewer looks: a page is never here without those above it."""
+        return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def claim(self, pages: Sequence[int]) -> None:
         """Hold pages that ``find`` gave, from the first on."""
