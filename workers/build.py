@@ -1,11 +1,15 @@
 """Puts the parts of a worker together from its spec."""
 
+from functools import partial
+
+from cluster.channel import Outbox
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
+from transfer.sender import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
@@ -77,6 +81,6 @@ def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSende
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
         config=spec.config.transfer,
-        region=rank.region,
-        backend=rank.backend,
+        outbox=Outbox(),
+        start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
     )

@@ -1,31 +1,65 @@
 """Sends one rank's part of finished KV: a session for each transfer, a thread that writes, and the last words."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-from cluster.channel import Outbox
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, DropSend, Peer, SendReport, SendState, StepPlan, Target
-from cluster.spec.registry import RankRow
-from transfer.backends.interface import Region, TransferBackend
+from cluster.spec.messages import Admit, DropSend, Message, Peer, SendReport, SendState, StepPlan, Target
+from cluster.spec.registry import Endpoint, RankRow
 from transfer.plan import PagePair, is_sender, make_spans, owned_pages
-from transfer.sender import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
+from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
 from transfer.sender_session import SenderSession
-from workers.engine.runner import KnownRequest
 
 Transfer = tuple[Room, int]
 """Room and generation."""
+
+
+class Known(Protocol):
+    """What a rank knows of a request after a step."""
+
+    @property
+    def admit(self) -> Admit: ...
+    @property
+    def pages(self) -> Sequence[int]: ...
+
+
+class Writer(Protocol):
+    """What writes; ``SenderThread`` does, and says what its methods promise."""
+
+    def send(self, job: SendJob) -> None: ...
+    def drop(self, room: Room, generation: int) -> None: ...
+    def forget(self, target: Endpoint) -> None: ...
+    def close(self) -> None: ...
+
+
+class Post(Protocol):
+    """What takes messages; ``Outbox`` does."""
+
+    def send(self, address: str, message: Message) -> None: ...
+    def close(self) -> None: ...
 
 
 class KvSender:
     """One rank's sending half. The worker's thread calls the methods; outcomes come on the sender thread."""
 
     def __init__(
-        self, *, prefill: Peer, row: RankRow, config: TransferConfig, region: Region, backend: TransferBackend
+        self,
+        *,
+        prefill: Peer,
+        row: RankRow,
+        config: TransferConfig,
+        outbox: Post,
+        start_writer: Callable[[Callable[[Outcome], None]], Writer],
     ) -> None:
-        """``prefill`` is the replica this rank is part of; its leader gets the reports."""
+        """Takes outbox and writer over.
+
+        Args:
+            prefill: the replica this rank is part of; its leader gets the reports.
+            start_writer: makes the writer, which never tells an outcome before the call that asks for it has returned.
+        """
         self._prefill = prefill
         self._row = row
         self._config = config
@@ -34,8 +68,13 @@ class KvSender:
         self._sessions: dict[Transfer, SenderSession] = {}
         self._targets: dict[ReplicaId, Target] = {}
         """The newest start of each decode replica that we have sent to."""
-        self._outbox = Outbox()
-        self._thread = SenderThread(backend, region, config.batch_spans, self._on_outcome)
+        self._outbox = outbox
+        self._writer = start_writer(self._on_outcome)
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that are not over."""
+        return len(self._sessions)
 
     def before_step(self, plan: StepPlan) -> None:
         """Hand out the cached pages of requests that start with this step; they travel while it computes."""
@@ -45,9 +84,9 @@ class KvSender:
                 if row.room in admits and row.first_position:
                     session = self._session(admits[row.room])
                     if pairs := session.advance(row.new_pages, row.first_position):
-                        self._thread.send(self._job(session, pairs))
+                        self._writer.send(self._job(session, pairs))
 
-    def after_step(self, plan: StepPlan, requests: Mapping[Room, KnownRequest]) -> None:
+    def after_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> None:
         """Hand out the pages that this step completed."""
         with self._lock:
             for row in plan.rows:
@@ -56,7 +95,7 @@ class KvSender:
                     session = self._session(known.admit)
                     pairs = session.advance(known.pages, row.first_position + len(row.token_ids))
                     if pairs:
-                        self._thread.send(self._job(session, pairs))
+                        self._writer.send(self._job(session, pairs))
                     self._end_if_over(session)
 
     def drop(self, message: DropSend) -> None:
@@ -66,7 +105,7 @@ class KvSender:
             session = self._sessions.get(transfer)
             if session is not None:
                 session.drop()
-                self._thread.drop(*transfer)
+                self._writer.drop(*transfer)
                 return
             report = SendReport(
                 room=message.room,
@@ -77,8 +116,8 @@ class KvSender:
             self._outbox.send(self._prefill.address, report)
 
     def close(self) -> None:
-        """Stop the thread; what is queued is not written."""
-        self._thread.close()
+        """Stop the writer; what is queued is not written."""
+        self._writer.close()
         self._outbox.close()
 
     def _session(self, admit: Admit) -> SenderSession:
@@ -112,7 +151,7 @@ class KvSender:
         known = self._targets.get(target.decode.replica)
         if known is None or known.decode.incarnation < target.decode.incarnation:
             for row in known.rows if known else ():
-                self._thread.forget(row.endpoint)
+                self._writer.forget(row.endpoint)
             self._targets[target.decode.replica] = target
 
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
-from cluster.channel import Inbox
+from cluster.channel import Inbox, Outbox
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.lifecycle import Role
@@ -16,6 +17,7 @@ from cluster.spec.strategy import Strategy
 from tests.fakes.handoff import PAGE_SIZE, row
 from tests.fakes.loopback import Loopback
 from transfer.backends.interface import Region
+from transfer.sender import SenderThread
 from workers.engine.runner import KnownRequest
 from workers.kv_sender import KvSender
 
@@ -88,7 +90,13 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
     )
     prefill = Peer(replica=mine.replica, incarnation=Incarnation(1), address=leader.address)
     with closing(
-        KvSender(prefill=prefill, row=mine, config=TransferConfig(), region=source, backend=backend)
+        KvSender(
+            prefill=prefill,
+            row=mine,
+            config=TransferConfig(),
+            outbox=Outbox(),
+            start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans),
+        )
     ) as sender:
         backend.gate.clear()
         sender.before_step(plan)
