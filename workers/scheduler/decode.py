@@ -110,7 +110,8 @@ class DecodeLeader(LeaderCore):
         self._allocator.check_integrity(self._steps.held_pages + ticketed)
 
     def _on_submit(self, submit: Submit) -> None:
-        if submit.decode.incarnation != self.me.incarnation or submit.room in self.ended:
+        is_known = submit.room in self._requests or submit.room in self.ended
+        if submit.decode.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
         request = DecodeRequest(

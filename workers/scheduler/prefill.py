@@ -132,7 +132,8 @@ class PrefillLeader(LeaderCore):
 
     def _on_submit(self, submit: Submit) -> None:
         room = submit.room
-        if submit.prefill.incarnation != self.me.incarnation or room in self.ended:
+        is_known = room in self._requests or room in self.ended
+        if submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
         request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)

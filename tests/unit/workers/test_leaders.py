@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.spec.ids import ROUTER
 from cluster.spec.messages import FinishReason
 from cluster.spec.registry import PageFilter, TransferMode
 from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token, sampled_of
@@ -213,6 +214,21 @@ def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:
     world.run()
     check(world, 300)
     assert len(world.clients[room].tokens) < 100
+
+
+@given(seed=st.integers(0, 2**32), moment=st.integers(0, 60))
+def test_a_request_that_arrives_twice_is_taken_once(seed: int, moment: int) -> None:
+    world = World(
+        seed=seed, cp=2, mode=TransferMode.ALL_RANKS, page_filter=PageFilter.MODULAR, num_pages=20, chunk_tokens=8
+    )
+    world.submit(PROMPT, 4)
+    copies = {address: world.queues[ROUTER, address][-1] for address in world.leaders}
+    for _ in range(moment):
+        world.act()
+    for address, copy in copies.items():
+        world.queues[ROUTER, address].append(copy)
+    world.run()
+    check(world, 20)
 
 
 def test_pages_are_shared_only_under_the_same_salt() -> None:
