@@ -38,6 +38,10 @@ class PageAllocator:
         """Whether this page is kept for its tokens, and must not be written to."""
         return self._tree is not None and page in self._tree
 
+    def is_held(self, page: int) -> bool:
+        """Whether one sequence alone has this page, so that it may be written to."""
+        return page in self._held
+
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest known prefix, to be given to ``allocate`` before anything else happens."""
         return self._tree.find(keys) if self._tree else []

@@ -246,7 +246,6 @@ class DecodeLeader(LeaderCore):
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
                 self._stop(request, "its router is gone", now_s)
-                continue
             reaped = snapshot.reaped.get(request.submit.prefill.replica)
             if reaped is None or request.session is None or request.state is DecodeState.RUNNING:
                 continue

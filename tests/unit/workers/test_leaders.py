@@ -1,11 +1,12 @@
 """Both leaders together: whatever the order of messages and steps, tokens are right and every page comes back."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.ids import ROUTER
-from cluster.spec.messages import FinishReason
+from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.messages import FinishReason, TableUpdate
 from cluster.spec.registry import PageFilter, TransferMode
 from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token, sampled_of
 
@@ -203,6 +204,21 @@ def test_requests_of_a_lost_router_are_given_up(seed: int, moment: int, num_requ
     world.lose_router()
     world.run()
     check(world, 60)
+
+
+def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:
+    world = quiet_world()
+    world.submit(PROMPT, 4)
+    decode = world.leaders["decode/0"]
+    decode.on_message(world.queues[ROUTER, "decode/0"].popleft(), 0.0)
+    reaped = {ROUTER: Incarnation(1)}
+    decode.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 0.0)
+    assert not decode.is_idle(), "prefill has a ticket and may write"
+    reaped[world.prefill_peer.replica] = Incarnation(1)
+    decode.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 0.0)
+    decode.tick(1.0)
+    assert decode.is_idle()
+    decode.check_integrity()
 
 
 def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:
