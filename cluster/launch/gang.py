@@ -79,7 +79,8 @@ class Gang:
         """End every process and give the seats back; True when all processes are proven gone."""
         with self._lock:
             self._killed = True
-            actors, reservation = list(self._actors), self._reservation
+            actors = list(self._actors)
+            reservation, self._reservation = self._reservation, None
         gone = self._system.kill(actors, timeout_s)
         if reservation is not None:
             self._system.release(reservation)

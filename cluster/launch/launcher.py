@@ -68,6 +68,8 @@ class Launcher:
         self._home_host = self._hosts[tools.system.home.node_id]
         self._lock = threading.Lock()
         self._running: dict[str, Member] = {}
+        self._unproven: dict[tuple[str, Incarnation], Member] = {}
+        """Ended members whose processes may still live."""
         self._rendezvous: Future[Rendezvous] = Future()
         self._bootstrap_port = 0
         self.router_url = ""
@@ -100,11 +102,21 @@ class Launcher:
         for who, run in self._running[name].runs.items():
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
 
-    def end(self, name: str) -> bool:
+    def end(self, name: str, incarnation: Incarnation) -> bool:
         """Kill a member and give back what it held; True when its processes are proven gone."""
         with self._lock:
             member = self._running.pop(name, None)
-        return member is None or member.kill(KILL_S)
+        if member is None or member.kill(KILL_S):
+            return True
+        self._unproven[name, incarnation] = member
+        return False
+
+    def prove(self, name: str, incarnation: Incarnation) -> bool:
+        """Kill once more what ``end`` could not prove gone; True when it is now."""
+        if not self._unproven[name, incarnation].kill(KILL_S):
+            return False
+        del self._unproven[name, incarnation]
+        return True
 
     def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None:
         """Tell the rank table that no process of this start is left. Raises PeerUnreachableError."""

@@ -15,6 +15,8 @@ from cluster.supervisor.state import Action, Cluster, Event, Member, Now, Phase
 
 _REAPED_ATTEMPTS = 5
 _RETRY_S = 1.0
+_PROVE_S = 30.0
+"""Between two looks at a machine that could not tell whether its processes are gone."""
 
 
 class Members(Protocol):
@@ -23,7 +25,8 @@ class Members(Protocol):
     @property
     def names(self) -> Sequence[str]: ...
     def start(self, name: str, incarnation: Incarnation) -> None: ...
-    def end(self, name: str) -> bool: ...
+    def end(self, name: str, incarnation: Incarnation) -> bool: ...
+    def prove(self, name: str, incarnation: Incarnation) -> bool: ...
     def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None: ...
     def drain(self) -> bool: ...
     def stop(self) -> None: ...
@@ -106,7 +109,9 @@ class Supervisor:
                 members.start(name, incarnation)
                 return words.Started(name, incarnation)
             case words.End(name, incarnation):
-                return words.Ended(name, incarnation, members.end(name))
+                return words.Ended(name, incarnation, members.end(name, incarnation))
+            case words.Prove(name, incarnation):
+                return self._prove(name, incarnation, members)
             case words.MarkReaped(name, incarnation):
                 _mark_reaped(ReplicaId(name), incarnation, members)
             case words.Announce():
@@ -121,6 +126,13 @@ class Supervisor:
                 return words.Stopped()
             case words.Report():
                 self._report(action.line)
+        return None
+
+    def _prove(self, name: str, incarnation: Incarnation, members: Members) -> Event | None:
+        while self._cluster.phase is Phase.SERVING:
+            time.sleep(_PROVE_S)
+            if members.prove(name, incarnation):
+                return words.Proven(name, incarnation)
         return None
 
 

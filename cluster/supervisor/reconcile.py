@@ -35,6 +35,8 @@ def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
             return _on_failed(cluster, event, now)
         case words.Ended():
             return _on_ended(cluster, event, now)
+        case words.Proven():
+            return _on_proven(cluster, event)
         case words.StopRequested():
             return _on_stop_requested(cluster, event)
         case words.Drained():
@@ -51,7 +53,7 @@ def _on_tick(cluster: Cluster, now: Now) -> Step:
     for member in cluster.members.values():
         if member.state is MemberState.WAITING and member.wake_s <= now.s:
             incarnation = next_incarnation(member.incarnation, now.unix_ms)
-            starting = replace(_moved(member, MemberState.STARTING, "tick"), incarnation=incarnation)
+            starting = replace(_moved(member, MemberState.STARTING, "tick"), incarnation=incarnation, was_of_use=False)
             cluster = cluster.with_member(starting)
             actions.append(words.Start(member.name, incarnation))
     return cluster, actions
@@ -61,7 +63,8 @@ def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
     member = _addressed(cluster, event.name, event.incarnation, MemberState.STARTING)
     if member is None:
         return cluster, []
-    cluster = cluster.with_member(replace(_moved(member, MemberState.RUNNING, "started"), running_since_s=now.s))
+    running = replace(_moved(member, MemberState.RUNNING, "started"), running_since_s=now.s, was_of_use=True)
+    cluster = cluster.with_member(running)
     actions: list[Action] = []
     if event.name == BOOTSTRAP:  # a new table knows nothing of the dead
         actions += [words.MarkReaped(name, incarnation) for name, incarnation in cluster.reaped.items()]
@@ -93,13 +96,40 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
     wait_s = backoff_s(cluster.backoff_s, member.num_failures)
     cluster = cluster.with_member(replace(_moved(member, MemberState.WAITING, "ended"), wake_s=now.s + wait_s))
     actions: list[Action] = []
-    if event.proven and event.name != BOOTSTRAP:
-        cluster = replace(cluster, reaped={**cluster.reaped, event.name: event.incarnation})
-        actions.append(words.MarkReaped(event.name, event.incarnation))
+    if event.name == BOOTSTRAP:
+        pass  # nobody asks whether an earlier table is gone
+    elif event.proven:
+        proven = {**cluster.proven, event.name: event.incarnation}
+        cluster, actions = _reap(replace(cluster, proven=proven), event.name)
+    elif member.was_of_use:
+        unproven = cluster.unproven.get(event.name, frozenset()) | {event.incarnation}
+        cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
+        actions = [words.Prove(event.name, event.incarnation)]
     if cluster.phase is Phase.SERVING:
         times = f"; failed {member.num_failures} times in a row" if member.num_failures > 1 else ""
         actions.append(words.Report(f"{event.name}: starts again in {wait_s:g} s{times}"))
     return cluster, actions
+
+
+def _on_proven(cluster: Cluster, event: words.Proven) -> Step:
+    unproven = cluster.unproven.get(event.name, frozenset()) - {event.incarnation}
+    proven = Incarnation(max(event.incarnation, cluster.proven.get(event.name, words.NEVER)))
+    cluster = replace(
+        cluster,
+        unproven={**cluster.unproven, event.name: unproven},
+        proven={**cluster.proven, event.name: proven},
+    )
+    return _reap(cluster, event.name)
+
+
+def _reap(cluster: Cluster, name: str) -> Step:
+    """Mark what is proven gone now: a mark speaks for all earlier starts, so none of them may be unproven."""
+    proven = cluster.proven[name]
+    if proven <= cluster.reaped.get(name, words.NEVER) or any(
+        incarnation < proven for incarnation in cluster.unproven.get(name, ())
+    ):
+        return cluster, []
+    return replace(cluster, reaped={**cluster.reaped, name: proven}), [words.MarkReaped(name, proven)]
 
 
 def _on_stop_requested(cluster: Cluster, event: words.StopRequested) -> Step:

@@ -86,6 +86,8 @@ class Member:
     wake_s: float = 0.0
     """While waiting: when to start."""
     running_since_s: float = 0.0
+    was_of_use: bool = False
+    """Whether the latest start has been running: others may have given it work."""
     num_failures: int = 0
     """In a row, without a stable run between them."""
 
@@ -98,8 +100,12 @@ class Cluster:
     backoff_s: float
     """First wait before a failed member is started again."""
     phase: Phase = Phase.STARTING
+    proven: Mapping[str, Incarnation] = field(default_factory=dict)
+    """Highest incarnation of each member whose own processes are proven gone."""
+    unproven: Mapping[str, frozenset[Incarnation]] = field(default_factory=dict)
+    """Starts that were of use and have ended without a proof: their processes may still write."""
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
-    """Highest incarnation of each member whose processes are proven gone."""
+    """Highest incarnation of each member that is proven gone together with all before it."""
     failure: BaseException | None = None
     """What ended the first start."""
 
@@ -150,6 +156,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Proven:
+    """The processes of a start that had ended without a proof are gone."""
+
+    name: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """Somebody wants the cluster to end; the second time, at once."""
 
@@ -168,7 +182,7 @@ class Stopped:
     """Every process has been ended."""
 
 
-Event = Tick | Started | Failed | Ended | StopRequested | Drained | Stopped
+Event = Tick | Started | Failed | Ended | Proven | StopRequested | Drained | Stopped
 
 
 # ---- actions
@@ -191,8 +205,16 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Prove:
+    """Look again and again whether the processes of an ended start are gone; answer with Proven once they are."""
+
+    name: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class MarkReaped:
-    """Tell the rank table that the processes of an incarnation are gone."""
+    """Tell the rank table that the processes of an incarnation, and of all before it, are gone."""
 
     name: str
     incarnation: Incarnation
@@ -225,4 +247,4 @@ class Report:
     line: str
 
 
-Action = Start | End | MarkReaped | Announce | Drain | Stop | Kill | Report
+Action = Start | End | Prove | MarkReaped | Announce | Drain | Stop | Kill | Report

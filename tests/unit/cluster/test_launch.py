@@ -119,7 +119,7 @@ def test_restarted_services_keep_their_ports() -> None:
     launcher.start("bootstrap", ONE)
     launcher.start("router", ONE)
     for name in ("bootstrap", "router"):
-        assert launcher.end(name)
+        assert launcher.end(name, ONE)
         launcher.start(name, Incarnation(2))
     assert {meeting.bootstrap_url for meeting in world.rendezvous} == {f"http://{LOOPBACK}:3000"}
     assert launcher.router_url == f"http://{LOOPBACK}:8000"
@@ -145,7 +145,7 @@ def test_ended_gang_gives_its_seats_back() -> None:
     launcher.start("bootstrap", ONE)
     launcher.start("prefill-0", ONE)
     assert len(world.system.reserved) == 1
-    assert launcher.end("prefill-0")
+    assert launcher.end("prefill-0", ONE)
     assert (world.system.reserved, world.system.living("prefill")) == ([], [])
 
 

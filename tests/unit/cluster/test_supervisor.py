@@ -27,6 +27,8 @@ from cluster.supervisor.state import (
     MemberState,
     Now,
     Phase,
+    Prove,
+    Proven,
     Report,
     Start,
     Started,
@@ -118,11 +120,41 @@ def test_dead_rank_takes_its_gang_down_and_the_gang_comes_back() -> None:
     assert run.state("decode-0") is MemberState.RUNNING
 
 
+def restart(run: Run, name: str, *, proven: bool, is_of_use: bool = True) -> tuple[Incarnation, list[Action]]:
+    """Let a member fail and start again; the start that ended, and what its end asked for."""
+    ended = run.incarnation(name)
+    run.fail(name)
+    actions = run.step(Ended(name, ended, proven))
+    run.now_s += MAX_BACKOFF_S
+    run.step(Tick())
+    if is_of_use:
+        run.step(Started(name, run.incarnation(name)))
+    return ended, actions
+
+
 def test_only_proof_marks_an_incarnation_reaped() -> None:
     run = Run().serve()
-    run.fail("decode-0")
-    assert run.step(Ended("decode-0", run.incarnation("decode-0"), False)) == []
+    ended, actions = restart(run, "decode-0", proven=False)
+    assert actions == [Prove("decode-0", ended)]
     assert run.cluster.reaped == {}
+    assert run.step(Proven("decode-0", ended)) == [MarkReaped("decode-0", ended)]
+
+
+def test_a_proven_end_says_nothing_of_an_earlier_start_that_may_still_write() -> None:
+    run = Run().serve()
+    first, _ = restart(run, "prefill-0", proven=False)
+    second, actions = restart(run, "prefill-0", proven=True)
+    assert actions == []
+    assert run.cluster.reaped == {}
+    assert run.step(Proven("prefill-0", first)) == [MarkReaped("prefill-0", second)]
+
+
+def test_a_start_that_was_never_of_use_has_nothing_to_prove() -> None:
+    run = Run().serve()
+    restart(run, "prefill-0", proven=True, is_of_use=False)
+    assert restart(run, "prefill-0", proven=False)[1] == []
+    third, actions = restart(run, "prefill-0", proven=True)
+    assert actions == [MarkReaped("prefill-0", third)]
 
 
 def test_services_are_restarted_and_replicas_hear_of_the_routers_end() -> None:
