@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from cluster.cli import bench, bench_cp, chat, doctor, down, plan, schema, status, up
+from cluster.cli import bench, bench_cp, chat, doctor, down, plan, schema, simulate, status, up
 from cluster.spec.errors import UserError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
 bench.bench.command("cp")(bench_cp.cp)
 app.add_typer(bench.bench, name="bench")
+app.command("simulate")(simulate.simulate)
 app.command("schema")(schema.schema)
 
 

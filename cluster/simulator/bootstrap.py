@@ -1,0 +1,106 @@
+"""The bootstrap service: the real table behind calls that take time and may not arrive."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.bootstrap.table import BootstrapTable, TableRefusedError
+from cluster.simulator.network import HOME
+from cluster.simulator.surroundings import Surroundings
+from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.registry import TableSnapshot
+
+LEASE_S = 3.0
+_LOOK_S = 0.5
+"""How often leases are looked at, and how soon a watcher that was cut off tries again."""
+
+Answer = Callable[[TableRefusedError | PeerUnreachableError | None], None]
+OnTable = Callable[[TableSnapshot], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Watcher:
+    machine: str
+    on_table: OnTable
+    seen_version: int = -1
+    is_due: bool = False
+
+
+class Bootstrap:
+    """One service for the whole simulation; dies and comes back with an empty table."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self.table: BootstrapTable | None = None
+        """None while it is down."""
+        self._around = around
+        self._watchers: list[_Watcher] = []
+        self._snapshot: TableSnapshot | None = None
+        around.after(_LOOK_S, self._look)
+
+    def start(self) -> None:
+        """Serve a new table; versions count on from the clock, as the real service's."""
+        self.table = BootstrapTable(LEASE_S, first_version=int(self._around.now_s() * 1000) + 1)
+        self._tell()
+
+    def kill(self) -> None:
+        """End; the table is forgotten."""
+        self.table = None
+
+    def call(self, machine: str, ask: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
+        """Ask the table something from a machine; the answer is None, a refusal, or that nobody answered."""
+        self._around.after(self._delay_s(machine), partial(self._serve, machine, ask, on_answer))
+
+    def watch(self, machine: str, on_table: OnTable) -> Callable[[], None]:
+        """Show a process every new table from now on, the newest only; returns what ends that."""
+        watcher = _Watcher(machine, on_table)
+        self._watchers.append(watcher)
+        self._make_due(watcher)
+        return partial(self._watchers.remove, watcher)
+
+    def _serve(self, machine: str, ask: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
+        answer: TableRefusedError | PeerUnreachableError | None = None
+        if self.table is None or self._around.network.is_cut(machine, HOME):
+            answer = PeerUnreachableError("the bootstrap service does not answer")
+        else:
+            try:
+                ask(self.table)
+            except TableRefusedError as error:
+                answer = error
+            self._tell()
+        self._around.after(self._delay_s(machine), partial(on_answer, answer))
+
+    def _look(self) -> None:
+        if self.table is not None:
+            self.table.expire(self._around.now_s())
+            self._tell()
+        self._around.after(_LOOK_S, self._look)
+
+    def _tell(self) -> None:
+        for watcher in self._watchers:
+            if self.table is not None and watcher.seen_version != self.table.version:
+                self._make_due(watcher)
+
+    def _make_due(self, watcher: _Watcher) -> None:
+        if not watcher.is_due:
+            watcher.is_due = True
+            self._around.after(self._delay_s(watcher.machine), partial(self._show, watcher))
+
+    def _show(self, watcher: _Watcher) -> None:
+        if watcher not in self._watchers:
+            return
+        if self.table is None or self._around.network.is_cut(watcher.machine, HOME):
+            self._around.after(_LOOK_S, partial(self._show, watcher))
+            return
+        watcher.is_due = False
+        if watcher.seen_version != self.table.version:
+            snapshot = self._newest(self.table)
+            watcher.seen_version = snapshot.version
+            watcher.on_table(snapshot)
+
+    def _newest(self, table: BootstrapTable) -> TableSnapshot:
+        if self._snapshot is None or self._snapshot.version != table.version:
+            self._snapshot = table.snapshot(self._around.now_s())
+        return self._snapshot
+
+    def _delay_s(self, machine: str) -> float:
+        return self._around.network.delay_s(machine != HOME)

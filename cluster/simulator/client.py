@@ -1,0 +1,51 @@
+"""One client: what it asked, what came, and the promise that it hears the end exactly once."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cluster.simulator.device import answer
+from cluster.simulator.memory import Violation
+from cluster.simulator.scenario import Ask
+
+
+class End(StrEnum):
+    """How a request ended for its client."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    LEFT = "left"
+    """The client did."""
+    REFUSED = "refused"
+    """No replica was ready; nothing was sent."""
+    DISCONNECTED = "disconnected"
+    """The router died."""
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """Knows its answer by heart, and looks at every token."""
+
+    ask: Ask
+    tokens: bytes = b""
+    end: End | None = None
+    reason: str = ""
+    expected: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected = answer(self.ask.prompt, self.ask.max_tokens)
+
+    def take(self, token_ids: list[int]) -> None:
+        """Tokens came."""
+        self.tokens += bytes(token_ids)
+        if self.end is not None:
+            raise Violation(f"tokens came after the request had {self.end}")
+        if not self.expected.startswith(self.tokens):
+            raise Violation(f"wrong tokens: {list(self.tokens)} came, {list(self.expected)} are right")
+
+    def finish(self, end: End, reason: str = "") -> None:
+        """The request is over."""
+        if self.end is not None:
+            raise Violation(f"the request {end} after it had {self.end}")
+        if end is End.FINISHED and self.tokens != self.expected[: self.ask.enough]:
+            raise Violation(f"a short answer: {len(self.tokens)} of {self.ask.max_tokens} tokens")
+        self.end, self.reason = end, reason

@@ -1,0 +1,144 @@
+"""The supervisor's loop on virtual time: the real rules decide, members are started and ended as they say."""
+
+from functools import partial
+from itertools import count
+
+from cluster.bootstrap.table import BootstrapTable
+from cluster.simulator.bootstrap import Bootstrap
+from cluster.simulator.network import HOME
+from cluster.simulator.replica import Replica
+from cluster.simulator.router_process import RouterProcess
+from cluster.simulator.rows import make_rows
+from cluster.simulator.surroundings import Surroundings
+from cluster.spec.errors import BatonError, PeerUnreachableError
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
+from cluster.supervisor import state as words
+from cluster.supervisor.reconcile import reconcile
+from cluster.supervisor.state import Action, Cluster, Event, Member, MemberState, Now, Phase
+
+BACKOFF_S = 0.5
+_READY_S = 0.5
+"""From the start of a member's processes to their use."""
+_REAPED_ATTEMPTS = 5
+_RETRY_S = 1.0
+BOOTSTRAP = "bootstrap"
+
+
+class Driver:
+    """Runs the members of one cluster."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self.bootstrap = Bootstrap(around)
+        self.router: RouterProcess | None = None
+        self.replicas: dict[str, Replica] = {}
+        """The newest start of each."""
+        self._unproven: dict[tuple[str, Incarnation], Replica] = {}
+        """Ended on a machine that could not be reached, so perhaps still at work."""
+        self._around = around
+        self._machines = count()
+        self._cluster = Cluster(
+            members={name: Member(name=name) for name in around.scenario.members}, backoff_s=BACKOFF_S
+        )
+        self.post(words.Tick())
+
+    @property
+    def is_serving(self) -> bool:
+        """Every member runs."""
+        members = self._cluster.members.values()
+        return self._cluster.phase is Phase.SERVING and all(member.state is MemberState.RUNNING for member in members)
+
+    def post(self, event: Event) -> None:
+        """Something happened."""
+        now = Now(s=self._around.now_s(), unix_ms=int(self._around.now_s() * 1000))
+        self._cluster, actions = reconcile(self._cluster, event, now)
+        for action in actions:
+            self._around.trace.add("supervisor:", action)
+            self._carry_out(action)
+        wake_s = self._cluster.next_wake_s()
+        if wake_s is not None:
+            # A little late, so that the time has come whatever the rounding.
+            self._around.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
+
+    def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
+        """A process of a member has ended; the supervisor hears of it a little later."""
+        event = words.Failed(name, incarnation, BatonError(reason))
+        self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
+
+    def is_running(self, name: str) -> bool:
+        """Whether a member is of use."""
+        return self._cluster.members[name].state is MemberState.RUNNING
+
+    def fail_member(self, name: str) -> None:
+        """The newest start of a member has lost its process."""
+        self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
+
+    def _wake(self, wake_s: float) -> None:
+        if self._cluster.next_wake_s() == wake_s:
+            self.post(words.Tick())
+
+    def _carry_out(self, action: Action) -> None:
+        random = self._around.random
+        match action:
+            case words.Start(name, incarnation):
+                self._around.after(random.uniform(0.1, 1.5), partial(self._start, name, incarnation))
+            case words.End(name, incarnation):
+                proven = self._end(name, incarnation)
+                event = words.Ended(name, incarnation, proven)
+                self._around.after(random.uniform(0.05, 0.5), partial(self.post, event))
+            case words.Prove(name, incarnation):
+                self._prove(name, incarnation)
+            case words.MarkReaped(name, incarnation):
+                self._mark_reaped(ReplicaId(name), incarnation, _REAPED_ATTEMPTS)
+            case _:
+                pass
+
+    def _start(self, name: str, incarnation: Incarnation) -> None:
+        if name == BOOTSTRAP:
+            self.bootstrap.start()
+        elif name == ROUTER:
+            self.router = RouterProcess(self._around, self.bootstrap, incarnation)
+        else:
+            rows = make_rows(self._around.shape, ReplicaId(name), incarnation, self._machine_for(name))
+            on_failed = partial(self.report_failed, name, incarnation)
+            self.replicas[name] = Replica(self._around, self.bootstrap, rows, on_failed)
+        self._around.after(_READY_S, partial(self.post, words.Started(name, incarnation)))
+
+    def _machine_for(self, name: str) -> str:
+        """The one it ran on before, or another one where an earlier start may still sit."""
+        machine = self.replicas[name].machine if name in self.replicas else name
+        is_taken = any(replica.machine == machine for replica in self._unproven.values())
+        return f"{name}@{next(self._machines)}" if is_taken else machine
+
+    def _end(self, name: str, incarnation: Incarnation) -> bool:
+        """Kill a member; True when its processes are proven gone."""
+        if name == BOOTSTRAP:
+            self.bootstrap.kill()
+        elif name == ROUTER and self.router is not None:
+            self.router.kill()
+        elif name in self.replicas and self._around.network.is_cut(self.replicas[name].machine, HOME):
+            self._unproven[name, incarnation] = self.replicas[name]
+            return False
+        elif name in self.replicas:
+            self.replicas[name].kill()
+        return True
+
+    def _prove(self, name: str, incarnation: Incarnation) -> None:
+        """Kill what could not be reached, as soon as it can."""
+        replica = self._unproven[name, incarnation]
+        if self._around.network.is_cut(replica.machine, HOME):
+            self._around.after(_RETRY_S, partial(self._prove, name, incarnation))
+        else:
+            replica.kill()
+            del self._unproven[name, incarnation]
+            self.post(words.Proven(name, incarnation))
+
+    def _mark_reaped(self, replica: ReplicaId, incarnation: Incarnation, num_attempts: int) -> None:
+        def ask(table: BootstrapTable) -> None:
+            table.unregister(replica, incarnation, reaped=True)
+
+        def on_answer(answer: BatonError | None) -> None:
+            if isinstance(answer, PeerUnreachableError) and num_attempts > 1:
+                again = partial(self._mark_reaped, replica, incarnation, num_attempts - 1)
+                self._around.after(_RETRY_S, again)
+
+        self.bootstrap.call(HOME, ask, on_answer)

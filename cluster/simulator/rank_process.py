@@ -1,0 +1,111 @@
+"""A process that is one rank of a replica, and the loop of those ranks that are not the leader."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from cluster.simulator.device import VirtualDevice
+from cluster.simulator.memory import Memory
+from cluster.simulator.process import Process
+from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.writer import VirtualWriter
+from cluster.spec.config import TransferConfig
+from cluster.spec.messages import DropSend, Message, Peer, StepPlan
+from cluster.spec.registry import RankRow
+from workers.cache.page_allocator import PageAllocator
+from workers.kv_sender import KvSender
+
+
+class RankProcess(Process):
+    """Has a device, with page memory that dies with it."""
+
+    def __init__(self, around: Surroundings, row: RankRow, leader: Peer, allocator: PageAllocator) -> None:
+        super().__init__(around, row.address)
+        self.memory = Memory(
+            session=row.endpoint.session,
+            allocator=allocator,
+            is_leader=row.global_rank == 0,
+            pages=[b""] * row.layout.num_pages,
+        )
+        around.memories[self.memory.session] = self.memory
+        self.sender = KvSender(
+            prefill=leader,
+            row=row,
+            config=TransferConfig(mode=around.shape.mode, page_filter=around.shape.page_filter),
+            outbox=_Post(self),
+            start_writer=partial(VirtualWriter, around, self.memory, row.layout.page_bytes, self.when_running),
+        )
+        self.device = VirtualDevice(self.memory, self.sender)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is left of any transfer."""
+        return not self.sender.num_open
+
+    def kill(self) -> None:
+        """Die; what the sender has handed to the wire may still arrive."""
+        if self.is_dead:
+            return
+        super().kill()
+        self.sender.close()
+        self.memory.is_gone = True
+
+    def step_s(self, plan: StepPlan) -> float:
+        """How long this rank computes a step."""
+        num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        return self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
+
+
+class Follower(RankProcess):
+    """Obeys step plans."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        row: RankRow,
+        leader: Peer,
+        allocator: PageAllocator,
+        on_step: Callable[[], None],
+    ) -> None:
+        """``on_step`` is called after each step."""
+        super().__init__(around, row, leader, allocator)
+        self.num_steps = 0
+        """Number of the newest step that it has computed."""
+        self._on_step = on_step
+        self._is_busy = False
+        self._inbox: deque[Message] = deque()
+
+    def take(self, message: Message) -> None:
+        """A message has arrived."""
+        self._inbox.append(message)
+        self.when_running(self._turn)
+
+    def _turn(self) -> None:
+        while self._inbox and not self._is_busy:
+            message = self._inbox.popleft()
+            if isinstance(message, StepPlan):
+                self._is_busy = True
+                self.device.begin(message)
+                self.after(self.step_s(message), partial(self._end_step, message))
+            elif isinstance(message, DropSend):
+                self.sender.drop(message)
+
+    def _end_step(self, plan: StepPlan) -> None:
+        self.device.end(plan)
+        self.num_steps = plan.step
+        self._is_busy = False
+        self._on_step()
+        self._turn()
+
+
+class _Post:
+    """A process's outbox."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def send(self, address: str, message: Message) -> None:
+        self._process.send(address, message)
+
+    def close(self) -> None:
+        """Nothing is held."""

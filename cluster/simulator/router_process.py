@@ -1,0 +1,135 @@
+"""One start of the router: the loop of ``router.relay`` around the real dispatch and directory."""
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import count
+
+from cluster.simulator.bootstrap import LEASE_S, Bootstrap
+from cluster.simulator.client import Client, End
+from cluster.simulator.network import HOME
+from cluster.simulator.process import Process
+from cluster.simulator.scenario import Ask
+from cluster.simulator.surroundings import Surroundings
+from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Failure, Message, Output, Peer, Sampling, Stopping, Submit
+from cluster.spec.registry import TableSnapshot
+from router.directory import Directory
+from router.dispatch import Dispatch
+from router.flight import Action, Emit, Fail, Send
+from router.flight import Ask as RouterAsk
+from router.policies.candidate import Chance
+from router.policies.registry import POLICIES
+
+_LOOK_S = 0.25
+"""How often deadlines are looked at."""
+
+
+class RouterProcess(Process):
+    """Sends requests to pairs of replicas and their tokens to clients."""
+
+    def __init__(self, around: Surroundings, bootstrap: Bootstrap, incarnation: Incarnation) -> None:
+        super().__init__(around, f"{HOME}/{ROUTER}.{incarnation}")
+        me = Peer(replica=ROUTER, incarnation=incarnation, address=self.address)
+        self.dispatch = Dispatch(me, self._draw_room)
+        self.directory = Directory(grace_s=LEASE_S)
+        self._policies = {role: POLICIES[around.random.choice(sorted(POLICIES))] for role in Role}
+        self._turns = count()
+        self._clients: dict[Room, Client] = {}
+        """Of the open requests."""
+        self._unwatch = bootstrap.watch(HOME, self._on_table)
+        self.every(_LOOK_S, self._look)
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is open, and none is counted anywhere."""
+        return not self._clients and not self.dispatch.num_open and not self.dispatch.load.lines()
+
+    def kill(self) -> None:
+        """Die; whoever waits loses its connection."""
+        if self.is_dead:
+            return
+        super().kill()
+        self._unwatch()
+        for client in self._clients.values():
+            client.finish(End.DISCONNECTED)
+
+    def open(self, client: Client) -> None:
+        """A client sends its request."""
+        ready = {role: self.directory.ready(role) for role in Role}
+        if not all(ready.values()):
+            client.finish(End.REFUSED)
+            return
+        prefill, decode = (self._pick(role, ready[role]) for role in (Role.PREFILL, Role.DECODE))
+        deadline_s = self.around.now_s() + self.around.shape.request_timeout_s
+        room, actions = self.dispatch.open(_request(client.ask), prefill, decode, deadline_s)
+        self._clients[room] = client
+        self.around.trace.add(
+            "request", room, "of", len(client.ask.prompt), "tokens to", prefill.replica, decode.replica
+        )
+        self._perform(actions)
+        if client.ask.patience_s is not None:
+            self.after(client.ask.patience_s, partial(self._leave, room))
+
+    def take(self, message: Message) -> None:
+        """A replica said something."""
+        if isinstance(message, Output):
+            self._perform(self.dispatch.on_output(message))
+        elif isinstance(message, Failure):
+            self._perform(self.dispatch.on_failure(message))
+
+    def _on_table(self, snapshot: TableSnapshot) -> None:
+        self._give_up(self.directory.update(snapshot, self.around.now_s()))
+
+    def _look(self) -> None:
+        now_s = self.around.now_s()
+        self._perform(self.dispatch.expire(now_s))
+        self._give_up(self.directory.expire(now_s))
+
+    def _give_up(self, lost: Iterable[Peer]) -> None:
+        for peer in lost:
+            self._perform(self.dispatch.on_lost(peer))
+
+    def _leave(self, room: Room) -> None:
+        if self.dispatch.is_open(room):
+            self._perform(self.dispatch.on_client_left(room))
+            self._finish(room, End.LEFT)
+
+    def _pick(self, role: Role, ready: list[Peer]) -> Peer:
+        chance = Chance(turn=next(self._turns), unit=self.around.random.random())
+        return self._policies[role](self.dispatch.load.candidates(ready), chance).peer
+
+    def _draw_room(self) -> Room:
+        return Room(self.around.random.getrandbits(62) + 1)
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    if isinstance(action.message, Submit):
+                        self.around.submits[action.message.room] = action.message
+                    self.send(action.address, action.message)
+                case Emit():
+                    self._emit(action)
+                case Fail():
+                    self._finish(action.room, End.FAILED, f"{action.cause}: {action.reason}")
+        self.dispatch.check_integrity()
+
+    def _emit(self, action: Emit) -> None:
+        client = self._clients[action.room]
+        enough = client.ask.enough
+        wanted = action.token_ids if enough is None else action.token_ids[: enough - len(client.tokens)]
+        client.take(wanted)
+        if action.finish is not None:
+            self._finish(action.room, End.FINISHED)
+        elif len(client.tokens) == enough:
+            self._perform(self.dispatch.on_enough(action.room))
+            self._finish(action.room, End.FINISHED)
+
+    def _finish(self, room: Room, end: End, reason: str = "") -> None:
+        self.around.trace.add("request", room, end, reason)
+        self._clients.pop(room).finish(end, reason)
+
+
+def _request(ask: Ask) -> RouterAsk:
+    return RouterAsk(prompt_ids=list(ask.prompt), sampling=Sampling(), stopping=Stopping(max_tokens=ask.max_tokens))

@@ -1,0 +1,48 @@
+"""The rows of a simulated replica: one layer, one head, so that a page is a page of tokens."""
+
+from cluster.simulator.scenario import PAGE_SIZE, Shape
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow
+
+GEOMETRY = KvGeometry(model="simulated", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", page_size=PAGE_SIZE)
+
+
+def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
+    """The rows of one start of a replica, by global rank."""
+    role = Role(replica.partition("-")[0])
+    cp = shape.cp if role is Role.PREFILL else 1
+    return [_row(shape, replica, role, incarnation, machine, cp_rank, cp) for cp_rank in range(cp)]
+
+
+def _row(
+    shape: Shape, replica: ReplicaId, role: Role, incarnation: Incarnation, machine: str, cp_rank: int, cp: int
+) -> RankRow:
+    start = f"{machine}/{replica}.{incarnation}.{cp_rank}"
+    num_pages = shape.prefill_pages if role is Role.PREFILL else shape.decode_pages
+    layout = PoolLayout(
+        num_pages=num_pages,
+        first_head=0,
+        num_heads=1,
+        first_layer=0,
+        num_layers=1,
+        page_size=PAGE_SIZE,
+        head_dim=1,
+        itemsize=4,
+    )
+    return RankRow(
+        replica=replica,
+        role=role,
+        incarnation=incarnation,
+        coords=RankCoords(dp=0, cp=cp_rank, tp=0, pp=0),
+        sizes=RankCoords(dp=1, cp=cp, tp=1, pp=1),
+        global_rank=cp_rank,
+        address=f"{machine}/{replica}.{cp_rank}" if shape.reuses_addresses else start,
+        endpoint=Endpoint(backend="simulated", session=start, base_address=0, num_bytes=layout.pool_bytes),
+        geometry=GEOMETRY,
+        layout=layout,
+        transfer_mode=shape.mode,
+        ownership=KvOwnership.REPLICATED,
+        build="simulated",
+    )

@@ -1,0 +1,120 @@
+"""One run of one scenario, from the start of the cluster to the moment when nothing is left of any request."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.simulator.client import Client, End
+from cluster.simulator.driver import Driver
+from cluster.simulator.faults import Faults
+from cluster.simulator.memory import Violation
+from cluster.simulator.scenario import MACHINE_LOST_S, Scenario
+from cluster.simulator.surroundings import make_surroundings
+from cluster.spec.lifecycle import Role
+
+_START_LIMIT_S = 60.0
+_SLACK_S = 60.0
+"""For what follows the last deadline: restarts with their waits, and what comes late."""
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run showed."""
+
+    violation: str | None
+    """The promise that was broken; None when all were kept."""
+    ends: Counter[str]
+    """Requests by how they ended."""
+    happened: Counter[str]
+    """Faults and hazards that came true, by kind."""
+    trace: list[str]
+    virtual_s: float
+
+
+class Simulation:
+    """The whole world of one scenario."""
+
+    def __init__(self, scenario: Scenario, traced: bool = False) -> None:
+        self._scenario = scenario
+        self._around = make_surroundings(scenario, traced)
+        self._driver = Driver(self._around)
+        self._clients = [Client(ask) for ask in scenario.asks]
+        self._limit_s = _START_LIMIT_S
+        self._faults: Faults | None = None
+
+    def run(self) -> Outcome:
+        """Until all is quiet, or a promise is broken. An error in the code under test is a broken promise, too."""
+        violation = None
+        try:
+            if not self._run_until(self._is_up):
+                raise Violation("the cluster never came up")
+            self._begin()
+            if not self._run_until(lambda: not self._left_over()):
+                raise Violation(f"never came to an end: {', '.join(self._left_over())}")
+            self._check_ends()
+        except Exception as error:  # whatever it is, the seed that leads to it is worth showing
+            violation = f"{type(error).__name__}: {error}"
+        ends = Counter(str(client.end) for client in self._clients)
+        happened = self._around.happened + self._around.network.happened
+        return Outcome(violation, ends, happened, self._around.trace.lines, self._around.now_s())
+
+    def _begin(self) -> None:
+        scenario, now_s = self._scenario, self._around.now_s()
+        for client in self._clients:
+            self._around.after(client.ask.at_s, partial(self._ask, client))
+        self._faults = Faults(self._around, self._driver)
+        shape = scenario.shape
+        last_s = max([ask.at_s for ask in scenario.asks] + [fault.at_s + fault.duration_s for fault in scenario.faults])
+        self._limit_s = now_s + last_s + shape.request_timeout_s + shape.transfer_timeout_s + MACHINE_LOST_S + _SLACK_S
+
+    def _ask(self, client: Client) -> None:
+        router = self._driver.router
+        if router is None or router.is_dead:
+            client.finish(End.DISCONNECTED, "connection refused")
+        else:
+            router.open(client)
+
+    def _run_until(self, is_reached: Callable[[], bool]) -> bool:
+        """Let events happen until then; False when the time limit came first."""
+        look_s = 0.0
+        while self._around.now_s() < self._limit_s:
+            if self._around.now_s() >= look_s:
+                if is_reached():
+                    return True
+                look_s = self._around.now_s() + _LOOK_S
+            self._around.timeline.step()
+        return False
+
+    def _is_up(self) -> bool:
+        router = self._driver.router
+        return (
+            self._driver.is_serving
+            and router is not None
+            and all(len(router.directory.ready(role)) == self._num_replicas(role) for role in Role)
+        )
+
+    def _num_replicas(self, role: Role) -> int:
+        shape = self._scenario.shape
+        return shape.num_prefill if role is Role.PREFILL else shape.num_decode
+
+    def _left_over(self) -> list[str]:
+        """What has not come to its end."""
+        assert self._faults is not None
+        driver = self._driver
+        left = [f"{self._faults.num_open} faults"] if self._faults.num_open else []
+        left += [f"request {number}" for number, client in enumerate(self._clients) if client.end is None]
+        if not driver.is_serving:
+            left.append("members that do not run")
+        if driver.router is None or not driver.router.is_idle:
+            left.append("requests in the router")
+        left += [name for name, replica in driver.replicas.items() if not replica.is_idle]
+        return left
+
+    def _check_ends(self) -> None:
+        if not self._scenario.is_calm:
+            return
+        for number, client in enumerate(self._clients):
+            if client.end not in (End.FINISHED, End.LEFT):
+                raise Violation(f"nothing went wrong, and request {number} {client.end}: {client.reason}")

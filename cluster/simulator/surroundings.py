@@ -1,0 +1,57 @@
+"""What every simulated process is given: time, chance, the network, the memories, and the eyes of the checks."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+from cluster.simulator.memory import Memory, Tickets
+from cluster.simulator.network import Network
+from cluster.simulator.scenario import Hazards, Scenario, Shape
+from cluster.simulator.timeline import Event, Timeline
+from cluster.simulator.trace import Trace
+from cluster.spec.ids import Room
+from cluster.spec.messages import Submit
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """One simulation's world around its processes."""
+
+    scenario: Scenario
+    trace: Trace
+    timeline: Timeline
+    random: Random
+    network: Network
+    tickets: Tickets = field(default_factory=Tickets)
+    memories: dict[str, Memory] = field(default_factory=dict)
+    """By session."""
+    submits: dict[Room, Submit] = field(default_factory=dict)
+    """Every request that was ever sent."""
+    happened: Counter[str] = field(default_factory=Counter)
+    """Faults and hazards that came true."""
+
+    @property
+    def shape(self) -> Shape:
+        """The cluster's shape."""
+        return self.scenario.shape
+
+    @property
+    def hazards(self) -> Hazards:
+        """What goes wrong with messages and writes."""
+        return self.scenario.hazards
+
+    def now_s(self) -> float:
+        """Virtual seconds."""
+        return self.timeline.now_s()
+
+    def after(self, delay_s: float, event: Event) -> None:
+        """Let something happen later."""
+        self.timeline.after(delay_s, event)
+
+
+def make_surroundings(scenario: Scenario, traced: bool) -> Surroundings:
+    """Fresh ones, at time 0."""
+    timeline, random = Timeline(), Random(scenario.seed)
+    trace = Trace(timeline, traced)
+    network = Network(timeline, random, scenario.hazards, trace)
+    return Surroundings(scenario=scenario, trace=trace, timeline=timeline, random=random, network=network)

@@ -1,0 +1,149 @@
+"""Defects that can be put into the real code, each a mistake that somebody might make."""
+
+from itertools import count
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from cluster.simulator.driver import Driver
+from cluster.simulator.rank_process import Follower
+from cluster.simulator.replica import Replica
+from cluster.simulator.router_process import RouterProcess
+from cluster.spec.ids import Incarnation, Room
+from cluster.spec.messages import Done, Drained, Message, Revoke
+from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
+from transfer.sender_session import SenderSession
+from workers.scheduler.leader import LeaderCore
+from workers.scheduler.prefill import PrefillLeader
+from workers.scheduler.prefill_request import PrefillRequest, PrefillState
+
+Patch = pytest.MonkeyPatch
+
+
+def free_on_timeout(patch: Patch) -> None:
+    """A ticket's pages are free as soon as its deadline has passed."""
+    revoke = ReceiverSession._revoke
+
+    def revoke_and_free(self: ReceiverSession, kind: FailureKind, reason: str, now_s: float) -> Revoke | None:
+        message = revoke(self, kind, reason, now_s)
+        if message is not None and kind is FailureKind.TIMED_OUT:
+            self._move(ReceiverState.RELEASED, "time-out")
+        return message
+
+    patch.setattr(ReceiverSession, "_revoke", revoke_and_free)
+
+
+def skip_the_generation_check(patch: Patch) -> None:
+    """A message of an earlier ticket counts for this one."""
+    is_foreign = ReceiverSession._is_foreign
+
+    def is_of_another_replica(self: ReceiverSession, message: Any) -> bool:
+        return is_foreign(self, replace(message, generation=self.ticket.generation))
+
+    patch.setattr(ReceiverSession, "_is_foreign", is_of_another_replica)
+
+
+def count_the_same_sender_twice(patch: Patch) -> None:
+    """Done are counted, whoever sends them."""
+
+    def on_done(self: ReceiverSession, message: Done, now_s: float) -> Revoke | None:
+        self._dones[len(self._dones)] = message
+        return self._check_complete(now_s)
+
+    patch.setattr(ReceiverSession, "_on_done", on_done)
+
+
+def reuse_a_room(patch: Patch) -> None:
+    """The router numbers its open requests, and gives the numbers of those that have ended to others."""
+
+    def draw(self: RouterProcess) -> Room:
+        return next(Room(number) for number in count(1) if not self.dispatch.is_open(Room(number)))
+
+    patch.setattr(RouterProcess, "_draw_room", draw)
+
+
+def ignore_the_incarnation(patch: Patch) -> None:
+    """The proven end of an earlier start of prefill counts for the one that runs."""
+    prefill_gone = ReceiverSession.prefill_gone
+
+    def any_start_gone(self: ReceiverSession, _incarnation: Incarnation, now_s: float) -> None:
+        prefill_gone(self, self._prefill.incarnation, now_s)
+
+    patch.setattr(ReceiverSession, "prefill_gone", any_start_gone)
+
+
+def drop_the_drain_ack(patch: Patch) -> None:
+    """Prefill never says that it has stopped writing."""
+    send = LeaderCore.send
+
+    def send_all_but_one(self: LeaderCore, address: str, message: Message) -> None:
+        if not isinstance(message, Drained):
+            send(self, address, message)
+
+    patch.setattr(LeaderCore, "send", send_all_but_one)
+
+
+def miscount_pages(patch: Patch) -> None:
+    """A sender tells one page less than it has sent."""
+    done = SenderSession.done
+
+    def done_with_less(self: SenderSession) -> Done | None:
+        message = done(self)
+        return message and replace(message, num_pages=message.num_pages - 1)
+
+    patch.setattr(SenderSession, "done", done_with_less)
+
+
+def restart_one_rank_alone(patch: Patch) -> None:
+    """A follower that died is replaced, and the replica goes on with it."""
+    lose_rank = Replica.lose_rank
+
+    def replace_rank(self: Replica, rank: int) -> bool:
+        number = rank % len(self.ranks)
+        if number == 0:
+            return lose_rank(self, rank)
+        followers, leader = self.leader.followers, self.leader
+        followers[number - 1].kill()
+        row = leader._rows[number]
+        followers[number - 1] = Follower(leader.around, row, leader.me, leader.allocator, self._on_step)
+        return True
+
+    patch.setattr(Replica, "lose_rank", replace_rank)
+
+
+def free_source_pages_early(patch: Patch) -> None:
+    """Prefill gives its pages back with the Result, whatever its ranks still have to send."""
+
+    def end_at_once(self: PrefillLeader, request: PrefillRequest) -> None:
+        if request.state in (PrefillState.SENDING, PrefillState.STOPPING):
+            self._end(request, "result")
+
+    patch.setattr(PrefillLeader, "_settle", end_at_once)
+
+
+def let_no_bytes_settle(patch: Patch) -> None:
+    """Pages are free at the moment in which their writer is proven gone."""
+    prefill_gone = ReceiverSession.prefill_gone
+
+    def gone_at_once(self: ReceiverSession, incarnation: Incarnation, now_s: float) -> None:
+        self._settle_s = 0.0
+        prefill_gone(self, incarnation, now_s)
+
+    patch.setattr(ReceiverSession, "prefill_gone", gone_at_once)
+
+
+def take_silence_for_proof(patch: Patch) -> None:
+    """Processes on a machine that does not answer are called gone."""
+    end = Driver._end
+
+    def end_and_call_it_proven(self: Driver, name: str, incarnation: Incarnation) -> bool:
+        end(self, name, incarnation)
+        return True
+
+    patch.setattr(Driver, "_end", end_and_call_it_proven)
+
+
+def keep_no_tombstones(patch: Patch) -> None:
+    """Rooms that have ended are forgotten."""
+    patch.setattr("workers.scheduler.leader.Tombstones.add", lambda _self, _room: None)

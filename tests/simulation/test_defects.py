@@ -1,0 +1,84 @@
+"""The simulator bites: each defect, put into the real code, breaks a promise within some seeds."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cluster.simulator.scenario import Fault, FaultKind, Hazards, Scenario, draw_scenario
+from cluster.simulator.simulation import Simulation
+from tests.simulation import defects
+
+MAX_SEEDS = 600
+
+FOREIGN_WRITE = r"has no ticket|is free or shared"
+EARLY_READ = r"is read before|wrong tokens"
+NEVER_ENDS = r"never came to an end"
+FAILS_IN_CALM = r"nothing went wrong"
+
+Weather = Callable[[Scenario], Scenario]
+
+
+def as_drawn(scenario: Scenario) -> Scenario:
+    return scenario
+
+
+def repeated_messages(scenario: Scenario) -> Scenario:
+    return replace(scenario, faults=(), hazards=Hazards(duplicate=0.3, slowness=10.0))
+
+
+def late_words(scenario: Scenario) -> Scenario:
+    return replace(scenario, faults=(), hazards=Hazards(stale=0.5, slowness=10.0))
+
+
+def dying_ranks(scenario: Scenario) -> Scenario:
+    shape = replace(scenario.shape, cp=4, settle_s=2.0)
+    faults = [Fault(kind=FaultKind.KILL, at_s=at_s, member="prefill-0", rank=at_s) for at_s in (1, 2, 3)]
+    return replace(scenario, shape=shape, faults=tuple(faults), hazards=Hazards(slowness=30.0))
+
+
+def lost_machine(scenario: Scenario) -> Scenario:
+    fault = Fault(kind=FaultKind.LOSE_MACHINE, at_s=4, member="prefill-0", duration_s=10.0)
+    return replace(scenario, faults=(fault,), hazards=Hazards(slowness=30.0))
+
+
+def disorder(scenario: Scenario) -> Scenario:
+    return replace(scenario, hazards=Hazards(duplicate=0.2, reorder=0.2, slowness=10.0))
+
+
+@pytest.mark.parametrize(
+    ("defect", "weather", "promise"),
+    [
+        (defects.free_on_timeout, as_drawn, FOREIGN_WRITE),
+        (defects.skip_the_generation_check, late_words, FOREIGN_WRITE),
+        (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
+        (defects.reuse_a_room, as_drawn, FAILS_IN_CALM),
+        (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
+        (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
+        (defects.miscount_pages, as_drawn, FAILS_IN_CALM),
+        (defects.restart_one_rank_alone, dying_ranks, "of which it was never told|has no KV|" + NEVER_ENDS),
+        (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+        (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
+        (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
+        (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_defect_is_caught(
+    defect: Callable[[pytest.MonkeyPatch], None], weather: Weather, promise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        violation = Simulation(weather(draw_scenario(seed))).run().violation
+        if violation is not None:
+            break
+    else:
+        pytest.fail(f"{MAX_SEEDS} seeds saw nothing of it")
+    assert re.search(promise, violation), violation
+
+
+@pytest.mark.parametrize("weather", [repeated_messages, late_words, dying_ranks, lost_machine, disorder])
+def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather) -> None:
+    for seed in range(25):
+        assert Simulation(weather(draw_scenario(seed))).run().violation is None, seed
