@@ -8,6 +8,7 @@ from cluster.simulator.simulation import Outcome, Simulation
 
 _MAX_RUNS = 400
 _SIMPLE = Shape()
+_CALM = Hazards()
 
 
 def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
@@ -36,8 +37,9 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for number in range(len(faults)):
         yield replace(scenario, faults=faults[:number] + faults[number + 1 :])
     for field in fields(Hazards):
-        if getattr(scenario.hazards, field.name) != field.default:
-            yield replace(scenario, hazards=replace(scenario.hazards, **{field.name: field.default}))
+        calm = getattr(_CALM, field.name)
+        if getattr(scenario.hazards, field.name) != calm:
+            yield replace(scenario, hazards=replace(scenario.hazards, **{field.name: calm}))
     yield from _simpler_shapes(scenario)
 
 

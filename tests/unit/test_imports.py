@@ -44,7 +44,9 @@ def test_import_contracts_hold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert status == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("package", ["router", "cluster/bootstrap", "cluster/planner", "cluster/spec"])
+@pytest.mark.parametrize(
+    "package", ["router", "cluster/bootstrap", "cluster/planner", "cluster/spec", "cluster/simulator"]
+)
 def test_control_processes_load_neither_torch_nor_ray(package: str) -> None:
     heavy = {"torch", "ray", "transformers"}
     assert heavy_modules_loaded(modules_under(package), heavy) == "[]"

@@ -1,0 +1,94 @@
+"""The simulated network keeps what ZeroMQ over TCP keeps, and loses what it loses."""
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.simulator.network import Network
+from cluster.simulator.scenario import Hazards
+from cluster.simulator.timeline import Timeline
+from cluster.simulator.trace import Trace
+from cluster.spec.ids import Incarnation, Room
+from cluster.spec.messages import Cancel, Message
+
+
+class Wire:
+    """Two senders and one receiver."""
+
+    def __init__(self, seed: int, hazards: Hazards | None = None) -> None:
+        self.timeline = Timeline()
+        self.network = Network(self.timeline, Random(seed), hazards or Hazards(), Trace(self.timeline, is_on=False))
+        self.received: list[int] = []
+
+    def listen(self) -> None:
+        self.network.listen("b/in", self._take)
+
+    def send(self, numbers: range, sender: str = "a/out") -> None:
+        for number in numbers:
+            self.network.send(sender, "b/in", Cancel(room=Room(number), incarnation=Incarnation(1)))
+
+    def run(self) -> list[int]:
+        while self.timeline.step():
+            continue
+        return self.received
+
+    def _take(self, message: Message) -> None:
+        assert isinstance(message, Cancel)
+        self.received.append(message.room)
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(0, 30))
+def test_messages_of_one_sender_arrive_in_order(seed: int, count: int) -> None:
+    wire = Wire(seed)
+    wire.listen()
+    wire.send(range(count))
+    wire.send(range(100, 100 + count), sender="c/out")
+    received = wire.run()
+    assert [number for number in received if number < 100] == list(range(count))
+    assert [number for number in received if number >= 100] == list(range(100, 100 + count))
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(0, 30))
+def test_what_cannot_arrive_now_waits(seed: int, count: int) -> None:
+    wire = Wire(seed)
+    wire.network.cut("a", "b")
+    wire.send(range(count))
+    assert wire.run() == []
+    wire.listen()
+    assert wire.run() == []
+    wire.network.heal("a", "b")
+    assert wire.run() == list(range(count))
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(0, 30))
+def test_a_dead_sender_loses_the_last_messages_only(seed: int, count: int) -> None:
+    wire = Wire(seed)
+    wire.listen()
+    wire.send(range(count))
+    wire.network.end_sender("a/out")
+    received = wire.run()
+    assert received == list(range(len(received)))
+
+
+def test_what_waits_for_a_listener_dies_with_its_sender() -> None:
+    wire = Wire(0)
+    wire.send(range(3))
+    wire.run()
+    wire.network.end_sender("a/out")
+    wire.listen()
+    assert wire.run() == []
+
+
+@given(seed=st.integers(0, 2**32))
+def test_hazards_come_true_between_machines_only(seed: int) -> None:
+    worst = Hazards(drop=0.5, duplicate=0.5, reorder=0.5)
+    wire = Wire(seed, worst)
+    wire.listen()
+    wire.send(range(100))
+    assert wire.run() != list(range(100))
+    assert set(wire.network.happened) == {"drop", "duplicate", "reorder"}
+    inside = Wire(seed, worst)
+    inside.listen()
+    inside.send(range(100), sender="b/out")
+    assert inside.run() == list(range(100))

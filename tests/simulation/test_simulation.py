@@ -1,0 +1,118 @@
+"""What the simulator says of the code as it is, that it says the same every time, and how it tells of a failure."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from cluster.simulator.campaign import Campaign
+from cluster.simulator.scenario import FaultKind, draw_scenario
+from cluster.simulator.shrink import shrink
+from cluster.simulator.simulation import Outcome, Simulation
+from tests.simulation import defects
+
+ROOT = Path(__file__).parents[2]
+FAILING_SEED = 2
+"""The defect that ``broken`` puts in shows here."""
+
+TRACE = """
+from cluster.simulator.scenario import draw_scenario
+from cluster.simulator.simulation import Simulation
+for seed in range(12):
+    print(*Simulation(draw_scenario(seed), traced=True).run().trace, sep="\\n")
+"""
+
+
+@pytest.fixture
+def broken() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        defects.drop_the_drain_ack(patch)
+        yield
+
+
+def run(seed: int) -> Outcome:
+    return Simulation(draw_scenario(seed), traced=True).run()
+
+
+def campaign(seeds: range) -> Campaign:
+    made = Campaign()
+    made.run(seeds)
+    return made
+
+
+def test_no_seed_breaks_a_promise() -> None:
+    made = campaign(range(500))
+    assert made.violations == {}
+    assert made.num_seeds == 500
+    assert sum(made.ends.values()) == made.num_requests
+    assert {*FaultKind, "drop", "duplicate", "reorder", "stale", "fail_write"} == set(made.faults)
+    assert all(made.ends[end] for end in ("finished", "failed", "left", "refused", "disconnected"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(10))
+def test_ten_thousand_seeds_break_no_promise(part: int) -> None:
+    assert campaign(range(1000 * part, 1000 * (part + 1))).violations == {}
+
+
+def test_a_seed_is_the_same_in_every_process() -> None:
+    traces = [
+        subprocess.run(
+            [sys.executable, "-c", TRACE],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert traces[0].count(b"\n") > 1000
+    assert traces[0] == traces[1]
+
+
+def test_other_seeds_are_other_runs() -> None:
+    assert run(1).trace != run(2).trace
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_failing_scenario_is_made_smaller_and_still_fails() -> None:
+    scenario = draw_scenario(FAILING_SEED)
+    smaller, outcome = shrink(scenario)
+    assert outcome.violation == "Violation: never came to an end: decode-0"
+    assert len(smaller.asks) == 1
+    assert len(smaller.faults) <= len(scenario.faults)
+    assert len(outcome.trace) < len(run(FAILING_SEED).trace)
+    assert Simulation(smaller, traced=True).run().trace == outcome.trace
+
+
+def test_command_prints_one_json_object() -> None:
+    result = CliRunner().invoke(app, ["simulate", "--seeds", "5", "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert set(told) == {"seeds", "requests", "faults", "violations", "seconds"}
+    assert (told["seeds"], told["violations"]) == (5, 0)
+    assert told["requests"] == sum(len(draw_scenario(seed).asks) for seed in range(5))
+
+
+@pytest.mark.usefixtures("broken")
+def test_command_shows_the_trace_of_a_failing_seed_and_how_to_replay_it() -> None:
+    result = CliRunner().invoke(app, ["simulate", "--seeds", "1", "--first", str(FAILING_SEED), "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["violations"] == 1
+    assert f"seed {FAILING_SEED}: Violation: never came to an end" in result.stderr
+    assert "Ticket(room=" in result.stderr
+    assert result.stderr.endswith(f"replay: baton simulate --seeds 1 --first {FAILING_SEED}\n")
+
+
+def test_command_without_json_says_it_in_lines() -> None:
+    result = CliRunner().invoke(app, ["simulate", "--seeds", "3"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "violations: 0"
