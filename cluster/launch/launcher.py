@@ -106,13 +106,13 @@ class Launcher:
         """Kill a member and give back what it held; True when its processes are proven gone."""
         with self._lock:
             member = self._running.pop(name, None)
-        if member is None or member.kill(KILL_S):
+        if member is None:
             return True
         self._unproven[name, incarnation] = member
-        return False
+        return self.prove(name, incarnation)
 
     def prove(self, name: str, incarnation: Incarnation) -> bool:
-        """Kill once more what ``end`` could not prove gone; True when it is now."""
+        """Kill what ``end`` was to end; True when it is proven gone, which need not be asked again."""
         if not self._unproven[name, incarnation].kill(KILL_S):
             return False
         del self._unproven[name, incarnation]

@@ -281,3 +281,34 @@ def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
     assert not asked.wait(0.05)
     world.bootstrap_up = True
     assert asked.wait(WAIT_S)
+
+
+def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    launcher.start("prefill-0", ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        assert not launcher.end("prefill-0", ONE)
+        assert not launcher.prove("prefill-0", ONE)
+    assert world.system.reserved == [], "its seats are for the next start"
+    launcher.start("prefill-0", Incarnation(2))
+    assert launcher.prove("prefill-0", ONE)
+    assert len(world.system.reserved) == 1
+    assert len(world.system.living("prefill-0")) == 2
+
+
+def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor.loop._PROVE_S", 0.01)
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        world.system.living("prefill-0")[0].die()
+        wait_until(lambda: any("running again" in line for line in driver.lines))
+        assert ReplicaId("prefill-0") not in world.table.snapshot(0.0).reaped
+    wait_until(lambda: ReplicaId("prefill-0") in world.table.snapshot(0.0).reaped)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
