@@ -146,6 +146,8 @@ def _ask(
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise bad_request(f"min_tokens: must be at most max_tokens, {max_tokens}, got {body.min_tokens}", "min_tokens")
     stopping = Stopping(max_tokens=max_tokens, stop_token_ids=stop_token_ids(service, body))
+    if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
+        raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
     sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids)
     return Ask(prompt_ids=prompt_ids, sampling=sampling, stopping=stopping, cache_salt=body.cache_salt or "")
 

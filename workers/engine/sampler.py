@@ -11,6 +11,9 @@ from cluster.spec.messages import Sampled, Sampling, TokenLogprobs
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
+_GREEDY_BELOW = 1e-5
+"""Temperatures that leave nothing but the likeliest token, and would divide by zero in fp32 at last."""
+
 
 def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
     """One token a row, which its state takes note of.
@@ -35,11 +38,11 @@ def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """One token id a row.
 
-    temperature 0 takes the likeliest token (the first of equals). Otherwise temperature, top-k, top-p and min-p apply
+    A temperature below 1e-5 takes the likeliest token (the first of equals). Otherwise temperature, top-k, top-p and min-p apply
     in this order, each to what the one before left.
     """
     chosen = logits.argmax(dim=-1)
-    drawn = [index for index, row in enumerate(rows) if row.temperature > 0]
+    drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW]
     if drawn:
         uniforms = [uniform(rows[index].seed, positions[index]) for index in drawn]
         chosen[drawn] = _draw(logits[drawn], [rows[index] for index in drawn], uniforms)

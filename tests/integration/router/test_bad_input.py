@@ -60,7 +60,8 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("echo", 1, "Input should be a valid boolean, got 1"),
     ("presence_penalty", 2.5, "Input should be less than or equal to 2, got 2.5"),
     ("frequency_penalty", -3, "Input should be greater than or equal to -2, got -3"),
-    ("repetition_penalty", 0, "Input should be greater than 0, got 0"),
+    ("repetition_penalty", 0, "Input should be greater than or equal to 0.01, got 0"),
+    ("temperature", 101, "Input should be less than or equal to 100, got 101"),
     ("logit_bias", {"258": 2}, "there is no token 258; allowed: 0 to 257"),
     ("logit_bias.7", {"7": 101}, "Input should be less than or equal to 100, got 101"),
     ("logit_bias.x", {"x": 1}, "Input should be a valid integer, unable to parse string as an integer, got 'x'"),
@@ -149,6 +150,11 @@ class TestBadInput:
     def test_choices_of_all_prompts_are_limited_together(self, shared: RouterCluster) -> None:
         error = shared.post("/v1/completions", prompt=["x"] * 103, n=10).json()["error"]
         assert error["message"] == "n: at most 1024 choices in one request, got 103 prompts with n = 10"
+
+    def test_a_minimum_that_allows_only_ends(self, shared: RouterCluster) -> None:
+        body = {"prompt": "x", "min_tokens": 2, "allowed_token_ids": [97], "stop_token_ids": [97, 98]}
+        error = shared.post("/v1/completions", **body).json()["error"]
+        assert error["message"] == "min_tokens: every one of allowed_token_ids would end the answer"
 
     def test_echo_has_no_logprobs(self, shared: RouterCluster) -> None:
         error = shared.post("/v1/completions", prompt="x", echo=True, logprobs=1).json()["error"]

@@ -71,7 +71,7 @@ def test_no_rows() -> None:
     assert draw(torch.empty(0, VOCAB_SIZE), [], []) == []
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-30, 1e-320])
 def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> None:
     logits = 1000 * some_logits(8)
     rows = [Sampling(temperature=temperature, top_p=0.9, seed=seed) for seed in range(8)]
