@@ -65,6 +65,10 @@ class Tokenizer:
         """The text of token ids; ids without a token give nothing."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token_of(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, whatever its bytes; empty for an id without one."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -100,8 +104,9 @@ class Tokenizer:
 class Detokenizer:
     """Text of one answer as its tokens arrive. A character whose bytes are split over tokens comes out whole."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         """The tokens that were given out last, for context, and those held back since."""
         self._given = 0
@@ -119,8 +124,8 @@ class Detokenizer:
         return self._give(self._held_text())
 
     def _held_text(self) -> str:
-        before = self._tokenizer.decode(self._window[: self._given])
-        return self._tokenizer.decode(self._window)[len(before) :]
+        before = self._tokenizer.decode(self._window[: self._given], self._skip_special_tokens)
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)[len(before) :]
 
     def _give(self, text: str) -> str:
         self._window = self._window[self._given :]

@@ -19,8 +19,8 @@ class Progress:
         """Tokens came."""
         self._measure(len(action.token_ids), now_s)
         self._metrics.cached_tokens.inc(action.cached_tokens)
-        self.stream.num_cached_tokens += action.cached_tokens
-        self.stream.push(self._index, action.token_ids, action.finish)
+        self.stream.cached_tokens[self._index] += action.cached_tokens
+        self.stream.push(self._index, action.token_ids, action.finish, action.logprobs)
         if action.finish is not None:
             self.end(now_s)
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Shutdown, Submit
+from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Shutdown, Submit, TokenLogprobs
 from tests.fakes.bootstrap import peer_of
 
 
@@ -24,6 +24,15 @@ def answer_of(submit: Submit) -> tuple[list[int], FinishReason]:
         if tokens[-1] in submit.stopping.stop_token_ids:
             return tokens, FinishReason.STOP
     return tokens, FinishReason.LENGTH
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Of a token, whose followers in the vocabulary are the likeliest."""
+    return TokenLogprobs(
+        logprob=-token_id / 1000,
+        top_ids=[(token_id + place) % 256 for place in range(1, num_top + 1)],
+        top_logprobs=[-place / 8 for place in range(1, num_top + 1)],
+    )
 
 
 @dataclass
@@ -124,12 +133,14 @@ class FakeReplica:
                 self._send(outbox, submit, start, tokens[start:end], finish if last else None)
 
     def _send(self, outbox: Outbox, submit: Submit, start: int, tokens: list[int], finish: FinishReason | None) -> None:
+        num_top = submit.sampling.num_logprobs
         output = Output(
             room=submit.room,
             replica=self.peer.replica,
             incarnation=self.peer.incarnation,
             first_index=start,
             token_ids=tokens,
+            logprobs=[] if num_top is None else [logprobs_of(token_id, num_top) for token_id in tokens],
             finish=finish,
             cached_tokens=self.cached_tokens if start == 0 else 0,
         )

@@ -96,5 +96,5 @@ class ModelRunner:
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]
         if known.sampling is None:
-            known.sampling = SamplingState(known.admit, self._model.config.vocab_size, self._model.device)
+            known.sampling = SamplingState(known.admit, self._model.config.vocab_size)
         return known.sampling
