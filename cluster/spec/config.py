@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.spec.registry import PageFilter, TransferMode
-from cluster.spec.strategy import StrategySetting
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -86,6 +86,10 @@ class PrefillConfig(PoolConfig):
 
     strategy: StrategySetting = StrategySetting.AUTO
     """How a step's tokens are divided over CP ranks; auto takes the fastest way for each step, by measured rates."""
+    mode: CpMode = CpMode.GATHER
+    """`gather`: each CP rank holds all KV; `ring`: each holds the pages it owns, so that capacity grows with cp."""
+    passing: PassingSetting = PassingSetting.AUTO
+    """What goes round in ring mode, keys and values or queries; auto takes the faster for each step."""
     chunk_tokens: PositiveInt = 8192
     """Most tokens computed in one step, over all requests."""
 

@@ -33,6 +33,8 @@ class KvOwnership(StrEnum):
 
     REPLICATED = "replicated"
     """Every CP rank holds all of it."""
+    SHARDED = "sharded"
+    """Every CP rank holds the pages it owns."""
 
 
 class RankCoords(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from cluster.spec.config import DeployConfig, PoolConfig
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import RankCoords
+from cluster.spec.registry import KvOwnership, RankCoords
+from cluster.spec.strategy import CpMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,12 @@ class WorkerSpec:
     def pool(self) -> PoolConfig:
         """The configuration of this worker's role."""
         return self.config.prefill if self.role is Role.PREFILL else self.config.decode
+
+    @property
+    def ownership(self) -> KvOwnership:
+        """Where the KV of a request lives in this worker's CP group."""
+        is_ring = self.role is Role.PREFILL and self.config.prefill.mode is CpMode.RING
+        return KvOwnership.SHARDED if is_ring and self.sizes.cp > 1 else KvOwnership.REPLICATED
 
     @property
     def is_leader(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.spec.kv import DTYPE_BYTES
-from cluster.spec.strategy import Strategy, StrategySetting
+from cluster.spec.strategy import Passing, Strategy, StrategySetting
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan
 from workers.models.config import ModelConfig
@@ -69,6 +69,8 @@ class Choice:
     """Expected time of the step; None where there was nothing to choose."""
     estimates_s: Mapping[Strategy, float]
     """Of every strategy that was considered."""
+    passing: Passing | None = None
+    """How queries meet keys where KV is sharded; None where it is replicated."""
 
 
 Choose = Callable[[Sequence[int], Sequence[int]], Choice]
