@@ -2,7 +2,7 @@
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
@@ -33,7 +33,8 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
         geometry=rank.geometry,
         layout=rank.layout,
         transfer_mode=spec.config.transfer.mode,
-        ownership=KvOwnership.REPLICATED,
+        page_filter=spec.config.transfer.page_filter,
+        ownership=spec.ownership,
         build=VERSION,
     )
 
@@ -42,7 +43,9 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     """The control state of the replica whose rank 0 this is."""
     config = spec.config
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
-    allocator = PageAllocator(rank.layout.num_pages, PrefixTree() if config.kv.prefix_cache else None)
+    num_owners = rows[0].num_owners
+    tree = PrefixTree(num_owners) if config.kv.prefix_cache else None
+    allocator = PageAllocator(rank.layout.num_pages, tree, num_owners)
     if spec.role is Role.DECODE:
         limits = StepLimits(rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests)
         settings = DecodeSettings(

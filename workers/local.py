@@ -164,7 +164,8 @@ class LocalReplica:
         for worker in self.workers:
             worker.call("configure", config)
             worker.result()
-        self.rows = [replace(row, transfer_mode=config.transfer.mode) for row in self.rows]
+        transfer = config.transfer
+        self.rows = [replace(row, transfer_mode=transfer.mode, page_filter=transfer.page_filter) for row in self.rows]
 
     def start(self) -> None:
         """Run every rank."""

@@ -66,7 +66,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         dtype=dtype,
         page_size=config.kv.page_size,
     )
-    layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv.memory_gib)
+    layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv_memory_gib(spec.pool))
     backend = make_backend(config.transfer.backend, spec.host)
     region = backend.allocate(layout.pool_bytes)
     pool = PagePool(

@@ -6,7 +6,6 @@ from cluster.spec.config import DeployConfig, PoolConfig
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, RankCoords
-from cluster.spec.strategy import CpMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +40,7 @@ class WorkerSpec:
     @property
     def ownership(self) -> KvOwnership:
         """Where the KV of a request lives in this worker's CP group."""
-        is_ring = self.role is Role.PREFILL and self.config.prefill.mode is CpMode.RING
-        return KvOwnership.SHARDED if is_ring and self.sizes.cp > 1 else KvOwnership.REPLICATED
+        return self.pool.ownership
 
     @property
     def is_leader(self) -> bool:

@@ -11,7 +11,6 @@ from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Admit, Done, Message, Peer, Row, Sampling, SendReport, SendState, StepPlan, Target
-from cluster.spec.registry import TransferMode
 from cluster.spec.strategy import Strategy
 from tests.fakes.handoff import PAGE_SIZE, row
 from tests.fakes.loopback import Loopback
@@ -53,10 +52,10 @@ def one_message(inbox: Inbox) -> Message:
 
 def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: Inbox, leader: Inbox) -> None:
     backend = Loopback()
-    mine = row(Role.PREFILL, 0, 1, NUM_PAGES, TransferMode.ALL_RANKS)
+    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = (backend.allocate(mine.layout.pool_bytes) for _ in range(2))
     source.buffer[:] = bytes(1 + place // mine.layout.page_bytes for place in range(mine.layout.pool_bytes))
-    theirs = replace(row(Role.DECODE, 0, 1, NUM_PAGES, TransferMode.ALL_RANKS), endpoint=target.endpoint)
+    theirs = replace(row(Role.DECODE, 0, 1, NUM_PAGES), endpoint=target.endpoint)
     admit = Admit(
         room=ROOM,
         prompt_len=4 * PAGE_SIZE,

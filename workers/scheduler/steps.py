@@ -121,6 +121,7 @@ class StepScheduler:
             rows=rows,
             releases=releases,
             estimate_s=choice.estimate_s,
+            passing=choice.passing,
         )
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, int]) -> list[Sequence]:
@@ -155,13 +156,14 @@ class StepScheduler:
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Make room for more tokens; retracts the newest sequences if it must, this one last."""
         needed = pages_for(sequence.computed_len + count, self._limits.page_size) - len(sequence.pages)
-        while needed > 0 and not self._allocator.can_allocate(needed):
+        next_owner = sequence.owner_base + len(sequence.pages)
+        while needed > 0 and not self._allocator.can_allocate(needed, first_owner=next_owner):
             newest = self._running[-1]
             self._retract(newest)
             if newest is sequence:
                 return False
         if needed > 0:
-            sequence.pages += self._allocator.allocate(needed)
+            sequence.pages += self._allocator.allocate(needed, first_owner=next_owner)
         return True
 
     def _retract(self, sequence: Sequence) -> None:
@@ -191,15 +193,17 @@ class StepScheduler:
     def _can_start(self) -> bool:
         if not self._waiting:
             return False
-        needed = pages_for(len(self._waiting[0].tokens), self._limits.page_size)
-        return self._allocator.can_allocate(needed) or self._allocator.can_allocate(
-            needed, self._find_cached(self._waiting[0])
+        first = self._waiting[0]
+        needed = pages_for(len(first.tokens), self._limits.page_size)
+        return self._allocator.can_allocate(needed, (), first.owner_base) or self._allocator.can_allocate(
+            needed, self._find_cached(first), first.owner_base
         )
 
     def _start(self) -> Sequence:
         sequence = self._waiting.popleft()
         cached = self._find_cached(sequence)
-        sequence.pages = self._allocator.allocate(pages_for(len(sequence.tokens), self._limits.page_size), cached)
+        needed = pages_for(len(sequence.tokens), self._limits.page_size)
+        sequence.pages = self._allocator.allocate(needed, cached, sequence.owner_base)
         sequence.computed_len = sequence.cached_len = len(cached) * self._limits.page_size
         self._running.append(sequence)
         return sequence
