@@ -2,7 +2,7 @@
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
@@ -58,7 +58,11 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
         return DecodeLeader(settings, StepScheduler(allocator, limits, fixed(Strategy.NONE)), allocator)
     limits = StepLimits(rank.layout.page_size, config.prefill.chunk_tokens, config.prefill.max_requests)
     choose = StrategyChooser(
-        setting=config.prefill.strategy, cp=spec.sizes.cp, shape=rank.model_shape, rates=rank.rates
+        setting=config.prefill.strategy,
+        cp=spec.sizes.cp,
+        shape=rank.model_shape,
+        rates=rank.rates,
+        passings=config.prefill.passing.candidates if spec.ownership is KvOwnership.SHARDED else (),
     )
     return PrefillLeader(
         PrefillSettings(

@@ -5,7 +5,7 @@ all new KV, and the exchange. Ranks meet in every layer, so the slowest one sets
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.strategy import Passing, Strategy, StrategySetting
@@ -90,9 +90,12 @@ class StrategyChooser:
     cp: int
     shape: ModelShape
     rates: Rates
+    passings: Sequence[Passing] = ()
+    """What may go round where KV is sharded; the first one does."""
 
     def __call__(self, extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> Choice:
-        return choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, self.setting.candidates)
+        choice = choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, self.setting.candidates)
+        return replace(choice, passing=self.passings[0]) if self.passings else choice
 
 
 def choose(
