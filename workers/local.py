@@ -242,6 +242,10 @@ class LocalCluster:
             for replica in self._replicas:
                 replica.finish(self._outbox)
 
+    def rows(self, role: Role) -> list[RankRow]:
+        """What the ranks of a replica tell of themselves, by global rank."""
+        return next(replica.rows for replica in self._replicas if replica.role is role)
+
     def generate(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[list[int]]:
         """The output tokens of every prompt, all submitted at once."""
         return [answer.token_ids for answer in self.answer(prompts, timeout_s)]

@@ -221,6 +221,35 @@ def test_what_is_cached_gives_way_to_what_is_needed(ownership: KvOwnership) -> N
         check(world, 8)
 
 
+@pytest.mark.parametrize(
+    ("mode", "page_filter", "words"),
+    [
+        (TransferMode.RANK0, PageFilter.MODULAR, "transfer mode rank0 and sharded KV, which only all_ranks can send"),
+        (
+            TransferMode.ALL_RANKS,
+            PageFilter.CONTIGUOUS,
+            "page filter contiguous and sharded KV, which only modular can send",
+        ),
+    ],
+)
+def test_sharded_kv_that_cannot_be_sent_is_refused_when_the_pair_meets(
+    mode: TransferMode, page_filter: PageFilter, words: str
+) -> None:
+    world = World(
+        seed=0,
+        cp=2,
+        ownership=KvOwnership.SHARDED,
+        mode=mode,
+        page_filter=page_filter,
+        num_pages=8,
+        chunk_tokens=8,
+    )
+    room = world.submit(PROMPT, 4)
+    world.run()
+    assert (world.clients[room].failure or "").endswith(f"prefill-0 has {words}")
+    assert all(leader.is_idle() for leader in world.leaders.values())
+
+
 def test_a_prompt_larger_than_the_pool_is_refused_in_words() -> None:
     world = World(
         seed=0, cp=2, mode=TransferMode.ALL_RANKS, page_filter=PageFilter.MODULAR, num_pages=4, chunk_tokens=8
