@@ -67,6 +67,7 @@ class Dispatch:
             decode=decode,
             reply_to=self._reply_to,
             cache_salt=ask.cache_salt,
+            priority=ask.priority,
         )
         return room, [Send(address=peer.address, message=submit) for peer in (prefill, decode)]
 

@@ -8,6 +8,10 @@ class NotReadyError(BatonError):
     """No request can be taken now; names what is missing."""
 
 
+class QueueFullError(BatonError):
+    """No request can be taken before some of those at hand are computed; says how many there are."""
+
+
 class ClientLeftError(BatonError):
     """The client closed its connection before the answer was whole."""
 

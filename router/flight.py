@@ -93,6 +93,8 @@ class Ask:
     stopping: Stopping
     cache_salt: str = ""
     """Only requests with the same salt share cached pages."""
+    priority: int = 0
+    """Lower values have their turn earlier."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -40,5 +40,10 @@ class LoadBook:
             self._lines[_key(peer)] = new
 
 
+def with_room(candidates: Iterable[Candidate], max_tokens: int) -> list[Candidate]:
+    """Those with fewer tokens before the next request, which may be of any length: it would never find more room."""
+    return [candidate for candidate in candidates if candidate.load.num_tokens < max_tokens]
+
+
 def _key(peer: Peer) -> tuple[ReplicaId, Incarnation]:
     return peer.replica, peer.incarnation

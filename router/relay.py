@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from cluster.channel import Outbox
 from cluster.spec.clock import Clock
-from cluster.spec.config import RouterConfig
+from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
@@ -16,10 +16,11 @@ from cluster.spec.registry import TableSnapshot
 from router.answer import Answer
 from router.directory import Directory
 from router.dispatch import Dispatch
-from router.errors import NotReadyError
+from router.errors import NotReadyError, QueueFullError
 from router.flight import Action, Ask, Emit, Fail, Send
+from router.load import with_room
 from router.metrics import Metrics
-from router.policies.candidate import Chance
+from router.policies.candidate import Candidate, Chance
 from router.policies.registry import find_policy
 from router.progress import Progress
 
@@ -32,17 +33,18 @@ class Relay:
 
     def __init__(
         self,
-        config: RouterConfig,
+        config: DeployConfig,
         dispatch: Dispatch,
         directory: Directory,
         outbox: Outbox,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        self._request_timeout_s = config.request_timeout_s
+        self._request_timeout_s = config.router.request_timeout_s
+        self._max_queued_tokens = config.prefill.max_queued_tokens
         self._policies = {
-            Role.PREFILL: find_policy(config.prefill_policy),
-            Role.DECODE: find_policy(config.decode_policy),
+            Role.PREFILL: find_policy(config.router.prefill_policy),
+            Role.DECODE: find_policy(config.router.decode_policy),
         }
         self._turns = {role: itertools.count() for role in Role}
         self._random = random.Random()
@@ -76,9 +78,13 @@ class Relay:
 
         Raises:
             NotReadyError: the router drains, or a role has no ready replica.
+            QueueFullError: every prefill replica has as many prompt tokens before it as it may have.
         """
         if reason := self.why_not_ready():
             raise NotReadyError(reason)
+        if not with_room(self._candidates(Role.PREFILL), self._max_queued_tokens):
+            limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
+            raise QueueFullError(f"the queue is full: {limit} wait at every prefill replica; try again later")
         answer = Answer(len(asks), self._enough, self._leave)
         self._num_answers += 1
         self._idle.clear()
@@ -137,9 +143,14 @@ class Relay:
             self._idle.set()
 
     def _pick(self, role: Role) -> Peer:
-        candidates = self._dispatch.load.candidates(self._directory.ready(role))
+        candidates = self._candidates(role)
+        if role is Role.PREFILL:
+            candidates = with_room(candidates, self._max_queued_tokens) or candidates
         chance = Chance(turn=next(self._turns[role]), unit=self._random.random())
         return self._policies[role](candidates, chance).peer
+
+    def _candidates(self, role: Role) -> list[Candidate]:
+        return self._dispatch.load.candidates(self._directory.ready(role))
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -146,7 +146,7 @@ class RouterServer:
         dispatch, metrics = Dispatch(reply_to), Metrics()
         directory = Directory(grace_s=self._config.resources.lease_s)
         metrics.watch(dispatch, directory)
-        relay = Relay(self._config.router, dispatch, directory, outbox, SystemClock(), metrics)
+        relay = Relay(self._config, dispatch, directory, outbox, SystemClock(), metrics)
         return Service(
             config=self._config, tokenizer=self._tokenizer, relay=relay, directory=directory, metrics=metrics
         )

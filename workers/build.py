@@ -56,7 +56,8 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             settle_s=rank.backend.settle_s,
         )
         return DecodeLeader(settings, StepScheduler(allocator, limits, fixed(Strategy.NONE)), allocator)
-    limits = StepLimits(rank.layout.page_size, config.prefill.chunk_tokens, config.prefill.max_requests)
+    prefill = config.prefill
+    limits = StepLimits(rank.layout.page_size, prefill.chunk_tokens, prefill.max_requests, prefill.oldest_share)
     choose = StrategyChooser(
         setting=config.prefill.strategy,
         cp=spec.sizes.cp,

@@ -90,6 +90,8 @@ class Submit(_Message, frozen=True):
     """Channel address of the router."""
     cache_salt: str = ""
     """Only requests with the same salt share cached pages."""
+    priority: int = 0
+    """Lower values are computed earlier; the oldest request has its share whatever its priority."""
 
 
 class Cancel(_Message, frozen=True):

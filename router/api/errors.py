@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.errors import ClientLeftError, NotReadyError, RequestFailedError
+from router.errors import ClientLeftError, NotReadyError, QueueFullError, RequestFailedError
 from router.flight import Cause
 from router.metrics import Metrics
 
@@ -45,8 +45,7 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         """The JSON object that a client gets."""
-        kind = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        error = {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 
@@ -67,6 +66,11 @@ def not_ready(error: NotReadyError) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="not_ready", headers=_RETRY)
 
 
+def queue_full(error: QueueFullError) -> ApiError:
+    """A request that was not taken because too much is queued."""
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=_RETRY)
+
+
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Answer every error of this application in this shape, and count it."""
 
@@ -75,7 +79,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         metrics.refused.labels(str(int(shaped.status))).inc()
         return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
 
-    for kind in (ApiError, RequestFailedError, NotReadyError, ClientLeftError, HTTPException, Exception):
+    kinds = (ApiError, RequestFailedError, NotReadyError, QueueFullError, ClientLeftError, HTTPException, Exception)
+    for kind in kinds:
         app.add_exception_handler(kind, answer)
 
 
@@ -87,12 +92,20 @@ def _shape(request: Request, error: Exception) -> ApiError:
             return failed(error)
         case NotReadyError():
             return not_ready(error)
+        case QueueFullError():
+            return queue_full(error)
         case ClientLeftError():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
         case HTTPException():
             return _http_error(request, error)
         case _:
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; the router's log says more")
+
+
+def _kind(status: int) -> str:
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
 
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:

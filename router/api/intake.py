@@ -140,7 +140,13 @@ def _ask(
         max_tokens=min(default, room) if wanted is None else wanted,
         stop_token_ids=ended_by | frozenset(body.stop_token_ids or ()),
     )
-    return Ask(prompt_ids=prompt_ids, sampling=_sampling(body), stopping=stopping, cache_salt=body.cache_salt or "")
+    return Ask(
+        prompt_ids=prompt_ids,
+        sampling=_sampling(body),
+        stopping=stopping,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+    )
 
 
 def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:

@@ -6,9 +6,12 @@ owner (base + j) % n, so whoever wants pages says which owner the first of them 
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from workers.cache.prefix_tree import PrefixTree
+
+Demand = tuple[int, int]
+"""Pages wanted in a row, and the owner of the first of them."""
 
 
 class PageAllocator:
@@ -37,6 +40,11 @@ class PageAllocator:
         """Pages that are kept for their tokens."""
         return self._tree.num_pages if self._tree else 0
 
+    @property
+    def is_caching(self) -> bool:
+        """Whether pages are kept for their tokens at all; without, nobody needs keys."""
+        return self._tree is not None
+
     def is_cached(self, page: int) -> bool:
         """Whether this page is kept for its tokens, and must not be written to."""
         return self._tree is not None and page in self._tree
@@ -44,6 +52,20 @@ class PageAllocator:
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest known prefix, to be given to ``allocate`` before anything else happens."""
         return self._tree.find(keys) if self._tree else []
+
+    def count_cached(self, keys: Sequence[bytes]) -> int:
+        """How many pages ``find`` would give."""
+        return self._tree.count(keys) if self._tree else 0
+
+    def can_allocate_all(self, demands: Iterable[Demand]) -> bool:
+        """Whether all of these can be had beside each other, without any cached page."""
+        return self._covers(self._free_by_owner(), demands)
+
+    def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
+        """Whether all of these could be had if nothing but the given pages were held."""
+        held = Counter(page % self._num_owners for page in beside)
+        each = self.num_pages // self._num_owners
+        return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
 
     def can_allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> bool:
         """Whether so many pages can be had when the ``shared`` ones, which ``find`` gave, are the first of them."""
@@ -127,6 +149,11 @@ class PageAllocator:
         """How many of so many pages in a row each owner gives."""
         each, rest = divmod(count, self._num_owners)
         return [each + ((owner - first_owner) % self._num_owners < rest) for owner in range(self._num_owners)]
+
+    def _covers(self, num_free: Sequence[int], demands: Iterable[Demand]) -> bool:
+        """Whether each owner has what it would have to give."""
+        shares = zip(*(self._by_owner(*demand) for demand in demands), strict=True)
+        return all(sum(share) <= there for share, there in zip(shares, num_free, strict=True))
 
     def _put_back(self, page: int) -> None:
         self._free[page % self._num_owners].append(page)

@@ -6,6 +6,7 @@ stand in an order in which a page comes before those above it: the least recentl
 idle page is idle too, and older.
 """
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,10 @@ class PrefixTree:
                 break
             pages.append(node.page)
         return pages
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """How many pages ``find`` would give, in fewer looks: a page is never here without those above it."""
+        return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
     def claim(self, pages: Sequence[int]) -> None:
         """Hold pages that ``find`` gave, from the first on."""

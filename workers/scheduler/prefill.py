@@ -99,7 +99,8 @@ class PrefillLeader(LeaderCore):
         for sequence in self._steps.commit(plan, sampled):
             request = self._requests[sequence.room]
             token = sequence.tokens[-1]
-            request.page_keys = sequence.keys_of(sequence.prompt_len, self._settings.layout.page_size)
+            if self._allocator.is_caching:
+                request.page_keys = sequence.keys_of(sequence.prompt_len, self._settings.layout.page_size)
             request.pages = self._steps.remove(sequence.room)
             self._move(request, PrefillState.SENDING, "first token")
             result = result_of(self._settings, request, token, sequence.cached_len)
@@ -209,6 +210,7 @@ class PrefillLeader(LeaderCore):
             sampling=submit.sampling,
             stopping=submit.stopping,
             max_len=len(submit.prompt_ids) + 1,
+            priority=submit.priority,
             cache_salt=submit.cache_salt,
             owner_base=owner_base(submit.prompt_ids, self._settings.layout.page_size, self._settings.row.sizes.cp),
             target=Target(

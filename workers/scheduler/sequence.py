@@ -7,7 +7,7 @@ from cluster.spec.messages import FinishReason, Sampling, Stopping, Target
 from cluster.spec.page_key import extend_page_keys
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens [0, computed_len) have KV in ``pages``; tokens [computed_len, len(tokens)) are still to be computed."""
 
@@ -23,6 +23,10 @@ class Sequence:
     """Owner of page 0 where pages are divided over CP ranks."""
     target: Target | None = None
     """Where KV is sent while it is computed."""
+    priority: int = 0
+    """Lower values have their turn earlier."""
+    arrival: int = 0
+    """Number of this sequence in the order in which the scheduler got them."""
     cache_salt: str = ""
     """Only sequences with the same one share pages."""
     page_keys: list[bytes] = field(default_factory=list)
@@ -40,6 +44,11 @@ class Sequence:
     def pending_len(self) -> int:
         """Tokens still to be computed."""
         return len(self.tokens) - self.computed_len
+
+    @property
+    def is_stream(self) -> bool:
+        """It waits for one token that somebody is watching for."""
+        return self.pending_len == 1 and self.num_outputs > 0
 
     @property
     def num_outputs(self) -> int:

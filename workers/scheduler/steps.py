@@ -1,20 +1,18 @@
 """Which tokens are computed in which step: continuous batching over one page pool. Sans I/O; serves both roles.
 
-A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
-time, and gives its pages back (newest first) when the pool runs dry; it is then computed again from its tokens, with no
-effect on its output.
+``holders`` knows who has pages, ``turns`` whose turn it is; here they become step plans.
 """
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
-from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, Row, StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
+from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import Sequence
+from workers.scheduler.turns import Budget, Chunk, Rank, rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,102 +22,87 @@ class StepLimits:
     page_size: int
     chunk_tokens: int
     max_requests: int
+    oldest_share: float = 0.25
+    """Part of the tokens that belongs to the oldest sequence."""
 
 
 class StepScheduler:
     """Turns sequences into step plans, and sampled tokens into longer sequences."""
 
-    def __init__(self, allocator: PageAllocator, limits: StepLimits, choose: Choose) -> None:
-        self._allocator = allocator
+    def __init__(
+        self, allocator: PageAllocator, limits: StepLimits, choose: Choose, chunk: Chunk | None = None
+    ) -> None:
+        """Without ``chunk``, a token counts the same whatever its prefix."""
+        self._holders = PageHolders(allocator, limits.page_size)
         self._limits = limits
         self._choose = choose
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._releases: list[Room] = []
+        self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
         self._step = 0
-        self.num_retractions = 0
 
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no pages."""
-        return len(self._waiting)
+        return len(self._holders.waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold pages."""
-        return len(self._running)
+        return len(self._holders.running)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return sum(len(sequence.tokens) for sequence in (*self._running, *self._waiting))
+        return sum(len(sequence.tokens) for sequence in (*self._holders.running, *self._holders.waiting))
+
+    @property
+    def num_retractions(self) -> int:
+        """How often a sequence had to give its pages back."""
+        return self._holders.num_retractions
 
     @property
     def held_pages(self) -> list[int]:
         """Pages of the running sequences."""
-        return [page for sequence in self._running for page in sequence.pages]
+        return [page for sequence in self._holders.running for page in sequence.pages]
 
     def has_work(self) -> bool:
         """Whether the next plan would hold anything; a release alone can wait."""
-        return bool(self._running) or self._can_start()
+        holders = self._holders
+        return bool(holders.running) or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence without pages; it starts when its turn and its pages come."""
         assert not sequence.pages, f"room {sequence.room} brings pages but is to wait"
-        self._waiting.append(sequence)
+        self._holders.add(sequence)
 
     def add_running(self, sequence: Sequence) -> None:
         """Take a sequence whose KV is already in its pages."""
-        assert len(sequence.pages) >= pages_for(sequence.computed_len, self._limits.page_size)
-        self._running.append(sequence)
-        self._share(sequence)
+        assert sequence.pages, f"room {sequence.room} is to run and brings no pages"
+        self._holders.add(sequence)
 
     def remove(self, room: Room) -> list[int]:
         """Forget a sequence; the pages it held now belong to the caller."""
-        for sequence in self._running:
-            if sequence.room == room:
-                self._running.remove(sequence)
-                return self._withdraw(sequence)
-        self._waiting = deque(sequence for sequence in self._waiting if sequence.room != room)
-        return []
+        return self._holders.remove(room)
 
     def retire(self, room: Room) -> None:
         """Forget a sequence and leave what was computed of it to the cache."""
-        for sequence in self._running:
-            if sequence.room == room:
-                self._running.remove(sequence)
-                self._leave_to_cache(sequence)
-                return
-        self.remove(room)
+        self._holders.retire(room)
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
-        rows: list[Row] = []
+        granted = self._grant()
+        by_room = {sequence.room: sequence for sequence in self._holders.running}
         admits: list[Admit] = []
-        budget = self._limits.chunk_tokens
-        for sequence in self._in_turn():
-            if budget == 0 or len(rows) == self._limits.max_requests:
-                break
-            if sequence not in self._running or not self._grow(sequence, min(sequence.pending_len, budget)):
-                continue
-            row = self._row(sequence, budget, admits)
-            rows.append(row)
-            budget -= len(row.token_ids)
-        while budget and len(rows) < self._limits.max_requests and self._can_start():
-            row = self._row(self._start(), budget, admits)
-            rows.append(row)
-            budget -= len(row.token_ids)
+        rows = [_row(by_room[room], count, admits) for room, count in granted.items()]
         if not rows:
             return None
         self._step += 1
-        releases, self._releases = self._releases, []
         choice = self._choose([len(row.token_ids) for row in rows], [row.first_position for row in rows])
         return StepPlan(
             step=self._step,
             strategy=choice.strategy,
             admits=admits,
             rows=rows,
-            releases=releases,
+            releases=self._holders.take_releases(),
             estimate_s=choice.estimate_s,
             passing=choice.passing,
         )
@@ -129,7 +112,7 @@ class StepScheduler:
 
         A sequence removed while the step ran is passed over.
         """
-        by_room = {sequence.room: sequence for sequence in self._running}
+        by_room = {sequence.room: sequence for sequence in self._holders.running}
         advanced = []
         for row in plan.rows:
             sequence = by_room.get(row.room)
@@ -137,7 +120,7 @@ class StepScheduler:
                 continue
             sequence.computed_len += len(row.token_ids)
             if sequence.computed_len // self._limits.page_size > row.first_position // self._limits.page_size:
-                self._share(sequence)
+                self._holders.share(sequence)
             if row.samples:
                 sequence.tokens.append(sampled[row.room])
                 advanced.append(sequence)
@@ -145,89 +128,76 @@ class StepScheduler:
 
     def check_integrity(self) -> None:
         """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
-        for sequence in self._running:
-            assert len(sequence.pages) >= pages_for(sequence.computed_len, self._limits.page_size), sequence.room
-        assert not any(sequence.pages for sequence in self._waiting)
+        self._holders.check_integrity()
 
-    def _in_turn(self) -> list[Sequence]:
-        """Sequences that wait for one token first: they are streams somebody watches."""
-        return sorted(self._running, key=lambda sequence: sequence.pending_len > 1)
+    def _grant(self) -> dict[Room, int]:
+        """Give the tokens of the next step away: to streams, to the oldest sequence, and then by rank.
 
-    def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Make room for more tokens; retracts the newest sequences if it must, this one last."""
-        needed = pages_for(sequence.computed_len + count, self._limits.page_size) - len(sequence.pages)
-        next_owner = sequence.owner_base + len(sequence.pages)
-        while needed > 0 and not self._allocator.can_allocate(needed, first_owner=next_owner):
-            newest = self._running[-1]
-            self._retract(newest)
-            if newest is sequence:
-                return False
-        if needed > 0:
-            sequence.pages += self._allocator.allocate(needed, first_owner=next_owner)
-        return True
+        Who would compute a page that somebody computes in this very step waits, to find it in the cache.
+        """
+        holders = self._holders
+        budget = Budget(self._limits.chunk_tokens, self._limits.max_requests, self._chunk)
+        self._grant_streams(budget)
+        turns = [sequence for sequence in holders.running if not sequence.is_stream] + holders.waiting.candidates()
+        by_rank = sorted(turns, key=self._rank)
+        coming: set[bytes] = set()
+        oldest = self._start_oldest(turns, budget)
+        if oldest is not None:
+            budget.grant_share(oldest.room, oldest.computed_len, oldest.pending_len, self._limits.oldest_share)
+            coming.update(self._keys_of_row(oldest, budget))
+        for sequence in by_rank:
+            if not budget.is_open(sequence.room):
+                continue
+            if sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence)):
+                budget.grant(sequence.room, sequence.computed_len, sequence.pending_len)
+                coming.update(self._keys_of_row(sequence, budget))
+        return budget.granted
 
-    def _retract(self, sequence: Sequence) -> None:
-        assert sequence.target is None, f"room {sequence.room} is being sent and cannot be retracted"
-        self._running.remove(sequence)
-        self._leave_to_cache(sequence)
-        self._waiting.appendleft(sequence)
-        self.num_retractions += 1
+    def _grant_streams(self, budget: Budget) -> None:
+        """One token for every sequence that waits for no more; to make room for it others may be retracted."""
+        running = self._holders.running
+        for sequence in [sequence for sequence in running if sequence.is_stream]:
+            if budget.is_open(sequence.room) and sequence in running and self._holders.grow(sequence, 1):
+                budget.grant(sequence.room, sequence.computed_len, 1)
 
-    def _share(self, sequence: Sequence) -> None:
-        keys = sequence.keys_of(sequence.computed_len, self._limits.page_size)
-        self._allocator.share(sequence.pages, keys)
+    def _start_oldest(self, turns: list[Sequence], budget: Budget) -> Sequence | None:
+        """The oldest sequence that has its pages, or can have them; none if streams have taken the whole step."""
+        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room)]
+        oldest_first = sorted(open_turns, key=lambda sequence: sequence.arrival)
+        return next((sequence for sequence in oldest_first if sequence.pages or self._holders.start(sequence)), None)
 
-    def _leave_to_cache(self, sequence: Sequence) -> None:
-        keys = sequence.keys_of(sequence.computed_len, self._limits.page_size)
-        self._allocator.keep(self._withdraw(sequence), keys)
-
-    def _withdraw(self, sequence: Sequence) -> list[int]:
-        pages, sequence.pages = sequence.pages, []
-        if sequence.announced:
-            self._releases.append(sequence.room)
-        sequence.announced = False
-        sequence.num_announced_pages = 0
-        sequence.computed_len = 0
-        return pages
-
-    def _can_start(self) -> bool:
-        if not self._waiting:
-            return False
-        first = self._waiting[0]
-        needed = pages_for(len(first.tokens), self._limits.page_size)
-        return self._allocator.can_allocate(needed, (), first.owner_base) or self._allocator.can_allocate(
-            needed, self._find_cached(first), first.owner_base
+    def _rank(self, sequence: Sequence) -> Rank:
+        prefix_len = self._holders.prefix_len(sequence)
+        return rank(
+            priority=sequence.priority,
+            arrival=sequence.arrival,
+            prefix_len=prefix_len,
+            pending_len=len(sequence.tokens) - prefix_len,
+            chunk_tokens=self._limits.chunk_tokens,
         )
 
-    def _start(self) -> Sequence:
-        sequence = self._waiting.popleft()
-        cached = self._find_cached(sequence)
-        needed = pages_for(len(sequence.tokens), self._limits.page_size)
-        sequence.pages = self._allocator.allocate(needed, cached, sequence.owner_base)
-        sequence.computed_len = sequence.cached_len = len(cached) * self._limits.page_size
-        self._running.append(sequence)
-        return sequence
+    def _keys_of_row(self, sequence: Sequence, budget: Budget) -> list[bytes]:
+        """Keys of the pages that will be whole after this step and are not yet."""
+        end = sequence.computed_len + budget.granted.get(sequence.room, 0)
+        return self._holders.keys(sequence, end)[sequence.computed_len // self._limits.page_size :]
 
-    def _find_cached(self, sequence: Sequence) -> list[int]:
-        """Cached pages of the sequence's prefix; the last token is always computed, for its logits."""
-        return self._allocator.find(sequence.keys_of(len(sequence.tokens) - 1, self._limits.page_size))
 
-    def _row(self, sequence: Sequence, budget: int, admits: list[Admit]) -> Row:
-        if not sequence.announced:
-            admits.append(_admit(sequence))
-            sequence.announced = True
-        start = sequence.computed_len
-        token_ids = sequence.tokens[start : start + budget]
-        new_pages = sequence.pages[sequence.num_announced_pages :]
-        sequence.num_announced_pages = len(sequence.pages)
-        return Row(
-            room=sequence.room,
-            first_position=start,
-            token_ids=token_ids,
-            new_pages=new_pages,
-            samples=start + len(token_ids) == len(sequence.tokens),
-            output_position=sequence.num_outputs,
-        )
+def _row(sequence: Sequence, count: int, admits: list[Admit]) -> Row:
+    if not sequence.announced:
+        admits.append(_admit(sequence))
+        sequence.announced = True
+    start = sequence.computed_len
+    token_ids = sequence.tokens[start : start + count]
+    new_pages = sequence.pages[sequence.num_announced_pages :]
+    sequence.num_announced_pages = len(sequence.pages)
+    return Row(
+        room=sequence.room,
+        first_position=start,
+        token_ids=token_ids,
+        new_pages=new_pages,
+        samples=start + len(token_ids) == len(sequence.tokens),
+        output_position=sequence.num_outputs,
+    )
 
 
 def _admit(sequence: Sequence) -> Admit:

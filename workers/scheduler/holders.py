@@ -1,0 +1,168 @@
+"""Which sequences hold pages and which wait for them. Sans I/O.
+
+A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
+time, and gives its pages back (newest first) when the pool runs dry; it is then computed again from its tokens, with no
+effect on its output.
+"""
+
+from cluster.spec.ids import Room
+from cluster.spec.kv import pages_for
+from workers.cache.page_allocator import PageAllocator
+from workers.scheduler.sequence import Sequence
+from workers.scheduler.waiting import Waiting
+
+
+class PageHolders:
+    """All sequences of one step scheduler: those with pages run, the others wait."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._num_arrivals = 0
+        self._releases: list[Room] = []
+        self.waiting = Waiting()
+        self.running: list[Sequence] = []
+        """In the order in which they got their pages."""
+        self.num_retractions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Take in a sequence, which runs if it brings pages."""
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        if not sequence.pages:
+            self.waiting.add(sequence)
+            return
+        assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size)
+        self.running.append(sequence)
+        self.share(sequence)
+
+    def remove(self, room: Room) -> list[int]:
+        """Forget a sequence; the pages it held now belong to the caller."""
+        for sequence in self.running:
+            if sequence.room == room:
+                self.running.remove(sequence)
+                return self._withdraw(sequence)
+        self.waiting.remove(room)
+        return []
+
+    def retire(self, room: Room) -> None:
+        """Forget a sequence and leave what was computed of it to the cache."""
+        for sequence in self.running:
+            if sequence.room == room:
+                self.running.remove(sequence)
+                self._leave_to_cache(sequence)
+                return
+        self.waiting.remove(room)
+
+    def can_start(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence can have its pages, and they are not kept for the oldest waiting one."""
+        needed, oldest = self._pages_of(sequence), self.waiting.oldest
+        assert oldest is not None, f"room {sequence.room} does not wait"
+        num_passing = self._count_passing(sequence, oldest)
+        if num_passing and self.waiting.num_passed_pages + num_passing > self._pages_of(oldest):
+            return False
+        allocator, base = self._allocator, sequence.owner_base
+        return allocator.can_allocate(needed, (), base) or allocator.can_allocate(
+            needed, self._find_cached(sequence), base
+        )
+
+    def start(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its pages, if it can have them."""
+        if not self.can_start(sequence):
+            return False
+        assert self.waiting.oldest is not None
+        self.waiting.num_passed_pages += self._count_passing(sequence, self.waiting.oldest)
+        self.waiting.remove(sequence.room)
+        cached = self._find_cached(sequence)
+        sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)
+        sequence.computed_len = sequence.cached_len = len(cached) * self._page_size
+        self.running.append(sequence)
+        return True
+
+    def grow(self, sequence: Sequence, count: int) -> bool:
+        """Make room for more tokens; retracts the newest sequences if it must, this one last."""
+        needed = pages_for(sequence.computed_len + count, self._page_size) - len(sequence.pages)
+        next_owner = sequence.owner_base + len(sequence.pages)
+        while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
+            newest = self.running[-1]
+            self._retract(newest)
+            if newest is sequence:
+                return False
+        if needed > 0:
+            sequence.pages += self._allocator.allocate(needed, (), next_owner)
+        return True
+
+    def share(self, sequence: Sequence) -> None:
+        """Let others read the pages that are whole."""
+        self._allocator.share(sequence.pages, self.keys(sequence, sequence.computed_len))
+
+    def take_releases(self) -> list[Room]:
+        """Rooms that the ranks know and should forget, since the last call."""
+        releases, self._releases = self._releases, []
+        return releases
+
+    def prefix_len(self, sequence: Sequence) -> int:
+        """Leading tokens that need not be computed if the sequence has its turn now."""
+        if sequence.pages:
+            return sequence.computed_len
+        return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
+
+    def next_key(self, sequence: Sequence) -> bytes | None:
+        """Key of the first page that a waiting sequence would compute; None for a page that nobody could share."""
+        keys = self._prefix_keys(sequence)
+        num_cached = self._allocator.count_cached(keys)
+        return keys[num_cached] if num_cached < len(keys) else None
+
+    def keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Keys of the full pages among the first tokens; hashed only where somebody will look for them."""
+        return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
+
+    def check_integrity(self) -> None:
+        """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
+        for sequence in self.running:
+            assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size), sequence.room
+        assert not any(sequence.pages for sequence in self.waiting)
+
+    def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
+        """Pages that the oldest waiting sequence might have to wait for if this one took them.
+
+        None when both fit now, or will once those that are older than the oldest waiting one have ended.
+        """
+        needed, reserved = self._pages_of(sequence), (self._pages_of(oldest), oldest.owner_base)
+        if sequence is oldest or self._allocator.can_allocate_all([(needed, sequence.owner_base), reserved]):
+            return 0
+        cached = self._find_cached(sequence)
+        younger = [other for other in self.running if other.arrival > oldest.arrival]
+        taken = set(cached).union(*(other.pages for other in younger))
+        rest = (needed - len(cached), sequence.owner_base + len(cached))
+        return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
+
+    def _retract(self, sequence: Sequence) -> None:
+        assert sequence.target is None, f"room {sequence.room} is being sent and cannot be retracted"
+        self.running.remove(sequence)
+        self._leave_to_cache(sequence)
+        self.waiting.add(sequence)
+        self.num_retractions += 1
+
+    def _leave_to_cache(self, sequence: Sequence) -> None:
+        keys = self.keys(sequence, sequence.computed_len)
+        self._allocator.keep(self._withdraw(sequence), keys)
+
+    def _withdraw(self, sequence: Sequence) -> list[int]:
+        pages, sequence.pages = sequence.pages, []
+        if sequence.announced:
+            self._releases.append(sequence.room)
+        sequence.announced = False
+        sequence.num_announced_pages = 0
+        sequence.computed_len = 0
+        return pages
+
+    def _pages_of(self, sequence: Sequence) -> int:
+        return pages_for(len(sequence.tokens), self._page_size)
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        return self._allocator.find(self._prefix_keys(sequence))
+
+    def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the pages that may come from the cache; the last token is always computed, for its logits."""
+        return self.keys(sequence, len(sequence.tokens) - 1)
