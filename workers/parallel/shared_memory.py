@@ -57,6 +57,8 @@ class SharedMemoryBackend:
     have come past what it held. One collective is in flight at a time: starting the next finishes the one before.
     """
 
+    in_background = False
+
     def __init__(
         self, descriptor: int, rank: int, pids: Sequence[int], timeout_s: float, piece_bytes: int = PIECE_BYTES
     ) -> None:
