@@ -2,7 +2,7 @@
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
@@ -63,7 +63,8 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
         cp=spec.sizes.cp,
         shape=rank.model_shape,
         rates=rank.rates,
-        passings=config.prefill.passing.candidates if spec.ownership is KvOwnership.SHARDED else (),
+        mode=config.prefill.mode,
+        passing=config.prefill.passing,
     )
     return PrefillLeader(
         PrefillSettings(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.spec.kv import DTYPE_BYTES
-from cluster.spec.strategy import Passing, Strategy, StrategySetting
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan
 from workers.models.config import ModelConfig
@@ -90,12 +90,13 @@ class StrategyChooser:
     cp: int
     shape: ModelShape
     rates: Rates
-    passings: Sequence[Passing] = ()
-    """What may go round where KV is sharded; the first one does."""
+    mode: CpMode = CpMode.GATHER
+    passing: PassingSetting = PassingSetting.AUTO
 
     def __call__(self, extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> Choice:
         choice = choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, self.setting.candidates)
-        return replace(choice, passing=self.passings[0]) if self.passings else choice
+        is_ring = self.mode is CpMode.RING and self.cp > 1
+        return replace(choice, passing=self.passing.candidates[0]) if is_ring else choice
 
 
 def choose(
