@@ -45,7 +45,7 @@ class Budget:
         return self._left > 0 and (room in self.granted or len(self.granted) < self._num_rows)
 
     def grant(self, room: Room, prefix_len: int, wanted: int) -> None:
-        """Add as many tokens as are wanted and left to the room's row."""
+        """Bring the room's row to as many tokens as are wanted, as far as there are some left."""
         self._take(room, prefix_len, wanted, self._left)
 
     def grant_share(self, room: Room, prefix_len: int, wanted: int, share: float) -> None:
@@ -56,7 +56,8 @@ class Budget:
     def _take(self, room: Room, prefix_len: int, wanted: int, offered: int) -> None:
         chunk = self._chunk(prefix_len)
         assert 0 < chunk <= self._num_tokens, f"a chunk of {chunk} tokens in a step of {self._num_tokens}"
-        count = min(wanted, offered * chunk // self._num_tokens)
+        before = self.granted.get(room, 0)
+        count = min(wanted - before, offered * chunk // self._num_tokens)
         if count and self.is_open(room):
             self._left -= -(-count * self._num_tokens // chunk)
-            self.granted[room] = self.granted.get(room, 0) + count
+            self.granted[room] = before + count
