@@ -16,6 +16,7 @@ from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
+from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 
@@ -74,7 +75,12 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             settle_s=rank.backend.settle_s,
             request_timeout_s=config.router.request_timeout_s,
         ),
-        StepScheduler(allocator, limits, choose),
+        StepScheduler(
+            allocator,
+            limits,
+            choose,
+            even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
+        ),
         allocator,
     )
 

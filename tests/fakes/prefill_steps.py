@@ -1,4 +1,4 @@
-"""A step scheduler as prefill uses it, without ranks: sequences end with their first token and give their pages back."""
+"""A step scheduler as prefill uses it, without ranks: a sequence ends with its first token and gives its pages back."""
 
 from cluster.spec.ids import Room
 from cluster.spec.messages import Sampling, StepPlan, Stopping
