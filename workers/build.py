@@ -2,7 +2,7 @@
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
@@ -16,6 +16,7 @@ from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
+from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 
@@ -33,7 +34,8 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
         geometry=rank.geometry,
         layout=rank.layout,
         transfer_mode=spec.config.transfer.mode,
-        ownership=KvOwnership.REPLICATED,
+        page_filter=spec.config.transfer.page_filter,
+        ownership=spec.ownership,
         build=VERSION,
     )
 
@@ -42,7 +44,9 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     """The control state of the replica whose rank 0 this is."""
     config = spec.config
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
-    allocator = PageAllocator(rank.layout.num_pages, PrefixTree() if config.kv.prefix_cache else None)
+    num_owners = rows[0].num_owners
+    tree = PrefixTree(num_owners) if config.kv.prefix_cache else None
+    allocator = PageAllocator(rank.layout.num_pages, tree, num_owners)
     if spec.role is Role.DECODE:
         limits = StepLimits(rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests)
         settings = DecodeSettings(
@@ -56,7 +60,12 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     prefill = config.prefill
     limits = StepLimits(rank.layout.page_size, prefill.chunk_tokens, prefill.max_requests, prefill.oldest_share)
     choose = StrategyChooser(
-        setting=config.prefill.strategy, cp=spec.sizes.cp, shape=rank.model_shape, rates=rank.rates
+        setting=config.prefill.strategy,
+        cp=spec.sizes.cp,
+        shape=rank.model_shape,
+        rates=rank.rates,
+        mode=config.prefill.mode,
+        passing=config.prefill.passing,
     )
     return PrefillLeader(
         PrefillSettings(
@@ -66,7 +75,12 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             settle_s=rank.backend.settle_s,
             request_timeout_s=config.router.request_timeout_s,
         ),
-        StepScheduler(allocator, limits, choose),
+        StepScheduler(
+            allocator,
+            limits,
+            choose,
+            even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
+        ),
         allocator,
     )
 

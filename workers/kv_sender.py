@@ -10,7 +10,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, DropSend, Peer, SendReport, SendState, StepPlan, Target
 from cluster.spec.registry import RankRow
 from transfer.backends.interface import Region, TransferBackend
-from transfer.plan import PagePair, is_sender, make_spans, owned_pages
+from transfer.plan import PagePair, is_sender, local_page, make_spans, owned_pages
 from transfer.sender import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
 from transfer.sender_session import SenderSession
 from workers.engine.runner import KnownRequest
@@ -117,11 +117,12 @@ class KvSender:
 
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
         """The spans to every decode rank that holds some of the heads and layers we hold."""
+        local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
         return SendJob(
             room=session.room,
             generation=session.target.generation,
             writes=[
-                Write(target.endpoint, make_spans(self._row.layout, target.layout, pairs))
+                Write(target.endpoint, make_spans(self._row.layout, target.layout, local_pairs))
                 for target in session.target.rows
             ],
             num_pages=len(pairs),

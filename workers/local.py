@@ -176,7 +176,8 @@ class LocalReplica:
         for worker in self.workers:
             worker.call("configure", config)
             worker.result()
-        self.rows = [replace(row, transfer_mode=config.transfer.mode) for row in self.rows]
+        transfer = config.transfer
+        self.rows = [replace(row, transfer_mode=transfer.mode, page_filter=transfer.page_filter) for row in self.rows]
 
     def start(self) -> None:
         """Run every rank."""
@@ -252,6 +253,10 @@ class LocalCluster:
         finally:
             for replica in self._replicas:
                 replica.finish(self._outbox)
+
+    def rows(self, role: Role) -> list[RankRow]:
+        """What the ranks of a replica tell of themselves, by global rank."""
+        return next(replica.rows for replica in self._replicas if replica.role is role)
 
     def generate(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[list[int]]:
         """The output tokens of every prompt, all submitted at once."""

@@ -11,7 +11,7 @@ import msgspec
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,6 +311,8 @@ class StepPlan(_Message, frozen=True):
     """Requests to forget before this step."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
+    passing: Passing | None = None
+    """How queries meet keys where KV is sharded; None where it is replicated."""
 
 
 class DropSend(_Message, frozen=True):

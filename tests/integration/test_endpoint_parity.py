@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 33, 64, 130, 5, 300)
         ("qwen3", ("prefill.strategy=interleave", "prefill.parallel.cp=3", "transfer.mode=rank0")),
         pytest.param(
             "llama",
-            ("prefill.strategy=zigzag", "prefill.chunk_tokens=100", "transfer.backend=mooncake"),
+            ("prefill.strategy=zigzag", "prefill.mode=ring", "prefill.chunk_tokens=100", "transfer.backend=mooncake"),
             marks=pytest.mark.mooncake,
         ),
     ],

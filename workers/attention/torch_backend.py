@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cluster.spec.kv import pages_for
 from workers.attention.blocked import attend_blocked, is_worthwhile
-from workers.attention.interface import StepAttention
+from workers.attention.interface import RowAttention, StepAttention
 from workers.attention.paged import PlacedRun, flash, gather_pages, page_rows
+from workers.attention.rows import TorchRows
 from workers.attention.single_tokens import BLOCK_SLOTS, SingleBatch
 from workers.context_parallel.merge import Partial, empty_partial, merge
 from workers.context_parallel.runs import Run
@@ -25,10 +27,18 @@ _MAX_BATCH_SLOTS = BLOCK_SLOTS
 class TorchAttention:
     """Copies the pages of a request once a layer; which kernel attends depends on dtype and lengths."""
 
-    def prepare(self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int) -> StepAttention:
+    def prepare(
+        self,
+        runs: Sequence[Run],
+        page_tables: Sequence[Tensor],
+        page_size: int,
+        key_lens: Sequence[int] | None = None,
+    ) -> StepAttention:
         """See AttentionBackend."""
         starts = accumulate((run.count for run in runs), initial=0)
         placed = [PlacedRun(run, first_row) for run, first_row in zip(runs, starts, strict=False)]
+        if key_lens is not None:
+            return _TorchStep(_prefixes(placed, page_tables, page_size, key_lens))
         longer: dict[int, list[PlacedRun]] = {}
         for item in placed:
             if item.run.count > 1:
@@ -37,6 +47,39 @@ class TorchAttention:
         singles = [item for item in placed if item.run.count == 1]
         batches = [SingleBatch.build(batch, page_tables, page_size) for batch in _batches(singles, page_size)]
         return _TorchStep([*extends, *batches])
+
+    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
+        """See AttentionBackend."""
+        return TorchRows(query_runs, key_runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """A run all of whose queries see the same keys."""
+
+    item: PlacedRun
+    table: Tensor
+    num_keys: int
+
+    def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+        rows = page_rows(self.table, key_pages.shape[1])
+        key, value = (gather_pages(rows, pages)[0, :, : self.num_keys] for pages in (key_pages, value_pages))
+        mine = slice(self.item.first_row, self.item.first_row + self.item.run.count)
+        out, lse = _extend(_split_heads(query[mine], key.shape[0]), key, value, causal=False)
+        result.out[mine] = out.permute(2, 0, 1, 3).flatten(1, 2)
+        result.lse[mine] = lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def _prefixes(
+    placed: Sequence[PlacedRun], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int]
+) -> list[_Prefix]:
+    prefixes = []
+    for item in placed:
+        num_keys = key_lens[item.run.request]
+        if num_keys:
+            table = page_tables[item.run.request][: pages_for(num_keys, page_size)]
+            prefixes.append(_Prefix(item, table[None], num_keys))
+    return prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +108,7 @@ class _Extend:
 class _TorchStep:
     """The work of one step."""
 
-    def __init__(self, parts: Sequence[_Extend | SingleBatch]) -> None:
+    def __init__(self, parts: Sequence[_Extend | SingleBatch | _Prefix]) -> None:
         self._parts = parts
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:

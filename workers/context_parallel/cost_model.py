@@ -5,10 +5,10 @@ all new KV, and the exchange. Ranks meet in every layer, so the slowest one sets
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.spec.kv import DTYPE_BYTES
-from cluster.spec.strategy import Strategy, StrategySetting
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan
 from workers.models.config import ModelConfig
@@ -69,6 +69,8 @@ class Choice:
     """Expected time of the step; None where there was nothing to choose."""
     estimates_s: Mapping[Strategy, float]
     """Of every strategy that was considered."""
+    passing: Passing | None = None
+    """How queries meet keys where KV is sharded; None where it is replicated."""
 
 
 Choose = Callable[[Sequence[int], Sequence[int]], Choice]
@@ -88,9 +90,13 @@ class StrategyChooser:
     cp: int
     shape: ModelShape
     rates: Rates
+    mode: CpMode = CpMode.GATHER
+    passing: PassingSetting = PassingSetting.AUTO
 
     def __call__(self, extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> Choice:
-        return choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, self.setting.candidates)
+        choice = choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, self.setting.candidates)
+        is_ring = self.mode is CpMode.RING and self.cp > 1
+        return replace(choice, passing=self.passing.candidates[0]) if is_ring else choice
 
 
 def choose(

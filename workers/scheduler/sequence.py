@@ -20,6 +20,7 @@ class Sequence:
     max_len: int
     """Most tokens this sequence may reach."""
     owner_base: int = 0
+    """Owner of page 0 where pages are divided over CP ranks."""
     target: Target | None = None
     """Where KV is sent while it is computed."""
     priority: int = 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.strategy import Strategy, StrategySetting
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.context_parallel.cost_model import (
     MIN_GAIN,
     Choice,
@@ -115,6 +115,16 @@ def test_a_forced_strategy_is_obeyed_and_estimated(strategy: Strategy) -> None:
     choice = chooser([1, 9000], [0, 7])
     assert choice.strategy is strategy
     assert choice.estimate_s == estimate(strategy, [1, 9000], [0, 7], 3)
+
+
+@pytest.mark.parametrize("passing", Passing)
+def test_only_a_ring_passes_and_what_it_is_told(passing: Passing) -> None:
+    setting = PassingSetting(passing.value)
+    choosers = [
+        StrategyChooser(setting=StrategySetting.AUTO, cp=cp, shape=SHAPE, rates=RATES, mode=mode, passing=setting)
+        for cp, mode in ((2, CpMode.RING), (1, CpMode.RING), (2, CpMode.GATHER))
+    ]
+    assert [chooser([9000], [7]).passing for chooser in choosers] == [passing, None, None]
 
 
 def test_many_equal_requests_need_not_be_cut() -> None:

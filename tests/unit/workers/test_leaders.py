@@ -5,8 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.messages import FinishReason
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token, sampled_of
+
+SENDING = [
+    *((KvOwnership.REPLICATED, mode, page_filter) for mode in TransferMode for page_filter in PageFilter),
+    (KvOwnership.SHARDED, TransferMode.ALL_RANKS, PageFilter.MODULAR),
+]
+"""Where a prefill rank's KV lives, and what of it a rank sends."""
 
 
 def answer_of(client: Client, num_pages: int) -> list[int]:
@@ -38,8 +44,7 @@ def check(world: World, num_pages: int) -> None:
 @given(
     seed=st.integers(0, 2**32),
     cp=st.integers(1, 3),
-    mode=st.sampled_from(TransferMode),
-    page_filter=st.sampled_from(PageFilter),
+    sending=st.sampled_from(SENDING),
     num_pages=st.integers(8, 20),
     chunk_tokens=st.integers(1, 16),
     lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=6),
@@ -49,17 +54,19 @@ def check(world: World, num_pages: int) -> None:
 def test_every_request_ends_right_and_nothing_is_left(
     seed: int,
     cp: int,
-    mode: TransferMode,
-    page_filter: PageFilter,
+    sending: tuple[KvOwnership, TransferMode, PageFilter],
     num_pages: int,
     chunk_tokens: int,
     lengths: list[tuple[int, int]],
     cancels: list[int],
     prefix_cache: bool,
 ) -> None:
+    ownership, mode, page_filter = sending
+    num_pages -= num_pages % cp
     world = World(
         seed=seed,
         cp=cp,
+        ownership=ownership,
         mode=mode,
         page_filter=page_filter,
         num_pages=num_pages,
@@ -84,8 +91,7 @@ def test_every_request_ends_right_and_nothing_is_left(
 @given(
     seed=st.integers(0, 2**32),
     cp=st.integers(1, 3),
-    mode=st.sampled_from(TransferMode),
-    page_filter=st.sampled_from(PageFilter),
+    sending=st.sampled_from(SENDING),
     num_pages=st.integers(8, 24),
     chunk_tokens=st.integers(1, 16),
     turns=st.lists(
@@ -98,15 +104,24 @@ def test_every_request_ends_right_and_nothing_is_left(
 def test_prompts_that_begin_alike_share_pages_and_nothing_else(
     seed: int,
     cp: int,
-    mode: TransferMode,
-    page_filter: PageFilter,
+    sending: tuple[KvOwnership, TransferMode, PageFilter],
     num_pages: int,
     chunk_tokens: int,
     turns: list[tuple[int, int, int, int, int]],
     cancels: list[int],
 ) -> None:
     """Each prompt begins with part of an earlier prompt and its answer; requests overlap, wait and are retracted."""
-    world = World(seed=seed, cp=cp, mode=mode, page_filter=page_filter, num_pages=num_pages, chunk_tokens=chunk_tokens)
+    ownership, mode, page_filter = sending
+    num_pages -= num_pages % cp
+    world = World(
+        seed=seed,
+        cp=cp,
+        ownership=ownership,
+        mode=mode,
+        page_filter=page_filter,
+        num_pages=num_pages,
+        chunk_tokens=chunk_tokens,
+    )
     whole: list[list[int]] = [list(range(1, 25))]
     for turn, (earlier, shared_len, own_len, max_tokens, moment) in enumerate(turns):
         own = [1000 + 10 * turn + place for place in range(own_len)]
@@ -121,10 +136,11 @@ def test_prompts_that_begin_alike_share_pages_and_nothing_else(
     check(world, num_pages)
 
 
-def quiet_world(num_pages: int = 40) -> World:
+def quiet_world(num_pages: int = 40, ownership: KvOwnership = KvOwnership.REPLICATED) -> World:
     return World(
         seed=1,
         cp=2,
+        ownership=ownership,
         mode=TransferMode.ALL_RANKS,
         page_filter=PageFilter.MODULAR,
         num_pages=num_pages,
@@ -135,6 +151,7 @@ def quiet_world(num_pages: int = 40) -> World:
 PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
 
 
+@pytest.mark.parametrize("ownership", KvOwnership)
 @pytest.mark.parametrize(
     ("prompt", "cached_pages", "sent_pages"),
     [
@@ -146,8 +163,10 @@ PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
     ],
     ids=["longer", "the same", "one token less", "parts in a page", "another beginning"],
 )
-def test_a_prefix_is_neither_computed_nor_sent_again(prompt: list[int], cached_pages: int, sent_pages: int) -> None:
-    world = quiet_world()
+def test_a_prefix_is_neither_computed_nor_sent_again(
+    prompt: list[int], cached_pages: int, sent_pages: int, ownership: KvOwnership
+) -> None:
+    world = quiet_world(ownership=ownership)
     world.submit(PROMPT, 1)
     world.run()
     sent_before = world.num_pages_sent
@@ -224,12 +243,42 @@ def test_pages_are_shared_only_under_the_same_salt() -> None:
     assert [world.clients[room].cached_tokens for room in rooms] == [0, 0, 0, 3 * PAGE_SIZE]
 
 
-def test_what_is_cached_gives_way_to_what_is_needed() -> None:
-    world = quiet_world(num_pages=8)
+@pytest.mark.parametrize("ownership", KvOwnership)
+def test_what_is_cached_gives_way_to_what_is_needed(ownership: KvOwnership) -> None:
+    world = quiet_world(8, ownership)
     for first in range(0, 1000, 100):
         world.submit(list(range(first, first + 7 * PAGE_SIZE)), 4)
         world.run()
         check(world, 8)
+
+
+@pytest.mark.parametrize(
+    ("mode", "page_filter", "words"),
+    [
+        (TransferMode.RANK0, PageFilter.MODULAR, "transfer mode rank0 and sharded KV, which only all_ranks can send"),
+        (
+            TransferMode.ALL_RANKS,
+            PageFilter.CONTIGUOUS,
+            "page filter contiguous and sharded KV, which only modular can send",
+        ),
+    ],
+)
+def test_sharded_kv_that_cannot_be_sent_is_refused_when_the_pair_meets(
+    mode: TransferMode, page_filter: PageFilter, words: str
+) -> None:
+    world = World(
+        seed=0,
+        cp=2,
+        ownership=KvOwnership.SHARDED,
+        mode=mode,
+        page_filter=page_filter,
+        num_pages=8,
+        chunk_tokens=8,
+    )
+    room = world.submit(PROMPT, 4)
+    world.run()
+    assert (world.clients[room].failure or "").endswith(f"prefill-0 has {words}")
+    assert all(leader.is_idle() for leader in world.leaders.values())
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_in_words() -> None:
