@@ -80,7 +80,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     )
     model = load_model(folder, dtype=torch_dtype(dtype), device=device)
     attention = load_backend("torch")
-    runner = ModelRunner(model, pool, attention, cp_group)
+    runner = ModelRunner(model, pool, attention, cp_group, spec.ownership)
     runner.warm_up()
     shape = ModelShape.of(model_config, dtype)
     rates = calibrate(model, pool, attention, cp_group, shape) if spec.role is Role.PREFILL else Rates()

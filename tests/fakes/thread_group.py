@@ -42,6 +42,12 @@ class ThreadBackend:
             tensor.copy_(self.board[root])
         return self._leave()
 
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Done:
+        self.board[self.rank] = tensor
+        self.gate.wait()
+        output.copy_(self.board[(self.rank - distance) % len(self.board)])
+        return self._leave()
+
     def _leave(self) -> Done:
         self.gate.wait()
         return Done()

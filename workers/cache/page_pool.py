@@ -51,6 +51,11 @@ class PagePool:
         pages, places = slots // self.page_size, slots % self.page_size
         self.data[pages, :, layer, :, places] = kv.transpose(1, 2)
 
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """Copy what was written at ``slots [N]`` int64 of one layer: ``[N, 2, heads, dim]``."""
+        pages, places = slots // self.page_size, slots % self.page_size
+        return self.data[pages, :, layer, :, places].transpose(1, 2)
+
     def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the trash page."""
         return self.data[:, :, layer, 0], self.data[:, :, layer, 1]

@@ -51,6 +51,8 @@ def calibrate(
 class _NoAttention:
     """An AttentionContext that leaves only the linear part of a layer to be timed."""
 
+    kv_first = False
+
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
 

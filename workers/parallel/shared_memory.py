@@ -23,6 +23,8 @@ PIECE_BYTES = 64 << 20
 """Largest part of a rank moved at once; larger ones go in several pieces. A power of two."""
 _SLOTS = 2
 """Pieces of a rank that exist at once: one is filled while peers still read the one before."""
+_MAX_PIECES = 1 << 20
+"""Of one call; a piece's number is call * _MAX_PIECES + its place in the call."""
 _LINE = 8
 """Flags a rank, each 8 bytes: a cache line, so that ranks do not slow each other down."""
 _PUBLISHED, _CONSUMED, _LEFT = range(3)
@@ -49,9 +51,10 @@ class SharedMemoryWork:
 class SharedMemoryBackend:
     """One rank's end of a group.
 
-    Pieces are numbered alike on all ranks. A rank publishes a piece by writing its number after the data, and
-    consumes it by writing the number after reading; a slot is filled again when all have consumed what it held.
-    One collective is in flight at a time: starting the next one finishes the one before.
+    Calls are numbered alike on all ranks, pieces within a call; a rank may have more of them than another. A rank
+    publishes a piece by writing its number after the data, and writes the number after reading such pieces of all
+    ranks that it reads from, at the end of a call that of the last possible one. A slot is filled again when all
+    have come past what it held. One collective is in flight at a time: starting the next finishes the one before.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class SharedMemoryBackend:
         self._flags = memoryview(memory)[: self._size * _LINE * 8].cast("q")
         self._data: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self._reserved = [0] * _SLOTS
-        self._number = 0
+        self._held = [0] * _SLOTS
+        self._call = 0
         self._pending: SharedMemoryWork | None = None
         self._watch = select.poll()
         self._watched = {os.pidfd_open(pids[peer]): peer for peer in self._peers}
@@ -83,49 +87,65 @@ class SharedMemoryBackend:
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
         mine, parts = _bytes_of(tensor), _bytes_of(output).reshape(self._size, -1)
         np.copyto(parts[self._rank], mine)
-        return self._start(mine, [(peer, parts[peer]) for peer in self._peers], mine.size)
+        return self._start(mine, [(peer, parts[peer]) for peer in self._peers])
 
     def broadcast(self, tensor: Tensor, root: int, /) -> SharedMemoryWork:
         data = _bytes_of(tensor)
-        if self._rank == root:
-            return self._start(data, [], data.size)
-        return self._start(data[:0], [(root, data)], data.size)
+        return self._start(data, []) if self._rank == root else self._start(data[:0], [(root, data)])
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> SharedMemoryWork:
+        return self._start(_bytes_of(tensor), [((self._rank - distance) % self._size, _bytes_of(output))])
 
     def barrier(self) -> SharedMemoryWork:
         nothing = np.empty(0, dtype=np.uint8)
-        return self._start(nothing, [(peer, nothing) for peer in self._peers], 0)
+        return self._start(nothing, [(peer, nothing) for peer in self._peers])
 
-    def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]], num_bytes: int) -> SharedMemoryWork:
+    def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]]) -> SharedMemoryWork:
         """Publish the first piece of ``mine``; the work does the rest. ``theirs`` are (rank, where its part goes)."""
         if self._pending is not None:
             self._pending.wait()
-        begins = range(0, max(num_bytes, 1), self._piece_bytes)
-        self._publish(mine[: self._piece_bytes])
+        self._call += 1
+        self._publish(mine, 0)
 
         def finish() -> None:
             self._pending = None
-            for begin in begins:
-                if begin:
-                    self._publish(mine[begin : begin + self._piece_bytes])
-                self._consume(theirs, begin)
+            for place in range(max(map(self._num_pieces, (mine, *(part for _, part in theirs))))):
+                if 0 < place < self._num_pieces(mine):
+                    self._publish(mine, place)
+                self._consume(theirs, place)
+            self._flags[self._rank * _LINE + _CONSUMED] = self._number(_MAX_PIECES - 1)
 
         self._pending = SharedMemoryWork(finish)
         return self._pending
 
-    def _publish(self, piece: Bytes) -> None:
-        self._number += 1
-        self._wait_for(_CONSUMED, self._peers, self._number - _SLOTS)
-        slot = self._number % _SLOTS
+    def _publish(self, mine: Bytes, place: int) -> None:
+        piece, slot = self._piece(mine, place), self._slot_of(place)
+        self._wait_for(_CONSUMED, self._peers, self._held[slot])
         self._reserve(slot, piece.size)
         np.copyto(self._slot(self._rank, slot)[: piece.size], piece)
-        self._flags[self._rank * _LINE + _PUBLISHED] = self._number
+        self._held[slot] = self._number(place)
+        self._flags[self._rank * _LINE + _PUBLISHED] = self._held[slot]
 
-    def _consume(self, theirs: Sequence[tuple[int, Bytes]], begin: int) -> None:
+    def _consume(self, theirs: Sequence[tuple[int, Bytes]], place: int) -> None:
         for peer, part in theirs:
-            self._wait_for(_PUBLISHED, [peer], self._number)
-            piece = part[begin : begin + self._piece_bytes]
-            np.copyto(piece, self._slot(peer, self._number % _SLOTS)[: piece.size])
-        self._flags[self._rank * _LINE + _CONSUMED] = self._number
+            if place < self._num_pieces(part):
+                self._wait_for(_PUBLISHED, [peer], self._number(place))
+                piece = self._piece(part, place)
+                np.copyto(piece, self._slot(peer, self._slot_of(place))[: piece.size])
+        self._flags[self._rank * _LINE + _CONSUMED] = self._number(place)
+
+    def _number(self, place: int) -> int:
+        return self._call * _MAX_PIECES + place
+
+    def _num_pieces(self, part: Bytes) -> int:
+        """At least one, so that nothing is waited for as well."""
+        return max(-(-part.size // self._piece_bytes), 1)
+
+    def _piece(self, part: Bytes, place: int) -> Bytes:
+        return part[place * self._piece_bytes : (place + 1) * self._piece_bytes]
+
+    def _slot_of(self, place: int) -> int:
+        return (self._call + place) % _SLOTS
 
     def _slot(self, rank: int, slot: int) -> Bytes:
         begin = self._data_offset + (rank * _SLOTS + slot) * self._piece_bytes
