@@ -55,7 +55,12 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
         return DecodeLeader(settings, StepScheduler(allocator, limits, fixed(Strategy.NONE)), allocator)
     limits = StepLimits(rank.layout.page_size, config.prefill.chunk_tokens, config.prefill.max_requests)
     choose = StrategyChooser(
-        setting=config.prefill.strategy, cp=spec.sizes.cp, shape=rank.model_shape, rates=rank.rates
+        setting=config.prefill.strategy,
+        cp=spec.sizes.cp,
+        shape=rank.model_shape,
+        rates=rank.rates,
+        mode=config.prefill.mode,
+        passing=config.prefill.passing,
     )
     return PrefillLeader(
         PrefillSettings(
