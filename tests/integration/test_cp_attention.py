@@ -10,6 +10,7 @@ from datetime import timedelta
 from itertools import product
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -115,6 +116,21 @@ def test_bf16_over_four_ranks(ranks: Ranks) -> None:
     for passing in (None, *Passing):
         scenario = Scenario(CHUNKS["prefixes_and_pauses"], Strategy.ZIGZAG, 4, passing, dtype=torch.bfloat16)
         check_scenario(scenario, ranks.run(scenario))
+
+
+@pytest.mark.parametrize(
+    "length", [1000, pytest.param(16384, marks=pytest.mark.full, id="16384")], ids=lambda length: str(length)
+)
+def test_long_prompts_agree_with_one_rank(ranks: Ranks, length: int) -> None:
+    """In two chunks, the second on the first as its prefix; every rank sees the joined rows of all."""
+    chunks = ((length // 2,), (length - length // 2,))
+    alone = ranks.run(Scenario(chunks, Strategy.NONE, 1, page_size=64))[0]
+    for passing, strategy in product((None, *Passing), (Strategy.ZIGZAG, Strategy.INTERLEAVE)):
+        together = ranks.run(Scenario(chunks, strategy, 4, passing, page_size=64))
+        for step, expected in enumerate(alone):
+            for results in together:
+                np.testing.assert_allclose(results[step].joined, expected.joined, atol=1e-5)
+                np.testing.assert_allclose(results[step].last, expected.last, atol=1e-5)
 
 
 def meet_then_leave(address: str, stay: Connection) -> None:

@@ -36,7 +36,7 @@ class StepContext(ABC):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         assert batch.page_size == pool.page_size, f"pages of {batch.page_size} and of {pool.page_size} tokens"
         self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
-        self.kv_first = not batch.plan.replicated
+        self.kv_first = exchange.group.in_background and not batch.plan.replicated
 
     @abstractmethod
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:

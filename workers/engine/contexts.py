@@ -18,5 +18,6 @@ def make_context(
     if batch.is_sharded:
         kind = PassQContext if passing is Passing.PASS_Q else PassKvContext
     else:
-        kind = PagedContext if batch.plan.replicated else OverlappedContext
+        is_hidden = exchange.group.in_background and not batch.plan.replicated
+        kind = OverlappedContext if is_hidden else PagedContext
     return kind(batch, pool, backend, exchange)

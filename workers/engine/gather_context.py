@@ -1,4 +1,8 @@
-"""Gather mode: every rank stores the K and V of all ranks; they travel while what is here already is attended."""
+"""Gather mode: every rank stores the K and V of all ranks.
+
+Where rows travel by themselves, what is here already is attended meanwhile. Otherwise there is nothing to hide, and
+one call over all keys is faster than one for each rank's.
+"""
 
 from torch import Tensor
 

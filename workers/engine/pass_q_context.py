@@ -26,7 +26,9 @@ class PassQContext(StepContext):
         ]
         self._has_prefix = any(plan.prefix_lens)
         self._prefix = backend.prepare(everything, batch.page_tables, batch.page_size, batch.prefix_share)
-        self._inverse = torch.from_numpy(plan.inverse).to(batch.slots.device)
+        device = batch.slots.device
+        self._inverse = torch.from_numpy(plan.inverse).to(device)
+        self._homes = [torch.from_numpy(plan.local(rank)).to(device) for rank in range(plan.cp)]
         self._own = self.prepare_rows(batch.runs)
         self._own_stored = self.owned_rows(batch.cp_rank)
         others = [] if plan.replicated else [rank for rank in range(plan.cp) if rank != batch.cp_rank]
@@ -45,7 +47,7 @@ class PassQContext(StepContext):
         homeward = None
         if queries is not None:
             found = self._prefix.attend(queries.wait()[self._inverse, 0], *self.pool.layer_view(layer))
-            homeward = HomewardPartials(self.exchange.group, self.batch.plan, found)
+            homeward = HomewardPartials(self.exchange.group, found, self._homes)
         partials += self._take_others(layer, q)
         if homeward is not None:
             partials += homeward.wait()

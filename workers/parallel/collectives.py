@@ -22,7 +22,10 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
-    """The part of torch.distributed's process group backends that we use."""
+    """The part of torch.distributed's process group backends that we use, and what they are by nature."""
+
+    in_background: bool
+    """See Communicator."""
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work: ...
 
@@ -62,6 +65,8 @@ class Communicator:
         self.size = size
         self.waited_s = 0.0
         """Time that this member has spent inside calls, starting, copying and waiting: what nothing else has hidden."""
+        self.in_background = backend is not None and backend.in_background
+        """What was started goes on while this member computes; if not, it does all of the work itself, in the calls."""
         self._backend = backend
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:

@@ -14,6 +14,8 @@ from workers.parallel.collectives import Work
 class GlooBackend:
     """Torch's process group, bound to one local address, since a machine's own name need not resolve."""
 
+    in_background = True
+
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout: timedelta) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]

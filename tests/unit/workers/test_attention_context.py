@@ -67,9 +67,12 @@ scenarios = st.integers(1, 4).flatmap(
 
 
 @settings(deadline=None, max_examples=150)
-@given(scenarios)
-def test_any_chunks_strategy_and_cp_equal_the_oracle(scenario: Scenario) -> None:
-    check_scenario(scenario, on_thread_ranks(scenario.cp, lambda group: ScenarioRun(scenario, group).run()))
+@given(scenarios, st.booleans())
+def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario, in_background: bool) -> None:
+    results = on_thread_ranks(
+        scenario.cp, lambda group: ScenarioRun(scenario, group).run(), in_background=in_background
+    )
+    check_scenario(scenario, results)
 
 
 @pytest.mark.parametrize("passing", [None, *Passing])
