@@ -1,7 +1,7 @@
 """Collectives over one group of ranks behind one small class; a group of one does nothing and needs no library."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -31,6 +31,10 @@ class Backend(Protocol):
     def barrier(self) -> Work: ...
 
 
+Observe = Callable[[str, float, float], None]
+"""(call, start, end) of a collective, in seconds of ``time.monotonic``."""
+
+
 class Communicator:
     """One group as one of its members sees it. Every member makes the same calls in the same order.
 
@@ -44,6 +48,8 @@ class Communicator:
         self.size = size
         self.waited_s = 0.0
         """Time that this member has spent inside calls, waiting for the other members included."""
+        self.observe: Observe | None = None
+        """Told of every call when it ends."""
         self._backend = backend
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
@@ -73,10 +79,13 @@ class Communicator:
 
     @contextmanager
     def _translated(self, call: str) -> Iterator[None]:
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         try:
             yield
         except RuntimeError as exc:
             raise CollectiveError(f"{call} in group {self.name}, rank {self.rank} of {self.size}: {exc}") from exc
         finally:
-            self.waited_s += time.perf_counter() - start_s
+            end_s = time.monotonic()
+            self.waited_s += end_s - start_s
+            if self.observe is not None:
+                self.observe(call, start_s, end_s)
