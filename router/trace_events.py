@@ -37,7 +37,8 @@ def trace_of(gathering: Gathering, clock: ClockReading) -> dict[str, Any]:
 def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float) -> Iterator[dict[str, Any]]:
     yield _label(pid, 0, "process_name", name=name)
     yield _label(pid, 0, "process_sort_index", sort_index=pid)
-    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(interval.lane for interval in intervals), start=1)}
+    by_start = sorted(intervals, key=lambda interval: interval.start_s)
+    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(interval.lane for interval in by_start), start=1)}
     for lane, tid in lanes.items():
         yield _label(pid, tid, "thread_name", name=lane)
     for interval in intervals:
