@@ -1,29 +1,20 @@
 """``timeline: true`` over real sockets, with replicas that answer at once, late, or never."""
 
-from collections.abc import Iterator
 
 import pytest
 
 from router.api import timelines
-from tests.fakes.model_folder import write_model_folder
+from tests.fakes.router_cluster import RouterCluster
 from tests.fakes.trace_events import check_trace, complete_events, process_names
-from tests.integration.test_router_http import Cluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("model")
-    write_model_folder(folder)
-    yield from run_cluster(folder)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_process_has_its_part(cluster: Cluster, stream: bool) -> None:
-    reply = cluster.post("/v1/completions", prompt="hello", max_tokens=7, timeline=True, stream=stream)
-    assert cluster.last_submit().timed
-    trace = cluster.http.get(reply.headers["x-baton-timeline"]).raise_for_status().json()
+def test_every_process_has_its_part(shared: RouterCluster, stream: bool) -> None:
+    reply = shared.post("/v1/completions", prompt="hello", max_tokens=7, timeline=True, stream=stream)
+    assert shared.last_submit().timed
+    trace = shared.http.get(reply.headers["x-baton-timeline"]).raise_for_status().json()
     check_trace(trace)
     assert list(process_names(trace).values()) == ["router", "prefill-0 rank 0", "decode-0 rank 0"]
     assert [event["name"] for event in complete_events(trace)] == [
@@ -36,26 +27,26 @@ def test_every_process_has_its_part(cluster: Cluster, stream: bool) -> None:
     assert trace["otherData"]["ranks that did not answer"] == []
 
 
-def test_nothing_is_kept_of_other_requests(cluster: Cluster) -> None:
-    reply = cluster.post("/v1/completions", prompt="hello", max_tokens=3)
+def test_nothing_is_kept_of_other_requests(shared: RouterCluster) -> None:
+    reply = shared.post("/v1/completions", prompt="hello", max_tokens=3)
     assert "x-baton-timeline" not in reply.headers
-    assert not cluster.last_submit().timed
+    assert not shared.last_submit().timed
 
 
-def test_a_timeline_that_nobody_knows(cluster: Cluster) -> None:
-    reply = cluster.http.get("/timelines/7")
+def test_a_timeline_that_nobody_knows(shared: RouterCluster) -> None:
+    reply = shared.http.get("/timelines/7")
     assert reply.status_code == 404
     assert reply.json()["error"]["message"] == "there is no timeline 7; the newest few are kept"
-    assert cluster.http.get("/timelines/x").status_code == 404
+    assert shared.http.get("/timelines/x").status_code == 404
 
 
-def test_only_one_prompt_can_be_timed(cluster: Cluster) -> None:
-    reply = cluster.post("/v1/completions", prompt=["one", "two"], timeline=True)
+def test_only_one_prompt_can_be_timed(shared: RouterCluster) -> None:
+    reply = shared.post("/v1/completions", prompt=["one", "two"], timeline=True)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == "timeline: only one prompt can be timed, got 2"
 
 
-def test_a_rank_that_does_not_answer_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_is_named(cluster: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timelines, "GATHER_S", 0.05)
     cluster.prefill.silent = True
     reply = cluster.post("/v1/completions", prompt="hello", max_tokens=3, timeline=True)
