@@ -118,7 +118,7 @@ def test_a_timeline_shows_what_every_rank_did_for_one_request(cluster: RunningCl
 def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: RunningCluster, tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", num_requests=40)
     report = _bench(
-        cluster, "--trace", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "1"
+        cluster, "--trace", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "4"
     )
     assert (report["completed"], report["failed"]) == (40, 0)
     assert 0.2 < report["hit_rate"] < 0.95

@@ -1,6 +1,5 @@
 """``timeline: true`` over real sockets, with replicas that answer at once, late, or never."""
 
-
 import pytest
 
 from router.api import timelines
