@@ -87,9 +87,9 @@ def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSende
     )
 
 
-def make_timeline(spec: WorkerSpec, rank: Rank, room: Room) -> Timeline:
+def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:
     """What this rank kept of a timed request, and keeps no longer."""
-    log = rank.step_recorder.recorder.take(room)
+    log = rank.step_recorder.recorder.take(room, now_s)
     return Timeline(
         room=room,
         replica=spec.replica,

@@ -76,8 +76,9 @@ class Recorder:
                 log.add(Interval(REQUEST, log.state, log.since_s, now_s))
             log.state, log.since_s = state or "", now_s
 
-    def take(self, room: Room) -> Log:
-        """What was kept of a request, which is forgotten; empty when it was not timed."""
+    def take(self, room: Room, now_s: float) -> Log:
+        """What was kept of a request up to now, which is then forgotten; empty when it was not timed."""
+        self.enter(room, None, now_s)
         return self._logs.pop(room, None) or Log()
 
     def _follow_admits(self, admits: Iterable[Admit]) -> None:

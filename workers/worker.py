@@ -154,7 +154,7 @@ class Worker:
 
     def _give_timeline(self, asked: GiveTimeline, outbox: Outbox) -> None:
         assert self._rank is not None
-        outbox.send(asked.reply_to, make_timeline(self.spec, self._rank, asked.room))
+        _send_if_heard(outbox, asked.reply_to, make_timeline(self.spec, self._rank, asked.room, self._clock.now_s()))
 
     def _keep_lease(self, rows: list[RankRow]) -> LeaseKeeper | None:
         if self._rendezvous is None:
@@ -188,10 +188,15 @@ class Worker:
 
 
 def _emit(leader: Leader, outbox: Outbox) -> None:
-    """Send what the leader has to say; a peer that does not listen is the business of leases and deadlines."""
+    """Send what the leader has to say."""
     outgoing, leader.outgoing = leader.outgoing, []
     for address, message in outgoing:
-        try:
-            outbox.send(address, message)
-        except PeerUnreachableError as error:
-            _log.warning("%s", error)
+        _send_if_heard(outbox, address, message)
+
+
+def _send_if_heard(outbox: Outbox, address: str, message: Message) -> None:
+    """A peer that does not listen is the business of leases and deadlines."""
+    try:
+        outbox.send(address, message)
+    except PeerUnreachableError as error:
+        _log.warning("%s", error)

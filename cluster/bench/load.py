@@ -13,6 +13,8 @@ from cluster.bench.sse import error_message
 from cluster.bench.statistics import RequestRecord
 from cluster.bench.workload import PlannedRequest, Workload
 
+_TIMELINE_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
@@ -22,8 +24,11 @@ class LoadResult:
     """The name that was asked for."""
     records: list[RequestRecord]
     """One a request, in order of arrival."""
-    timeline: bytes | None
-    """Of the request that was to be timed."""
+
+    @property
+    def timed(self) -> RequestRecord:
+        """Of the request in the middle, which is the one that is timed if one is."""
+        return self.records[len(self.records) // 2]
 
 
 async def run_load(
@@ -36,10 +41,10 @@ async def run_load(
     timed: bool,
     on_progress: Callable[[RequestRecord], None],
 ) -> LoadResult:
-    """Warm up and send the workload; with ``timed``, also fetch the timeline of the request in the middle.
+    """Warm up and send the workload; with ``timed``, the request in the middle asks for a timeline.
 
     Raises:
-        StreamError: the endpoint serves no model, a warm-up request failed, or there is no timeline.
+        StreamError: the endpoint serves no model, or a warm-up request failed.
         httpx.HTTPError: nothing answers at the URL.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency)
@@ -50,8 +55,22 @@ async def run_load(
         requests = workload.requests()
         middle = len(requests) // 2 if timed else None
         records = await _send_all(client, served, requests, middle, workload.concurrency, on_progress)
-        timeline = await _timeline(client, records[middle]) if middle is not None else None
-        return LoadResult(model=served, records=records, timeline=timeline)
+        return LoadResult(model=served, records=records)
+
+
+def fetch_timeline(url: str, record: RequestRecord) -> bytes:
+    """The timeline of a request that asked for one, as Trace Event JSON.
+
+    Raises:
+        StreamError: there is none.
+        httpx.HTTPError: the endpoint does not answer.
+    """
+    if record.timeline_path is None:
+        raise StreamError(f"no timeline: {record.error or 'this endpoint makes none'}")
+    response = httpx.get(f"{url.rstrip('/')}{record.timeline_path}", timeout=_TIMELINE_S)
+    if response.status_code != 200:
+        raise StreamError(f"no timeline: HTTP {response.status_code}: {error_message(response.text)}")
+    return response.content
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
@@ -97,12 +116,3 @@ async def _send_all(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(send(index, request)) for index, request in enumerate(requests)]
     return [task.result() for task in tasks]
-
-
-async def _timeline(client: httpx.AsyncClient, record: RequestRecord) -> bytes:
-    if record.timeline_path is None:
-        raise StreamError(f"there is no timeline: {record.error or 'the endpoint does not make any'}")
-    response = await client.get(record.timeline_path)
-    if response.status_code != 200:
-        raise StreamError(f"{record.timeline_path}: HTTP {response.status_code}: {error_message(response.text)}")
-    return response.content

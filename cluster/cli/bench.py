@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.bench.client import StreamError
-from cluster.bench.load import LoadResult, run_load
+from cluster.bench.load import LoadResult, fetch_timeline, run_load
 from cluster.bench.statistics import RequestRecord, summarize
 from cluster.bench.trace import TraceWorkload, infinite_cache_hits, read_trace
 from cluster.bench.workload import RandomWorkload, Workload
@@ -81,11 +81,10 @@ def serve(
         print(json.dumps(settings | dataclasses.asdict(report) | {"infinite_cache_hit_rate": best_hit_rate}))
     else:
         print_report(f"{result.model}: {workload.describe()}", report, best_hit_rate)
-    if trace_out is not None and result.timeline is not None:
-        trace_out.write_bytes(result.timeline)
-        print(f"timeline: {trace_out}; open it at https://ui.perfetto.dev", file=sys.stderr)
     if report.completed == 0:
         fail(f"no request succeeded: {', '.join(report.errors)}", 1)
+    if trace_out is not None:
+        _write_timeline(url, result.timed, trace_out)
 
 
 def _random_workload(
@@ -149,6 +148,14 @@ def _measure(
         fail(f"{url}: {error}", 1)
     except KeyboardInterrupt:
         fail("interrupted; nothing is reported", 130)
+
+
+def _write_timeline(url: str, record: RequestRecord, path: Path) -> None:
+    try:
+        path.write_bytes(fetch_timeline(url, record))
+    except (httpx.HTTPError, StreamError) as error:
+        fail(f"{url}: {error}", 1)
+    print(f"timeline: {path}; open it at https://ui.perfetto.dev", file=sys.stderr)
 
 
 def _best_hit_rate(workload: Workload, records: list[RequestRecord], page_size: int) -> float:

@@ -32,7 +32,7 @@ class _Handler(BaseHTTPRequestHandler):
         if text == REFUSED or body.get("prompt", [None])[0] == REFUSED_TOKEN:
             self._send(503, json.dumps({"error": {"message": "nothing is ready"}}))
         else:
-            timeline = {"x-baton-timeline": TIMELINE} if body.get("timeline") else {}
+            timeline = {"x-baton-timeline": TIMELINE} if body.get("timeline") and server.makes_timelines else {}
             self._send(200, "".join(_stream(body, text, server.count_cached(body))), timeline)
 
     def log_message(self, *_: Any) -> None:
@@ -53,6 +53,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.makes_timelines = True
         self._pages: set[tuple[int, ...]] = set()
 
     def count_cached(self, body: Mapping[str, Any]) -> int:

@@ -125,6 +125,16 @@ def test_the_middle_request_is_timed(server: openai_server.FakeServer, tmp_path:
     assert [body.get("timeline") for body in server.bodies[1:]] == [None, None, True, None, None]
 
 
+def test_an_endpoint_without_timelines_is_measured_all_the_same(
+    server: openai_server.FakeServer, tmp_path: Path
+) -> None:
+    server.makes_timelines = False
+    result = _bench("--url", server.url, "--num-requests", "3", "--trace-out", str(tmp_path / "timeline.json"))
+    assert result.exit_code == 1
+    assert "3 completed, 0 failed" in result.stdout
+    assert result.stderr.endswith(f"baton bench: {server.url}: no timeline: this endpoint makes none\n")
+
+
 def test_a_timeline_that_cannot_be_written_is_refused_before_the_run(server: openai_server.FakeServer) -> None:
     result = _bench("--url", server.url, "--trace-out", "/nowhere/timeline.json")
     assert isinstance(result.exception, UserError)

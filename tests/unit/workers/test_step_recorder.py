@@ -32,7 +32,7 @@ def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Pat
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with recorder.step(_plan(Room(2), timed=False)), torch.inference_mode():
         assert torch.equal(model(TOKENS, TOKENS, DenseAttention()), timed)
-    intervals = recorder.recorder.take(Room(1)).intervals
+    intervals = recorder.recorder.take(Room(1), 0.0).intervals
     parts = [name for number in (0, 1) for name in ("attention", "mlp", f"layer {number}")]
     assert [(interval.lane, interval.name) for interval in intervals] == [
         (COMPUTE, name) for name in [*parts, "step 7"]
@@ -40,7 +40,7 @@ def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Pat
     assert intervals[-1].facts == {"requests": 1, "tokens": 5, "tokens before": 0, "strategy": "none"}
     for outer, inner in [(2, 0), (2, 1), (5, 3), (5, 4), (6, 2), (6, 5)]:
         assert intervals[outer].start_s <= intervals[inner].start_s <= intervals[inner].end_s <= intervals[outer].end_s
-    assert recorder.recorder.take(Room(2)).intervals == []
+    assert recorder.recorder.take(Room(2), 0.0).intervals == []
 
 
 def test_a_step_that_fails_leaves_no_hooks(folder: Path) -> None:
@@ -60,7 +60,9 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
         with recorder.step(_plan(Room(1), timed=True)):
             group.all_gather(torch.empty(2), torch.ones(1))
         group.barrier()
-        return [interval.name for interval in recorder.recorder.take(Room(1)).intervals if interval.lane == COLLECTIVES]
+        return [
+            interval.name for interval in recorder.recorder.take(Room(1), 0.0).intervals if interval.lane == COLLECTIVES
+        ]
 
     assert on_thread_ranks(2, names) == [["all_gather"], ["all_gather"]]
 

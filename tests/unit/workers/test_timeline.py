@@ -14,7 +14,7 @@ def test_nothing_is_kept_of_a_request_that_is_not_timed() -> None:
     recorder.note(_interval("layer 0"))
     recorder.add(Room(1), _interval("write"))
     recorder.enter(Room(1), "queued", 1.0)
-    assert recorder.take(Room(1)).intervals == []
+    assert recorder.take(Room(1), 8.0).intervals == []
 
 
 def test_a_step_belongs_to_every_timed_request_in_it_and_to_no_later_one() -> None:
@@ -27,9 +27,9 @@ def test_a_step_belongs_to_every_timed_request_in_it_and_to_no_later_one() -> No
     recorder.note(_interval("step 2"))
     recorder.end()
     assert not recorder.begin(_plan(4, timed=()))
-    names = {room: [interval.name for interval in recorder.take(Room(room)).intervals] for room in range(1, 5)}
+    names = {room: [interval.name for interval in recorder.take(Room(room), 8.0).intervals] for room in range(1, 5)}
     assert names == {1: ["step 1"], 2: [], 3: ["step 1", "step 2"], 4: []}
-    assert recorder.take(Room(1)).intervals == [], "taken twice"
+    assert recorder.take(Room(1), 8.0).intervals == [], "taken twice"
 
 
 def test_states_follow_each_other_without_a_gap() -> None:
@@ -37,11 +37,18 @@ def test_states_follow_each_other_without_a_gap() -> None:
     recorder.follow(Room(1))
     for state, now_s in [("queued", 1.0), ("receiving", 2.5), ("running", 4.0), (None, 7.0), (None, 9.0)]:
         recorder.enter(Room(1), state, now_s)
-    assert recorder.take(Room(1)).intervals == [
+    assert recorder.take(Room(1), 8.0).intervals == [
         Interval(REQUEST, "queued", 1.0, 2.5),
         Interval(REQUEST, "receiving", 2.5, 4.0),
         Interval(REQUEST, "running", 4.0, 7.0),
     ]
+
+
+def test_a_request_that_goes_on_while_it_is_told_of_is_told_up_to_now() -> None:
+    recorder = Recorder()
+    recorder.follow(Room(1))
+    recorder.enter(Room(1), "sending", 5.0)
+    assert recorder.take(Room(1), 8.0).intervals == [Interval(REQUEST, "sending", 5.0, 8.0)]
 
 
 def test_what_nobody_asks_for_is_bounded() -> None:
@@ -50,11 +57,11 @@ def test_what_nobody_asks_for_is_bounded() -> None:
         recorder.begin(_plan(room, timed=(room,)))
         recorder.note(_interval("step"))
         recorder.end()
-    assert recorder.take(Room(0)).intervals == []
-    assert len(recorder.take(Room(1)).intervals) == 1
+    assert recorder.take(Room(0), 8.0).intervals == []
+    assert len(recorder.take(Room(1), 8.0).intervals) == 1
     for _ in range(timeline.MAX_INTERVALS + 5):
         recorder.add(Room(2), _interval("write"))
-    log = recorder.take(Room(2))
+    log = recorder.take(Room(2), 8.0)
     assert (len(log.intervals), log.num_left_out) == (timeline.MAX_INTERVALS, 6)
 
 
