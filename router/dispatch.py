@@ -69,6 +69,7 @@ class Dispatch:
             router=self._me,
             cache_salt=ask.cache_salt,
             priority=ask.priority,
+            timed=ask.timed,
         )
         return room, [Send(address=peer.address, message=submit) for peer in (prefill, decode)]
 

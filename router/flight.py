@@ -97,6 +97,8 @@ class Ask:
     """Only requests with the same salt share cached pages."""
     priority: int = 0
     """Lower values have their turn earlier."""
+    timed: bool = False
+    """Every rank keeps a timeline of it."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,9 +1,11 @@
 """Puts the parts of a worker together from its spec."""
 
+from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Peer
+from cluster.spec.messages import Peer, Timeline
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
+from cluster.spec.timeline import read_clock
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
 from workers.cache.page_allocator import PageAllocator
@@ -56,7 +58,8 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             transfer_timeout_s=config.transfer.transfer_timeout_s,
             settle_s=rank.backend.settle_s,
         )
-        return DecodeLeader(settings, StepScheduler(allocator, limits, fixed(Strategy.NONE)), allocator)
+        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
+        return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder)
     prefill = config.prefill
     limits = StepLimits(rank.layout.page_size, prefill.chunk_tokens, prefill.max_requests, prefill.oldest_share)
     choose = StrategyChooser(
@@ -82,6 +85,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
         ),
         allocator,
+        rank.step_recorder.recorder,
     )
 
 
@@ -93,4 +97,19 @@ def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSende
         config=spec.config.transfer,
         region=rank.region,
         backend=rank.backend,
+        recorder=rank.step_recorder.recorder,
+    )
+
+
+def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:
+    """What this rank kept of a timed request, and keeps no longer."""
+    log = rank.step_recorder.recorder.take(room, now_s)
+    return Timeline(
+        room=room,
+        replica=spec.replica,
+        incarnation=spec.incarnation,
+        global_rank=spec.global_rank,
+        clock=read_clock(),
+        intervals=log.intervals,
+        num_left_out=log.num_left_out,
     )

@@ -9,11 +9,13 @@ from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, DropSend, Peer, SendReport, SendState, StepPlan, Target
 from cluster.spec.registry import RankRow
+from cluster.spec.timeline import Interval
 from transfer.backends.interface import Region, TransferBackend
 from transfer.plan import PagePair, is_sender, local_page, make_spans, owned_pages
 from transfer.sender import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
 from transfer.sender_session import SenderSession
 from workers.engine.runner import KnownRequest
+from workers.timeline import KV_SENDER, Recorder
 
 Transfer = tuple[Room, int]
 """Room and generation."""
@@ -23,12 +25,20 @@ class KvSender:
     """One rank's sending half. The worker's thread calls the methods; outcomes come on the sender thread."""
 
     def __init__(
-        self, *, prefill: Peer, row: RankRow, config: TransferConfig, region: Region, backend: TransferBackend
+        self,
+        *,
+        prefill: Peer,
+        row: RankRow,
+        config: TransferConfig,
+        region: Region,
+        backend: TransferBackend,
+        recorder: Recorder | None = None,
     ) -> None:
         """``prefill`` is the replica this rank is part of; its leader gets the reports."""
         self._prefill = prefill
         self._row = row
         self._config = config
+        self._recorder = recorder or Recorder()
         self._lock = threading.Lock()
         """Held while sessions change or the outbox is used: both threads do."""
         self._sessions: dict[Transfer, SenderSession] = {}
@@ -136,11 +146,16 @@ class KvSender:
             match outcome:
                 case Written():
                     session.written(outcome.num_pages, outcome.num_bytes)
+                    self._record(outcome)
                 case WriteFailed():
                     session.failed(outcome.reason)
                 case Dropped():
                     session.drained()
             self._end_if_over(session)
+
+    def _record(self, written: Written) -> None:
+        facts: dict[str, int | float | str] = {"pages": written.num_pages, "bytes": written.num_bytes}
+        self._recorder.add(written.room, Interval(KV_SENDER, "write", written.start_s, written.end_s, facts))
 
     def _end_if_over(self, session: SenderSession) -> None:
         """Say the last words; decode first, so that its page counts are there when the leader frees ours."""

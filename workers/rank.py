@@ -20,6 +20,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.models.config import ModelConfig
 from workers.parallel.groups import ReplicaStore, join_group
+from workers.step_recorder import StepRecorder
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
@@ -34,6 +35,7 @@ class Rank:
     region: Region
     backend: TransferBackend
     runner: ModelRunner
+    step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
     """As this rank measured them; on decode, where nothing is chosen by them, the defaults."""
@@ -90,6 +92,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         region=region,
         backend=backend,
         runner=runner,
+        step_recorder=StepRecorder(model, cp_group),
         model_shape=shape,
         rates=rates,
     )

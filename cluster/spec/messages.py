@@ -12,6 +12,7 @@ from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.timeline import ClockReading, Interval
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +137,8 @@ class Submit(_Message, frozen=True):
     """Only requests with the same salt share cached pages."""
     priority: int = 0
     """Lower values are computed earlier; the oldest request has its share whatever its priority."""
+    timed: bool = False
+    """Every rank keeps a timeline of this request until it is asked for it."""
 
 
 class Cancel(_Message, frozen=True):
@@ -174,6 +177,20 @@ class Failure(_Message, frozen=True):
     """One sentence that names what failed."""
     retryable: bool
     """Another attempt may succeed."""
+
+
+class Timeline(_Message, frozen=True):
+    """What one rank did for a timed request."""
+
+    room: Room
+    replica: ReplicaId
+    incarnation: Incarnation
+    global_rank: int
+    clock: ClockReading
+    intervals: list[Interval]
+    """In order of ending."""
+    num_left_out: int
+    """Intervals beyond the most that a rank keeps."""
 
 
 # ---- to a prefill leader, from a decode leader
@@ -283,6 +300,7 @@ class Admit(_Struct, frozen=True):
     """None where KV stays on this replica."""
     history: list[int] = []
     """Prompt and output so far; given only where sampling looks back."""
+    timed: bool = False
 
 
 class Row(_Struct, frozen=True):
@@ -322,6 +340,13 @@ class DropSend(_Message, frozen=True):
     generation: int
 
 
+class GiveTimeline(_Message, frozen=True):
+    """From the router to every rank: send what you keep of a timed request, and forget it."""
+
+    room: Room
+    reply_to: str
+
+
 class Shutdown(_Message, frozen=True):
     """Leave the loop."""
 
@@ -356,6 +381,7 @@ Message = (
     | Cancel
     | Output
     | Failure
+    | Timeline
     | Ticket
     | Revoke
     | Refused
@@ -364,6 +390,7 @@ Message = (
     | Drained
     | StepPlan
     | DropSend
+    | GiveTimeline
     | SendReport
     | Shutdown
     | Drain

@@ -46,6 +46,8 @@ async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask
     if body.echo and body.logprobs is not None:
         raise bad_request("logprobs: not supported together with echo; leave one of them out", "logprobs")
     prompts = await _prompt_ids(service, body)
+    if body.timeline and len(prompts) > 1:
+        raise bad_request(f"timeline: only one prompt can be timed, got {len(prompts)}", "timeline")
     return [_ask(service, body, prompt, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt") for prompt in prompts]
 
 
@@ -155,6 +157,7 @@ def _ask(
         stopping=stopping,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
+        timed=bool(body.timeline),
     )
 
 

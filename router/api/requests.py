@@ -73,6 +73,7 @@ class GenerationRequest(_Body):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeline: bool | None = None
 
     @property
     def stops(self) -> list[str]:

@@ -11,7 +11,19 @@ from typing import Self
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Shutdown, Submit, TokenLogprobs
+from cluster.spec.messages import (
+    Cancel,
+    Failure,
+    FinishReason,
+    GiveTimeline,
+    Output,
+    Peer,
+    Shutdown,
+    Submit,
+    Timeline,
+    TokenLogprobs,
+)
+from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
 
 
@@ -52,6 +64,8 @@ class FakeReplica:
     """What the first Output says of the prompt."""
     skips: bool = False
     """Lose the second batch of every answer."""
+    silent: bool = False
+    """Give no timelines."""
     flow: threading.Event = field(default_factory=threading.Event)
     """While clear, no tokens are sent."""
     submits: list[Submit] = field(default_factory=list)
@@ -113,11 +127,25 @@ class FakeReplica:
                         self._fail(message, outbox, self.fails)
                     elif self.name.startswith("decode"):
                         self._open[message.room] = message, 0
+                case GiveTimeline() if not self.silent:
+                    outbox.send(message.reply_to, self._timeline(message.room))
                 case Cancel():
                     self.cancels.append(message)
                     self._open.pop(message.room, None)
             self.news.notify_all()
         return not isinstance(message, Shutdown)
+
+    def _timeline(self, room: Room) -> Timeline:
+        """An hour of work, wherever the clock stands."""
+        return Timeline(
+            room=room,
+            replica=self.peer.replica,
+            incarnation=self.peer.incarnation,
+            global_rank=0,
+            clock=read_clock(),
+            intervals=[Interval("compute", "step 1", 0.0, 3600.0)],
+            num_left_out=0,
+        )
 
     def _emit(self, outbox: Outbox) -> None:
         for room, (submit, start) in list(self._open.items()):

@@ -51,6 +51,10 @@ class Pending:
                 work.wait()
 
 
+Observe = Callable[[str, float, float], None]
+"""(call, start, end) of a collective, in seconds of ``time.monotonic``."""
+
+
 class Communicator:
     """One group as one of its members sees it. Every member makes the same calls in the same order.
 
@@ -67,6 +71,8 @@ class Communicator:
         """Time that this member has spent inside calls, starting, copying and waiting: what nothing else has hidden."""
         self.in_background = backend is not None and backend.in_background
         """What was started goes on while this member computes; if not, it does all of the work itself, in the calls."""
+        self.observe: Observe | None = None
+        """Told of every call when it ends."""
         self._backend = backend
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
@@ -115,10 +121,13 @@ class Communicator:
 
     @contextmanager
     def _translated(self, call: str) -> Iterator[None]:
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         try:
             yield
         except RuntimeError as exc:
             raise CollectiveError(f"{call} in group {self.name}, rank {self.rank} of {self.size}: {exc}") from exc
         finally:
-            self.waited_s += time.perf_counter() - start_s
+            end_s = time.monotonic()
+            self.waited_s += end_s - start_s
+            if self.observe is not None:
+                self.observe(call, start_s, end_s)

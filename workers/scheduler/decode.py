@@ -35,13 +35,20 @@ from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSetting
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
+from workers.timeline import Recorder
 
 
 class DecodeLeader(LeaderCore):
     """See the module's first lines; the methods are those of ``Leader``."""
 
-    def __init__(self, settings: DecodeSettings, steps: StepScheduler, allocator: PageAllocator) -> None:
-        super().__init__(settings.me)
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        steps: StepScheduler,
+        allocator: PageAllocator,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(settings.me, recorder)
         self._settings = settings
         self._steps = steps
         self._allocator = allocator
@@ -50,6 +57,7 @@ class DecodeLeader(LeaderCore):
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+        self._now_s = now_s
         match message:
             case Submit():
                 self._on_submit(message)
@@ -67,6 +75,7 @@ class DecodeLeader(LeaderCore):
 
     def tick(self, now_s: float) -> None:
         """Revoke tickets whose transfer took too long; let bytes settle."""
+        self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
@@ -82,6 +91,7 @@ class DecodeLeader(LeaderCore):
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens; end the requests that have their last one."""
+        self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
             logprobs = sampled[sequence.room].logprobs
             self._emit(self._requests[sequence.room], sequence, [logprobs] if logprobs is not None else [])
@@ -117,6 +127,7 @@ class DecodeLeader(LeaderCore):
             submit, page_keys=page_keys(submit.prompt_ids, self._settings.layout.page_size, submit.cache_salt)
         )
         self._requests[submit.room] = request
+        self.record_arrival(submit, request.state.value)
         self._queue.append(request)
         if self.draining:
             self._refuse(request, f"{self.me.replica} is draining", retryable=True)
@@ -193,6 +204,7 @@ class DecodeLeader(LeaderCore):
             max_len=self._allocator.num_pages * self._settings.layout.page_size,
             computed_len=len(submit.prompt_ids),
             cache_salt=submit.cache_salt,
+            timed=submit.timed,
             page_keys=request.page_keys,
             pages=pages,
         )
@@ -270,3 +282,4 @@ class DecodeLeader(LeaderCore):
 
     def _move(self, request: DecodeRequest, target: DecodeState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
+        self.recorder.enter(request.submit.room, None if target is DecodeState.ENDED else target.value, self._now_s)

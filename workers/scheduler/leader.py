@@ -7,6 +7,7 @@ from typing import Protocol
 from cluster.spec.ids import Room
 from cluster.spec.messages import Failure, Message, Peer, Sampled, StepPlan, Submit
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
+from workers.timeline import Recorder
 
 _REMEMBERED_ROOMS = 100_000
 
@@ -53,17 +54,26 @@ class Leader(Protocol):
 class LeaderCore:
     """What both leaders are made of: who they are, what they have to say, and which rooms have ended."""
 
-    def __init__(self, me: Peer) -> None:
+    def __init__(self, me: Peer, recorder: Recorder | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
         self.me = me
+        self.recorder = recorder or Recorder()
+        self._now_s = 0.0
+        """Clock time of the event at hand."""
         self.draining = False
         self.ended = Tombstones()
 
     def send(self, address: str, message: Message) -> None:
         """Leave a message for the loop to take."""
         self.outgoing.append((address, message))
+
+    def record_arrival(self, submit: Submit, state: str) -> None:
+        """A request is here, in its first state; if it is timed, its states are recorded from now on."""
+        if submit.timed:
+            self.recorder.follow(submit.room)
+        self.recorder.enter(submit.room, state, self._now_s)
 
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool) -> None:
         """Tell the router that this leg cannot finish the request."""

@@ -35,21 +35,26 @@ from workers.scheduler.prefill_answers import drained, refused, result_of
 from workers.scheduler.prefill_request import MOVES, PrefillRequest, PrefillSettings, PrefillState
 from workers.scheduler.sequence import Sequence as TokenSequence
 from workers.scheduler.steps import StepScheduler
+from workers.timeline import Recorder
 
 
 class PrefillLeader(LeaderCore):
     """See the module's first lines; the methods are those of ``Leader``."""
 
-    def __init__(self, settings: PrefillSettings, steps: StepScheduler, allocator: PageAllocator) -> None:
-        super().__init__(settings.me)
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        steps: StepScheduler,
+        allocator: PageAllocator,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(settings.me, recorder)
         self._settings = settings
         self._steps = steps
         self._allocator = allocator
         self._requests: dict[Room, PrefillRequest] = {}
         self._early_tickets: dict[Room, tuple[Ticket, float]] = {}
         self._table: TableSnapshot | None = None
-        self._now_s = 0.0
-        """Clock time of the event at hand."""
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -137,6 +142,7 @@ class PrefillLeader(LeaderCore):
             return
         request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)
         self._requests[room] = request
+        self.record_arrival(submit, request.state.value)
         pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         ticket, _ = self._early_tickets.pop(room, (None, 0.0))
         if self.draining:
@@ -214,6 +220,7 @@ class PrefillLeader(LeaderCore):
             max_len=len(submit.prompt_ids) + 1,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
+            timed=submit.timed,
             owner_base=owner_base(submit.prompt_ids, self._settings.layout.page_size, self._settings.row.sizes.cp),
             target=Target(
                 generation=ticket.generation,
@@ -323,6 +330,7 @@ class PrefillLeader(LeaderCore):
 
     def _move(self, request: PrefillRequest, target: PrefillState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
+        self.recorder.enter(request.submit.room, None if target is PrefillState.ENDED else target.value, self._now_s)
 
     def _refuse(self, ticket: Ticket, reason: str) -> None:
         self.send(ticket.decode.address, refused(self.me, ticket, reason))

@@ -39,6 +39,8 @@ class Sequence:
     """Leading pages that the ranks already know of; 0 again after a retraction."""
     announced: bool = False
     """The ranks know this room."""
+    timed: bool = False
+    """The ranks keep a timeline of it."""
 
     @property
     def pending_len(self) -> int:

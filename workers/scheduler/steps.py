@@ -208,4 +208,5 @@ def _admit(sequence: Sequence) -> Admit:
         sampling=sequence.sampling,
         history=list(sequence.tokens) if sequence.sampling.looks_back else [],
         target=sequence.target,
+        timed=sequence.timed,
     )
