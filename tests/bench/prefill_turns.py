@@ -8,7 +8,7 @@ import argparse
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Sampling, Stopping
+from cluster.spec.messages import Sampled, Sampling, Stopping
 from cluster.spec.strategy import StrategySetting
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser
@@ -62,7 +62,7 @@ class Prefill:
         assert plan is not None
         assert plan.estimate_s is not None
         self.now_s += plan.estimate_s
-        for sequence in self.steps.commit(plan, {row.room: 0 for row in plan.rows if row.samples}):
+        for sequence in self.steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.rows if row.samples}):
             self.took_s[sequence.room] = self.now_s - self.arrived_s[sequence.room]
             self.steps.retire(sequence.room)
 

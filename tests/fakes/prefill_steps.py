@@ -1,7 +1,7 @@
 """A step scheduler as prefill uses it, without ranks: a sequence ends with its first token and gives its pages back."""
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Sampling, StepPlan, Stopping
+from cluster.spec.messages import Sampled, Sampling, StepPlan, Stopping
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
@@ -63,7 +63,7 @@ class PrefillSteps:
         self.num_computed += num_tokens
         assert num_tokens <= self.limits.chunk_tokens
         assert len(plan.rows) <= self.limits.max_requests
-        for sequence in self.steps.commit(plan, {row.room: 0 for row in plan.rows if row.samples}):
+        for sequence in self.steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.rows if row.samples}):
             self.ended[sequence.room] = self.num_steps
             self.steps.retire(sequence.room)
         self.steps.check_integrity()

@@ -64,7 +64,8 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
             interval.name for interval in recorder.recorder.take(Room(1), 0.0).intervals if interval.lane == COLLECTIVES
         ]
 
-    assert on_thread_ranks(2, names) == [["all_gather"], ["all_gather"]]
+    begun_and_waited_for = ["all_gather", "all_gather"]
+    assert on_thread_ranks(2, names) == [begun_and_waited_for] * 2
 
 
 def _plan(room: Room, timed: bool) -> StepPlan:
