@@ -6,16 +6,15 @@ never used takes no memory. Needs a machine whose stores become visible in order
 
 import mmap
 import os
-import select
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from workers.parallel.peer_flags import Flag, PeerFlags
 
 Bytes = NDArray[np.uint8]
 
@@ -25,13 +24,6 @@ _SLOTS = 2
 """Pieces of a rank that exist at once: one is filled while peers still read the one before."""
 _MAX_PIECES = 1 << 20
 """Of one call; a piece's number is call * _MAX_PIECES + its place in the call."""
-_LINE = 8
-"""Flags a rank, each 8 bytes: a cache line, so that ranks do not slow each other down."""
-_PUBLISHED, _CONSUMED, _LEFT = range(3)
-_SPINS = 300
-"""Looks at a flag before the core is offered to others: some 20 microseconds."""
-_YIELD_S = 200e-6
-_LONGEST_PAUSE_S = 1e-3
 
 
 class SharedMemoryWork:
@@ -64,22 +56,16 @@ class SharedMemoryBackend:
     ) -> None:
         """Map ``descriptor``, a file of ``num_bytes`` zeros, and own it from now on; ``pids`` are by rank."""
         self._descriptor, self._piece_bytes = descriptor, piece_bytes
-        self._rank, self._size, self._timeout_s = rank, len(pids), timeout_s
-        self._peers = [peer for peer in range(self._size) if peer != rank]
-        self._pids = pids
+        self._rank, self._size = rank, len(pids)
         memory = mmap.mmap(descriptor, self.num_bytes(self._size))
-        self._data_offset = _data_offset(self._size)
-        self._flags = memoryview(memory)[: self._size * _LINE * 8].cast("q")
+        self._flags = PeerFlags(memoryview(memory), rank, pids, timeout_s)
         self._data: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._data_offset = _data_offset(self._size)
         self._reserved = [0] * _SLOTS
         self._held = [0] * _SLOTS
         self._call = 0
         self._pending: SharedMemoryWork | None = None
-        self._watch = select.poll()
-        self._watched = {os.pidfd_open(pids[peer]): peer for peer in self._peers}
-        for watched in self._watched:
-            self._watch.register(watched, select.POLLIN)
-        weakref.finalize(self, _leave, self._flags, rank, [descriptor, *self._watched])
+        weakref.finalize(self, os.close, descriptor)
 
     @staticmethod
     def num_bytes(size: int) -> int:
@@ -89,7 +75,7 @@ class SharedMemoryBackend:
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
         mine, parts = _bytes_of(tensor), _bytes_of(output).reshape(self._size, -1)
         np.copyto(parts[self._rank], mine)
-        return self._start(mine, [(peer, parts[peer]) for peer in self._peers])
+        return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
     def broadcast(self, tensor: Tensor, root: int, /) -> SharedMemoryWork:
         data = _bytes_of(tensor)
@@ -100,7 +86,7 @@ class SharedMemoryBackend:
 
     def barrier(self) -> SharedMemoryWork:
         nothing = np.empty(0, dtype=np.uint8)
-        return self._start(nothing, [(peer, nothing) for peer in self._peers])
+        return self._start(nothing, [(peer, nothing) for peer in self._flags.peers])
 
     def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]]) -> SharedMemoryWork:
         """Publish the first piece of ``mine``; the work does the rest. ``theirs`` are (rank, where its part goes)."""
@@ -115,26 +101,26 @@ class SharedMemoryBackend:
                 if 0 < place < self._num_pieces(mine):
                     self._publish(mine, place)
                 self._consume(theirs, place)
-            self._flags[self._rank * _LINE + _CONSUMED] = self._number(_MAX_PIECES - 1)
+            self._flags.set(Flag.CONSUMED, self._number(_MAX_PIECES - 1))
 
         self._pending = SharedMemoryWork(finish)
         return self._pending
 
     def _publish(self, mine: Bytes, place: int) -> None:
         piece, slot = self._piece(mine, place), self._slot_of(place)
-        self._wait_for(_CONSUMED, self._peers, self._held[slot])
+        self._flags.wait_for(Flag.CONSUMED, self._flags.peers, self._held[slot])
         self._reserve(slot, piece.size)
         np.copyto(self._slot(self._rank, slot)[: piece.size], piece)
         self._held[slot] = self._number(place)
-        self._flags[self._rank * _LINE + _PUBLISHED] = self._held[slot]
+        self._flags.set(Flag.PUBLISHED, self._held[slot])
 
     def _consume(self, theirs: Sequence[tuple[int, Bytes]], place: int) -> None:
         for peer, part in theirs:
             if place < self._num_pieces(part):
-                self._wait_for(_PUBLISHED, [peer], self._number(place))
+                self._flags.wait_for(Flag.PUBLISHED, [peer], self._number(place))
                 piece = self._piece(part, place)
                 np.copyto(piece, self._slot(peer, self._slot_of(place))[: piece.size])
-        self._flags[self._rank * _LINE + _CONSUMED] = self._number(place)
+        self._flags.set(Flag.CONSUMED, self._number(place))
 
     def _number(self, place: int) -> int:
         return self._call * _MAX_PIECES + place
@@ -162,60 +148,12 @@ class SharedMemoryBackend:
         try:
             os.posix_fallocate(self._descriptor, begin, wanted)
         except OSError as error:
-            raise self._failure(f"no room for {wanted} bytes of shared memory: {error.strerror}") from error
+            raise self._flags.failure(f"no room for {wanted} bytes of shared memory: {error.strerror}") from error
         self._reserved[slot] = wanted
-
-    def _wait_for(self, flag: int, peers: Iterable[int], number: int) -> None:
-        flags = self._flags
-        for peer in peers:
-            place = peer * _LINE + flag
-            if flags[place] < number:
-                for _ in range(_SPINS):
-                    if flags[place] >= number:
-                        break
-                else:
-                    self._wait_slowly(place, peer, number)
-
-    def _wait_slowly(self, place: int, peer: int, number: int) -> None:
-        """Let others run: yield at first, then sleep a tenth of the time waited so far."""
-        begin_s = time.monotonic()
-        for turn in count():
-            if self._flags[place] >= number:
-                return
-            waited_s = time.monotonic() - begin_s
-            if waited_s < _YIELD_S:
-                os.sched_yield()
-                continue
-            if turn % 8 == 0 or waited_s > 0.01:
-                self._check(place, number)
-            if waited_s > self._timeout_s:
-                raise self._failure(f"{self._described(peer)} did not answer in {self._timeout_s} s")
-            time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
-
-    def _check(self, place: int, number: int) -> None:
-        """RuntimeError if a peer has left, unless what is awaited came before that."""
-        gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
-        gone += [peer for peer in self._peers if self._flags[peer * _LINE + _LEFT]]
-        if gone and self._flags[place] < number:
-            raise self._failure(f"{self._described(gone[0])} is gone")
-
-    def _failure(self, reason: str) -> RuntimeError:
-        """Numbers no longer agree after a failure, so this rank leaves and peers need not wait for it."""
-        self._flags[self._rank * _LINE + _LEFT] = 1
-        return RuntimeError(reason)
-
-    def _described(self, peer: int) -> str:
-        return f"rank {peer} (process {self._pids[peer]})"
 
 
 def _data_offset(size: int) -> int:
-    return -(-size * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _leave(flags: memoryview, rank: int, descriptors: Sequence[int]) -> None:
-    flags[rank * _LINE + _LEFT] = 1
-    for descriptor in descriptors:
-        os.close(descriptor)
+    return -(-PeerFlags.num_bytes(size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
