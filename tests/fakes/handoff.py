@@ -229,7 +229,7 @@ class World:
         ]
         return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
 
-    def submit(self, prompt: list[int], max_tokens: int, cache_salt: str = "") -> Room:
+    def submit(self, prompt: list[int], max_tokens: int, cache_salt: str = "", priority: int = 0) -> Room:
         """A new request, sent to both leaders."""
         room = Room(len(self.clients) + 1)
         self.clients[room] = Client(prompt, max_tokens)
@@ -242,6 +242,7 @@ class World:
             decode=self.decode_peer,
             reply_to=ROUTER,
             cache_salt=cache_salt,
+            priority=priority,
         )
         for address in self.leaders:
             self.queues[ROUTER, address].append(message)

@@ -4,7 +4,6 @@ A request waits for pages, sends prefill one ticket for them, joins the running 
 and gives pages back only when nobody can still write to them.
 """
 
-from collections import deque
 from collections.abc import Mapping
 
 from cluster.spec.ids import Room
@@ -33,6 +32,7 @@ from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSetting
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
+from workers.scheduler.waiting import Waiting
 
 
 class DecodeLeader(LeaderCore):
@@ -44,7 +44,8 @@ class DecodeLeader(LeaderCore):
         self._steps = steps
         self._allocator = allocator
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue: deque[DecodeRequest] = deque()
+        self._queue = Waiting[DecodeRequest]()
+        self._num_arrivals = 0
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -110,28 +111,45 @@ class DecodeLeader(LeaderCore):
         if submit.decode.incarnation != self.me.incarnation or submit.room in self.ended:
             self.drop(submit)
             return
-        request = DecodeRequest(
-            submit, page_keys=page_keys(submit.prompt_ids, self._settings.layout.page_size, submit.cache_salt)
-        )
+        request = DecodeRequest(submit, arrival=self._num_arrivals)
+        self._num_arrivals += 1
+        if self._allocator.is_caching:
+            request.page_keys = page_keys(submit.prompt_ids, self._settings.layout.page_size, submit.cache_salt)
         self._requests[submit.room] = request
-        self._queue.append(request)
+        self._queue.add(request)
         if self.draining:
             self._refuse(request, f"{self.me.replica} is draining", retryable=True)
         elif reason := self.too_large(self._pages_for(submit), self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
 
     def _reserve(self, now_s: float) -> None:
-        """Ticket queued requests in order while pages last; a retracted sequence goes first."""
-        while self._queue and not self._steps.num_waiting:
-            request = self._queue[0]
-            needed, held = self._pages_for(request.submit), self._allocator.find(request.page_keys)
-            if not self._allocator.can_allocate(needed, held):
-                return
-            self._queue.popleft()
-            request.pages = self._allocator.allocate(needed, held)
-            request.num_held = len(held)
-            self._move(request, DecodeState.RECEIVING, "pages")
-            self._send_ticket(request, now_s)
+        """Ticket queued requests by priority while pages last; a retracted sequence goes first.
+
+        Where one does not fit the next may, as far as the oldest one is not put off for ever.
+        """
+        if self._steps.num_waiting:
+            return
+        for request in self._queue.candidates():
+            needed, num_passing = self._pages_for(request.submit), self._count_passing(request)
+            assert self._queue.oldest is not None
+            if not self._queue.may_pass(num_passing, self._pages_for(self._queue.oldest.submit)):
+                continue
+            held = self._allocator.find(request.page_keys)
+            if self._allocator.can_allocate(needed, held):
+                self._queue.note_passed(num_passing)
+                self._queue.remove(request.room)
+                request.pages = self._allocator.allocate(needed, held)
+                request.num_held = len(held)
+                self._move(request, DecodeState.RECEIVING, "pages")
+                self._send_ticket(request, now_s)
+
+    def _count_passing(self, request: DecodeRequest) -> int:
+        """Pages that the oldest queued request might have to wait for if this one took them: none if both fit."""
+        oldest = self._queue.oldest
+        assert oldest is not None
+        needed = self._pages_for(request.submit)
+        fit = needed + self._pages_for(oldest.submit) <= self._allocator.num_free
+        return 0 if request is oldest or fit else needed
 
     def _send_ticket(self, request: DecodeRequest, now_s: float) -> None:
         submit = request.submit
@@ -189,6 +207,7 @@ class DecodeLeader(LeaderCore):
             stopping=submit.stopping,
             max_len=self._allocator.num_pages * self._settings.layout.page_size,
             computed_len=len(submit.prompt_ids),
+            priority=submit.priority,
             cache_salt=submit.cache_salt,
             page_keys=request.page_keys,
             pages=pages,
@@ -221,7 +240,7 @@ class DecodeLeader(LeaderCore):
         elif request is None:
             self.ended.add(cancel.room)
         elif request.state is DecodeState.QUEUED:
-            self._queue.remove(request)
+            self._queue.remove(request.room)
             self._end(request, "cancel")
         elif request.state is DecodeState.RUNNING:
             self._steps.retire(request.submit.room)
@@ -240,7 +259,7 @@ class DecodeLeader(LeaderCore):
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
         """Fail a request that holds nothing yet."""
-        self._queue.remove(request)
+        self._queue.remove(request.room)
         self.send_failure(request.submit, reason, retryable=retryable)
         self._end(request, reason)
 

@@ -20,7 +20,7 @@ class PageHolders:
         self._page_size = page_size
         self._num_arrivals = 0
         self._releases: list[Room] = []
-        self.waiting = Waiting()
+        self.waiting = Waiting[Sequence]()
         self.running: list[Sequence] = []
         """In the order in which they got their pages."""
         self.num_retractions = 0
@@ -58,8 +58,7 @@ class PageHolders:
         """Whether a waiting sequence can have its pages, and they are not kept for the oldest waiting one."""
         needed, oldest = self._pages_of(sequence), self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} does not wait"
-        num_passing = self._count_passing(sequence, oldest)
-        if num_passing and self.waiting.num_passed_pages + num_passing > self._pages_of(oldest):
+        if not self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)):
             return False
         allocator, base = self._allocator, sequence.owner_base
         return allocator.can_allocate(needed, (), base) or allocator.can_allocate(
@@ -71,7 +70,7 @@ class PageHolders:
         if not self.can_start(sequence):
             return False
         assert self.waiting.oldest is not None
-        self.waiting.num_passed_pages += self._count_passing(sequence, self.waiting.oldest)
+        self.waiting.note_passed(self._count_passing(sequence, self.waiting.oldest))
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
         sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.messages import FinishReason
+from cluster.spec.ids import Incarnation, Room
+from cluster.spec.messages import Cancel, Drained, FinishReason, Ticket
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
-from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token
+from tests.fakes.handoff import PAGE_SIZE, ROUTER, Client, World, next_token
 
 SENDING = [
     *((KvOwnership.REPLICATED, mode, page_filter) for mode in TransferMode for page_filter in PageFilter),
@@ -48,6 +49,7 @@ def check(world: World, num_pages: int) -> None:
     chunk_tokens=st.integers(1, 16),
     lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=6),
     cancels=st.lists(st.integers(0, 200), max_size=3),
+    priorities=st.lists(st.integers(-2, 2), min_size=6, max_size=6),
     prefix_cache=st.booleans(),
 )
 def test_every_request_ends_right_and_nothing_is_left(
@@ -58,6 +60,7 @@ def test_every_request_ends_right_and_nothing_is_left(
     chunk_tokens: int,
     lengths: list[tuple[int, int]],
     cancels: list[int],
+    priorities: list[int],
     prefix_cache: bool,
 ) -> None:
     ownership, mode, page_filter = sending
@@ -73,7 +76,7 @@ def test_every_request_ends_right_and_nothing_is_left(
         prefix_cache=prefix_cache,
     )
     rooms = [
-        world.submit([(7 * index + place) % 100 for place in range(length)], max_tokens)
+        world.submit([(7 * index + place) % 100 for place in range(length)], max_tokens, priority=priorities[index])
         for index, (length, max_tokens) in enumerate(lengths)
     ]
     for number, moment in enumerate(sorted(cancels)):
@@ -261,3 +264,65 @@ def test_a_prompt_larger_than_the_pool_is_refused_in_words() -> None:
         "the prompt needs 5 pages, decode-0 has 4",
     )
     assert all(leader.is_idle() for leader in world.leaders.values())
+
+
+def tickets_of(world: World) -> list[Room]:
+    """Rooms that the decode leader has sent a ticket for, in order; Submits are delivered and nothing else happens."""
+    tickets = []
+    for message in world.queues[ROUTER, "decode/0"]:
+        leader = world.leaders["decode/0"]
+        leader.on_message(message, 0.0)
+        tickets += [sent.room for _, sent in leader.outgoing if isinstance(sent, Ticket)]
+        leader.outgoing.clear()
+    world.queues[ROUTER, "decode/0"].clear()
+    return tickets
+
+
+def decode_only(num_pages: int) -> World:
+    return World(
+        seed=0,
+        cp=1,
+        mode=TransferMode.RANK0,
+        page_filter=PageFilter.MODULAR,
+        num_pages=num_pages,
+        chunk_tokens=16,
+        prefix_cache=False,
+    )
+
+
+def test_short_prompts_pass_a_long_one_that_waits_for_decode_pages_until_as_many_passed_as_it_wants() -> None:
+    world = decode_only(20)
+    world.submit([1] * 10 * PAGE_SIZE, 1)
+    world.submit([2] * 12 * PAGE_SIZE, 1)
+    assert len(tickets_of(world)) == 1
+    for _ in range(6):
+        short = world.submit([3] * 2 * PAGE_SIZE, 1)
+        assert tickets_of(world) == [short]
+        drain(world, short)
+        world.leaders["decode/0"].outgoing.clear()
+    world.submit([3] * 2 * PAGE_SIZE, 1)
+    assert tickets_of(world) == []
+
+
+def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_put_off_for_ever() -> None:
+    world = decode_only(10)
+    first = world.submit([1] * 10 * PAGE_SIZE, 1)
+    assert tickets_of(world) == [first]
+    usual, urgent = world.submit([2] * 8 * PAGE_SIZE, 1), world.submit([3] * 8 * PAGE_SIZE, 1, priority=-1)
+    others = [world.submit([4] * 8 * PAGE_SIZE, 1, priority=-1) for _ in range(2)]
+    order = tickets_of(world)
+    world.queues[ROUTER, "prefill/0"].clear()
+    leader = world.leaders["decode/0"]
+    for ended in (first, urgent, usual):
+        drain(world, ended)
+        order += [sent.room for _, sent in leader.outgoing if isinstance(sent, Ticket)]
+        leader.outgoing.clear()
+    assert order == [urgent, usual, others[0]]
+
+
+def drain(world: World, room: Room) -> None:
+    """The request is cancelled, and prefill says that it writes no more."""
+    leader = world.leaders["decode/0"]
+    leader.on_message(Cancel(room=room, incarnation=Incarnation(1)), 0.0)
+    drained = Drained(room=room, generation=1, prefill=world.prefill_peer, decode_incarnation=Incarnation(1))
+    leader.on_message(drained, 0.0)
