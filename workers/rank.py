@@ -14,7 +14,7 @@ from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.registry import load_backend
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.attention.paged import flash
+from workers.attention.extend import extend
 from workers.attention.pieces import visible_pieces
 from workers.context_parallel.merge import Partial, empty_partial, merge
 from workers.context_parallel.runs import Run
@@ -18,17 +18,15 @@ class TorchRows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
         """See RowAttention."""
-        result = empty_partial(query.float())
+        result = empty_partial(query)
+        written: list[slice] = []
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
         for piece in self._pieces:
+            partial = extend(query[piece.query], key[:, piece.key], value[:, piece.key], piece.ahead)
             seen = Partial(result.out[piece.query], result.lse[piece.query])
-            out, lse = merge([seen, _attend(query[piece.query], key[piece.key], value[piece.key], piece.causal)])
-            result.out[piece.query] = out
-            result.lse[piece.query] = lse
-        return Partial(result.out.to(query.dtype), result.lse)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Partial:
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.transpose(0, 1).repeat_interleave(groups, 0)[None] for x in (key, value))
-    out, lse = flash(query.transpose(0, 1)[None], key, value, causal=causal)
-    return Partial(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+            if any(rows.start < piece.query.stop and piece.query.start < rows.stop for rows in written):
+                partial = merge([seen, partial])
+            seen.out.copy_(partial.out)
+            seen.lse.copy_(partial.lse)
+            written.append(piece.query)
+        return Partial(result.out, result.lse)

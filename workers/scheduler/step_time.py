@@ -7,7 +7,7 @@ its time, and nobody who comes waits long for the step at hand.
 from functools import lru_cache
 from math import sqrt
 
-from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.scheduler.turns import Chunk
 
 _FIXED_COSTS = 20

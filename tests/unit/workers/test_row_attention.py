@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.spec.strategy import Strategy
+from workers.attention import blocked
 from workers.attention.pieces import visible_pieces
 from workers.attention.registry import load_backend
 from workers.cache.page_pool import PagePool
@@ -54,7 +55,7 @@ def test_every_visible_pair_is_in_exactly_one_piece(case: tuple[list[Run], list[
     for piece in visible_pieces(*case):
         part = counts[piece.query, piece.key]
         assert part.size
-        part += np.tril(np.ones(part.shape, dtype=np.int64)) if piece.causal else 1
+        part += 1 if piece.ahead is None else np.tril(np.ones(part.shape, dtype=np.int64), piece.ahead)
     np.testing.assert_array_equal(counts, expected)
 
 
@@ -93,7 +94,9 @@ def test_rows_equal_attention_by_definition(case: tuple[list[Run], list[Run]]) -
     check(result, masked_attention(query, key, value, seen))
 
 
-def test_rows_in_bf16_keep_their_dtype() -> None:
+@pytest.mark.parametrize("min_products", [1, 1 << 60])
+def test_rows_in_bf16_keep_their_dtype(min_products: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "MIN_PRODUCTS", min_products)
     runs = [Run(0, 3, 40, 1)], [Run(0, 0, 3, 1), Run(0, 3, 20, 1), Run(1, 0, 9, 1)]
     seen = seen_by_definition(*runs)
     query, key, value = tensors(*seen.shape, torch.bfloat16)
