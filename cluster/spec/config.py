@@ -106,7 +106,7 @@ class PrefillConfig(PoolConfig):
     chunk_tokens: PositiveInt = 8192
     """Most tokens computed in one step, over all requests."""
     oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
-    """Part of each step that the oldest request gets, however long; important and short requests share the rest."""
+    """Part of each step that the oldest request gets, whatever its length; 1 computes requests in order of coming."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Prompt tokens before one replica at which it gets no more; when all replicas have so many, clients get 429."""
 
