@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
-from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.scheduler.step_time import even_chunk
 from workers.scheduler.turns import WINDOW, Budget, rank
 
@@ -80,7 +80,9 @@ def test_a_budget_is_used_up_and_never_exceeded(
 def test_an_even_chunk_takes_as_long_behind_any_prefix(
     cp: int, chunk_tokens: int, prefix_len: int, attention_flops: int
 ) -> None:
-    shape = ModelShape(num_layers=8, linear_flops=6_300_000, attention_flops=attention_flops, kv_row_bytes=1024)
+    shape = ModelShape(
+        num_layers=8, linear_flops=6_300_000, attention_flops=attention_flops, kv_row_bytes=1024, q_row_bytes=1024
+    )
     rates = Rates()
     chunk = even_chunk(shape, rates, cp, chunk_tokens)
 
