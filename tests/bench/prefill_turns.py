@@ -11,7 +11,8 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Sampled, Sampling, Stopping
 from cluster.spec.strategy import StrategySetting
 from workers.cache.page_allocator import PageAllocator
-from workers.context_parallel.cost_model import ModelShape, Rates, StrategyChooser
+from workers.context_parallel.cost_model import StrategyChooser
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
@@ -19,7 +20,7 @@ from workers.scheduler.turns import Chunk
 
 PAGE_SIZE = 64
 CHUNK_TOKENS = 8192
-SHAPE = ModelShape(num_layers=36, linear_flops=385_875_968, attention_flops=16_384, kv_row_bytes=4096)
+SHAPE = ModelShape(num_layers=36, linear_flops=385_875_968, attention_flops=16_384, kv_row_bytes=4096, q_row_bytes=8192)
 """Qwen3-8B in bf16."""
 RATES = Rates(
     step_s=5e-3,

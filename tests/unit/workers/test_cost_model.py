@@ -137,16 +137,6 @@ def test_a_forced_strategy_is_obeyed_and_estimated(strategy: Strategy) -> None:
     assert choice.estimate_s == estimate(strategy, [1, 9000], [0, 7], 3)
 
 
-@pytest.mark.parametrize("passing", Passing)
-def test_only_a_ring_passes_and_what_it_is_told(passing: Passing) -> None:
-    setting = PassingSetting(passing.value)
-    choosers = [
-        StrategyChooser(setting=StrategySetting.AUTO, cp=cp, shape=SHAPE, rates=RATES, mode=mode, passing=setting)
-        for cp, mode in ((2, CpMode.RING), (1, CpMode.RING), (2, CpMode.GATHER))
-    ]
-    assert [chooser([9000], [7]).passing for chooser in choosers] == [passing, None, None]
-
-
 def test_many_equal_requests_need_not_be_cut() -> None:
     """Two runs of each request on each rank cost more than they balance."""
     choice = choose([64] * 64, [0] * 64, 4, SHAPE, RATES)
