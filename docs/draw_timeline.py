@@ -74,7 +74,8 @@ def axis(per_us: float, bottom: float) -> Iterator[str]:
     for number in range(int(span_us / step_us) + 1):
         left = LEFT + number * step_us * per_us
         yield f'<line x1="{left:.1f}" x2="{left:.1f}" y1="22" y2="{bottom}" stroke="#e4e7eb"/>'
-        yield text(left, 16, f"{number * step_us / 1000:g} ms")
+        if left < WIDTH - 60:
+            yield text(left, 16, f"{number * step_us / 1000:g} ms")
 
 
 def legend(top: float) -> Iterator[str]:

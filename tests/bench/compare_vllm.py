@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from signal import SIGINT, SIGKILL
 from typing import Any
 
 import httpx
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--deploy", default="deploy/local-cpu.yaml")
     parser.add_argument("--timeline", type=Path, help="write Baton's timeline of the longest prompt here")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # both servers are ended however this one is
     lengths = sorted(int(length) for length in options.prompt_len.split(","))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         model = make_model(Path(scratch) / "model", max_len=lengths[-1] + 1024)
@@ -148,12 +149,12 @@ def run(
         wait_until_ready(server, log)
         yield server
     finally:
-        process.send_signal(SIGINT)
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(60)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_until_ready(server: Server, log: Path) -> None:
