@@ -48,8 +48,8 @@ class Tokenizer:
         text_config = config | config.get("text_config", {})
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
-        self.vocab_size: int = max(text_config.get("vocab_size", 0), self._tokenizer.get_vocab_size())
-        """Ids below this have a token, or at least a row in the embedding."""
+        self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
+        """Ids below this have a row in the embedding, if not a token; a tokenizer may have more tokens than that."""
         self.max_context: int | None = text_config.get("max_position_embeddings")
         """Most tokens of prompt and answer together, if the model says."""
         self.eos_ids = self._eos_ids(_read_json(folder / "generation_config.json"), text_config)

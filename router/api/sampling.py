@@ -47,7 +47,9 @@ def make_sampling(tokenizer: Tokenizer, body: GenerationRequest, ending_ids: fro
         allowed_ids=frozenset(body.allowed_token_ids or ()),
         bad_words=_bad_words(tokenizer, body.bad_words or []),
         min_tokens=body.min_tokens or 0,
-        ending_ids=ending_ids if body.min_tokens else frozenset(),
+        ending_ids=frozenset(token_id for token_id in ending_ids if token_id < tokenizer.vocab_size)
+        if body.min_tokens
+        else frozenset(),
         num_logprobs=body.num_logprobs,
     )
 
@@ -59,7 +61,7 @@ def choices_of(ask: Ask, num_choices: int) -> list[Ask]:
 
 
 def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """The tokens of each word at the beginning of a text and after a space."""
+    """The tokens of each word at the beginning of a text and after a space; what the model cannot say needs no ban."""
     spellings = (spelling for word in words for spelling in (word.lstrip() or word, f" {word.lstrip()}"))
     encoded = (tuple(tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
-    return [list(word) for word in dict.fromkeys(encoded) if word]
+    return [list(word) for word in dict.fromkeys(encoded) if word and max(word) < tokenizer.vocab_size]

@@ -14,6 +14,9 @@ from workers.engine.sampling_state import SamplingState
 _GREEDY_BELOW = 1e-5
 """Temperatures that leave nothing but the likeliest token, and would divide by zero in fp32 at last."""
 
+_ROUNDING = 1e-4
+"""Logits in fp32 that differ by less may be equals."""
+
 _NUM_RANKED = 1024
 """Tokens that are ranked at first; few rows must look further to know where their top-p ends."""
 
@@ -86,14 +89,16 @@ def _draw(logits: Tensor, rows: Sequence[Sampling], uniforms: Sequence[float]) -
 def _keep_likeliest(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
     """Scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf.
 
-    Equals of the last token that is kept are kept too, so that no order among them matters.
+    Equals of the last token that is kept are kept too, so that neither an order among them nor rounding, which may
+    differ with the company in the batch, changes what is drawn.
     """
     vocab_size = scores.shape[-1]
     cutoffs, is_sure = _cutoffs(scores, rows, min(vocab_size, _NUM_RANKED))
     unsure = (~is_sure).nonzero().squeeze(-1).tolist()
     if unsure:
         cutoffs[unsure], _ = _cutoffs(scores[unsure], [rows[index] for index in unsure], vocab_size)
-    return scores.masked_fill(scores < cutoffs, -math.inf)
+    rounding = _column([_ROUNDING / row.temperature for row in rows], scores)
+    return scores.masked_fill(scores < cutoffs - rounding, -math.inf)
 
 
 def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple[Tensor, Tensor]:

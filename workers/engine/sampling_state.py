@@ -20,7 +20,7 @@ class SamplingState:
         self.asks = row.looks_back or bool(row.logit_bias or row.allowed_ids or row.min_tokens)
         """Logits may have to be changed."""
         self._vocab_size = vocab_size
-        self._tokens = list(admit.history)
+        self._tokens = list(admit.history) if row.bad_words else []
         self._bias = _shifts_of(row.logit_bias)
         self.allowed = np.array(sorted(row.allowed_ids), dtype=np.int64)
         """Only these can be drawn; none means all."""

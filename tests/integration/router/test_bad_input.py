@@ -45,6 +45,8 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("top_p", 0, "Input should be greater than 0, got 0"),
     ("top_p", 1.5, "Input should be less than or equal to 1, got 1.5"),
     ("top_k", -2, "Input should be greater than or equal to -1, got -2"),
+    ("top_k", 2**70, "Input should be less than 2147483648, got 1180591620717411303424"),
+    ("stop_token_ids[0]", [2**31], "Input should be less than 2147483648, got 2147483648"),
     ("min_p", 2, "Input should be less than or equal to 1, got 2"),
     ("seed", 1.5, "Input should be a valid integer, got 1.5"),
     ("stop", [""], WRONG_STOP),

@@ -1,12 +1,13 @@
 """What a request asks of sampling, and what comes back of it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.spec.messages import Sampling
-from tests.fakes.model_folder import BOS, EOS
-from tests.fakes.router_cluster import CACHED_TOKENS, RouterCluster
+from tests.fakes.model_folder import BOS, EOS, write_json, write_model_folder
+from tests.fakes.router_cluster import CACHED_TOKENS, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -54,6 +55,17 @@ class TestReplicasAreAsked:
     def test_nothing_that_was_not_asked_for(self, shared: RouterCluster) -> None:
         shared.complete("x", temperature=0, seed=0, min_tokens=0, repetition_penalty=1.0, logit_bias={}, bad_words=[])
         assert shared.last_submit().sampling == Sampling()
+
+    def test_tokens_that_the_model_does_not_have(self, tmp_path: Path) -> None:
+        folder = write_model_folder(tmp_path)
+        write_json(folder / "config.json", {"max_position_embeddings": 512, "vocab_size": 100})
+        for small in run_cluster(folder):
+            small.complete([97], min_tokens=2, stop_token_ids=[5, 100, 10**9], bad_words=["a", "d", "ad"], max_tokens=2)
+            sampling = small.last_submit().sampling
+            assert sampling.ending_ids == {5}
+            assert sampling.bad_words == [[97], [32, 97]]
+            reply = small.post("/v1/completions", prompt="d")
+            assert reply.json()["error"]["message"] == "prompt: there is no token 256; allowed: 0 to 99"
 
     def test_chat_too(self, shared: RouterCluster) -> None:
         messages = [{"role": "user", "content": "x"}]

@@ -72,7 +72,7 @@ def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: in
     scores -= scores.amax(dim=-1, keepdim=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_NUM_RANKED", num_ranked)
-        kept = sampler._keep_likeliest(scores, [Sampling(top_k=top_k, top_p=top_p)] * 4) > -torch.inf
+        kept = sampler._keep_likeliest(scores, [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)] * 4) > -torch.inf
     for row in range(4):
         ranked = sorted(scores[row].double().tolist(), reverse=True)[: top_k or None]
         mass, total, least = 0.0, sum(map(math.exp, ranked)), ranked[0]
@@ -81,6 +81,14 @@ def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: in
                 break
             least, mass = score, mass + math.exp(score)
         assert kept[row].tolist() == (scores[row] >= least).tolist()
+
+
+@pytest.mark.parametrize("row", [Sampling(temperature=50.0, top_p=0.5), Sampling(temperature=1.0, top_k=7)])
+def test_rounding_does_not_change_which_equals_are_kept(row: Sampling) -> None:
+    rows = [replace(row, seed=seed) for seed in range(50)]
+    exact = torch.zeros(50, VOCAB_SIZE)
+    rounded = exact + 1e-5 * some_logits(50)
+    assert draw(exact, rows, [0] * 50) == draw(rounded, rows, [0] * 50)
 
 
 def test_top_k_of_one_is_greedy_among_equals() -> None:
