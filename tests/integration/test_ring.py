@@ -75,7 +75,7 @@ def test_a_prompt_that_fits_into_no_rank_is_served_by_a_ring(folder: Path, oracl
     (prompt,) = prompts_of((500,))
     with (
         engine.running(folder, config_of(2, CpMode.GATHER, 20)) as cluster,
-        pytest.raises(RemoteError, match="prefill-0: the prompt needs 32 pages, prefill-0 has 20"),
+        pytest.raises(RemoteError, match="the prompt needs 32 pages, prefill-0 has 20"),
     ):
         cluster.generate(asked([prompt], NUM_TOKENS))
     with engine.running(folder, config_of(2, CpMode.RING, 20)) as cluster:

@@ -256,7 +256,7 @@ class DecodeLeader(LeaderCore):
         if cancel.incarnation != self.me.incarnation:
             self.drop(cancel)
         elif request is None:
-            self.ended.add(cancel.room)
+            self.ended.add(cancel.room, "the request was cancelled")
         else:
             self._stop(request, "the request was cancelled", now_s)
 
@@ -293,7 +293,7 @@ class DecodeLeader(LeaderCore):
         self._move(request, DecodeState.ENDED, event)
         self._allocator.free(request.pages)
         request.pages = []
-        self.ended.add(request.submit.room)
+        self.ended.add(request.submit.room, event)
         del self._requests[request.submit.room]
 
     def _pages_for(self, submit: Submit) -> int:

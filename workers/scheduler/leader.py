@@ -105,13 +105,17 @@ class Tombstones:
     """Rooms that have ended, so that a late message cannot bring one back. Remembers the most recent ones."""
 
     def __init__(self) -> None:
-        self._rooms: OrderedDict[Room, None] = OrderedDict()
+        self._rooms: OrderedDict[Room, str] = OrderedDict()
 
-    def add(self, room: Room) -> None:
-        """Remember that this room has ended."""
-        self._rooms[room] = None
+    def add(self, room: Room, reason: str) -> None:
+        """Remember that this room has ended, and why."""
+        self._rooms[room] = reason
         if len(self._rooms) > _REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
 
     def __contains__(self, room: Room) -> bool:
         return room in self._rooms
+
+    def why(self, room: Room) -> str:
+        """The reason for which a room ended that is in here."""
+        return self._rooms[room]

@@ -88,8 +88,9 @@ class PrefillLeader(LeaderCore):
         for room, (ticket, deadline_s) in list(self._early_tickets.items()):
             if now_s >= deadline_s:
                 del self._early_tickets[room]
-                self.ended.add(room)
-                self._refuse(ticket, "the request itself never reached prefill")
+                reason = "the request itself never reached prefill"
+                self.ended.add(room, reason)
+                self._refuse(ticket, reason)
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
@@ -157,7 +158,7 @@ class PrefillLeader(LeaderCore):
         if ticket.prefill_incarnation != self.me.incarnation:
             self.drop(ticket)
         elif ticket.room in self.ended:
-            self._refuse(ticket, "the request has ended in prefill")
+            self._refuse(ticket, self.ended.why(ticket.room))
         elif request is None:
             self._early_tickets.setdefault(ticket.room, (ticket, self._now_s + self._settings.ticket_timeout_s))
         elif request.ticket is None:
@@ -238,7 +239,7 @@ class PrefillLeader(LeaderCore):
         request = self._requests.get(revoke.room)
         self._early_tickets.pop(revoke.room, None)
         if request is None:
-            self.ended.add(revoke.room)
+            self.ended.add(revoke.room, "decode revoked its ticket")
             self.send(revoke.decode.address, drained(self.me, revoke))
             return
         request.revoked = True
@@ -256,7 +257,7 @@ class PrefillLeader(LeaderCore):
         if request is not None:
             self._stop(request, "the request was cancelled")
             return
-        self.ended.add(cancel.room)
+        self.ended.add(cancel.room, "the request was cancelled")
         ticket, _ = self._early_tickets.pop(cancel.room, (None, 0.0))
         if ticket is not None:
             self._refuse(ticket, "the request was cancelled")
@@ -325,7 +326,7 @@ class PrefillLeader(LeaderCore):
         self._move(request, PrefillState.ENDED, event)
         self._allocator.keep(request.pages, request.page_keys)
         request.pages = []
-        self.ended.add(request.submit.room)
+        self.ended.add(request.submit.room, request.stop_reason or event)
         del self._requests[request.submit.room]
 
     def _move(self, request: PrefillRequest, target: PrefillState, event: str) -> None:

@@ -17,11 +17,11 @@ SENDING = [
 
 
 def answer_of(client: Client, num_pages: int) -> list[int]:
-    """The tokens that the fake model gives, as far as a pool of so many pages lets it."""
+    """The tokens that the fake model gives, as far as a pool of so many pages lets it; the first needs no room."""
     tokens = list(client.prompt)
     for _ in range(client.max_tokens):
         tokens.append(next_token(tokens))
-    return tokens[len(client.prompt) : num_pages * PAGE_SIZE]
+    return tokens[len(client.prompt) : max(num_pages * PAGE_SIZE, len(client.prompt) + 1)]
 
 
 def check(world: World, num_pages: int) -> None:
