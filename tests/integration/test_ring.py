@@ -48,8 +48,9 @@ def config_of(cp: int, mode: CpMode, pages_per_rank: int) -> DeployConfig:
 
 
 def written_pages(row: RankRow) -> int:
-    """Pages of a rank's pool that hold anything; the shared-memory backend keeps a pool in a file."""
-    memory = Path(row.endpoint.session).read_bytes()
+    """Pages of a rank's pool that hold anything; the shared-memory backend opens a pool by path and name."""
+    path, _ = row.endpoint.session.split()
+    memory = Path(path).read_bytes()
     assert row.layout.page_bytes == PAGE_BYTES
     pages = (memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in range(row.layout.num_pages))
     return sum(any(page) for page in pages)
