@@ -58,7 +58,7 @@ async def chat_ask(service: Service, body: ChatRequest) -> Ask:
         ApiError: 404 or 400.
     """
     _check(service, body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
     add = body.add_generation_prompt is not False
     prompt_ids = await chat_ids(service, body.messages, add, body.chat_template_kwargs)

@@ -74,6 +74,13 @@ class TestReplicasAreAsked:
         sampling = shared.last_submit().sampling
         assert (sampling.frequency_penalty, sampling.num_logprobs) == (1.0, 4)
 
+    def test_no_likely_tokens_of_no_logprobs(self, shared: RouterCluster) -> None:
+        messages = [{"role": "user", "content": "x"}]
+        body = {"messages": messages, "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
+        choice = shared.post("/v1/chat/completions", **body).json()["choices"][0]
+        assert choice["logprobs"] is None
+        assert shared.last_submit().sampling.num_logprobs is None
+
     def test_tools_that_must_not_be_called(self, shared: RouterCluster) -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "max_tokens": 1}
         assert shared.post("/v1/chat/completions", tool_choice="none", **body).status_code == 200
