@@ -54,8 +54,10 @@ class PrefillSteps:
 
     def run_step(self) -> StepPlan | None:
         """One step; None when there is nothing to do."""
-        assert self.steps.has_work() or self.steps.num_waiting == 0, "everybody waits for pages that nobody holds"
+        has_work = self.steps.has_work()
+        assert has_work or self.steps.num_waiting == 0, "everybody waits for pages that nobody holds"
         plan = self.steps.next_plan()
+        assert has_work == (plan is not None)
         if plan is None:
             return None
         self.num_steps += 1
