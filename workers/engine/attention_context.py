@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend, RowAttention
-from workers.attention.pieces import visible_pieces
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import RowGather, gather_rows
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.ring import Ring
-from workers.context_parallel.runs import Run
+from workers.context_parallel.runs import Run, sees_any
 from workers.engine.batch import StepBatch
 from workers.parallel.collectives import Communicator
 
@@ -64,7 +63,7 @@ class StepContext(ABC):
     def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:
         """This rank's queries over rows of keys; None if no query sees any of them."""
         runs = self.batch.runs
-        return self.backend.prepare_rows(runs, key_runs) if visible_pieces(runs, key_runs) else None
+        return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
 
     def joined(self, q: Tensor, partials: Sequence[Partial]) -> Tensor:
         """Attention of this rank's queries from all partials; there are none only where there is no query."""

@@ -38,7 +38,9 @@ class OverlappedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         plan = batch.plan
-        self._prefix = backend.prepare(batch.runs, batch.page_tables, batch.page_size, batch.prefix_share)
+        self._prefix = None
+        if any(plan.prefix_lens):
+            self._prefix = backend.prepare(batch.runs, batch.page_tables, batch.page_size, plan.prefix_lens)
         self._own = self.prepare_rows(plan.runs[batch.cp_rank])
         others = ((rank, self.prepare_rows(plan.runs[rank])) for rank in range(plan.cp) if rank != batch.cp_rank)
         self._others = [(rank, rows) for rank, rows in others if rows is not None]
@@ -50,7 +52,9 @@ class OverlappedContext(StepContext):
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See StepContext."""
-        partials = [self._prefix.attend(q, *self.pool.layer_view(layer))]
+        partials = []
+        if self._prefix is not None:
+            partials.append(self._prefix.attend(q, *self.pool.layer_view(layer)))
         if self._own is not None:
             partials.append(self._own.attend(q, self._k, self._v))
         self.pool.write(layer, self.batch.slots, self._gathered.wait())

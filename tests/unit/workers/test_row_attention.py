@@ -15,7 +15,7 @@ from workers.attention.pieces import visible_pieces
 from workers.attention.registry import load_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
+from workers.context_parallel.runs import Run, sees_any
 from workers.context_parallel.shard_plan import make_shard_plan
 
 KV_HEADS, GROUPS, DIM = 2, 3, 8
@@ -57,6 +57,12 @@ def test_every_visible_pair_is_in_exactly_one_piece(case: tuple[list[Run], list[
         assert part.size
         part += 1 if piece.ahead is None else np.tril(np.ones(part.shape, dtype=np.int64), piece.ahead)
     np.testing.assert_array_equal(counts, expected)
+
+
+@settings(deadline=None, max_examples=200)
+@given(rank_pairs())
+def test_whether_any_key_is_seen_is_known_from_the_runs(case: tuple[list[Run], list[Run]]) -> None:
+    assert sees_any(*case) == bool(seen_by_definition(*case).any())
 
 
 def test_runs_of_different_steps_that_overlap_are_our_own_bug() -> None:
