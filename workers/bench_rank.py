@@ -16,6 +16,7 @@ from workers.bench_step import StepLens, StepTime, Way
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.cost_model import Choice, StrategyChooser
 from workers.context_parallel.rates import ModelShape, Rates
+from workers.cpu import use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import torch_dtype
@@ -34,7 +35,7 @@ class BenchRank:
     """One process; with its first ``cp`` peers it forms a group of every size asked for."""
 
     def __init__(self, global_rank: int, config: ModelConfig, max_len: int) -> None:
-        torch.set_num_threads(1)
+        use_cpu(1)
         self._global_rank = global_rank
         self._config = config
         dtype = torch_dtype(config.dtype)

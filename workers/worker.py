@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import torch
 
 from cluster.bootstrap.client import LeaseKeeper
 from cluster.bootstrap.table import TableRefusedError
@@ -21,6 +20,7 @@ from cluster.spec.messages import Drain, DropSend, Message, Shutdown, StepPlan, 
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from workers.build import make_kv_sender, make_leader, make_row
+from workers.cpu import use_cpu
 from workers.kv_sender import KvSender
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
@@ -38,7 +38,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
         """Without a rendezvous nothing is registered, and the table comes to the leader as messages."""
-        torch.set_num_threads(spec.config.resources.threads_per_worker)
+        use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self._model_folder = model_folder
         self._rendezvous = rendezvous

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cluster.spec.strategy import Passing
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.context_parallel.runs import Run
+from workers.context_parallel.runs import RankRuns, Run
 from workers.context_parallel.shard_plan import ShardPlan
 
 
@@ -36,37 +36,44 @@ class _Work(NamedTuple):
 
     tokens: int
     pairs: float
+    calls: int
+    """Of attention, one at a time."""
     partials: int
-    """Partials of each token that are merged; one is not."""
+    """Of each token; one is not merged."""
     rows: float
     """Rows of KV stored, or read to be sent."""
 
 
 def _rank_s(plan: ShardPlan, cp_rank: int, shape: ModelShape, rates: Rates, passing: Passing | None) -> float:
-    runs = plan.runs[cp_rank]
-    work = _work(plan, runs, passing)
+    work = _work(plan, plan.runs[cp_rank], rates, passing)
     merged = work.tokens * work.partials if work.partials > 1 else 0
     return (
         work.tokens * shape.linear_flops / rates.linear_flops_per_s
         + work.pairs * shape.attention_flops / rates.attention_flops_per_s
-        + len(runs) * work.partials * rates.run_s
+        + work.calls * rates.run_s
         + work.rows * rates.row_s
         + merged * rates.merge_row_s
     )
 
 
-def _work(plan: ShardPlan, runs: tuple[Run, ...], passing: Passing | None) -> _Work:
+def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None) -> _Work:
     tokens, pairs = sum(run.count for run in runs), sum(attended_pairs(run) for run in runs)
-    prefix, has_prefix = sum(plan.prefix_lens), any(plan.prefix_lens)
+    prefix, has_prefix, num_runs = sum(plan.prefix_lens), any(plan.prefix_lens), len(runs)
     if passing is None:
-        return _Work(tokens, pairs, 1 if plan.replicated else plan.cp + has_prefix, plan.num_tokens)
+        if plan.replicated or not rates.hidden_share:
+            return _Work(tokens, pairs, sum(run.step for run in runs), 1, plan.num_tokens)
+        partials = plan.cp + has_prefix
+        return _Work(tokens, pairs, num_runs * partials, partials, plan.num_tokens)
     stored = plan.num_tokens / plan.cp
     if passing is Passing.PASS_KV:
-        return _Work(tokens, pairs, plan.cp, stored + prefix / plan.cp)
+        return _Work(tokens, pairs, num_runs * plan.cp, plan.cp, stored + prefix / plan.cp)
     own_prefix_pairs = sum(run.count * plan.prefix_lens[run.request] for run in runs)
     prefix_pairs = sum(new * old for new, old in zip(plan.extend_lens, plan.prefix_lens, strict=True))
     num_new = 1 if plan.replicated else plan.cp
-    return _Work(tokens, pairs - own_prefix_pairs + prefix_pairs / plan.cp, num_new + plan.cp * has_prefix, stored)
+    # Every rank attends the queries of all ranks over its prefix, one call a request.
+    calls = num_runs * num_new + len(plan.extend_lens) * has_prefix
+    partials = num_new + plan.cp * has_prefix
+    return _Work(tokens, pairs - own_prefix_pairs + prefix_pairs / plan.cp, calls, partials, stored)
 
 
 def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> Iterator[float]:

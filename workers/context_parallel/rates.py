@@ -48,7 +48,7 @@ class Rates:
     linear_flops_per_s: float = 1e11
     attention_flops_per_s: float = 5e10
     run_s: float = 8e-5
-    """What attention of one run takes in one layer however short it is."""
+    """One call of attention, however short the run; over pages a run of step n takes n calls."""
     row_s: float = 5e-7
     """Storing or reading the KV of one token in one layer."""
     merge_row_s: float = 5e-7
@@ -58,4 +58,4 @@ class Rates:
     exchange_bytes_per_s: float = 1e9
     """By the bytes that one rank receives."""
     hidden_share: float = 0.0
-    """Part of a collective's time that passes while this rank computes; copies by the rank itself do not."""
+    """Part of a collective's time that passes while this rank computes; 0 where ranks copy for themselves."""

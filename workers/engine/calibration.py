@@ -20,7 +20,7 @@ _SAMPLE_S = 0.02
 """What takes this long is not repeated, and nothing larger is measured."""
 _REPEATS = 5
 _FEW_TOKENS, _MOST_TOKENS = 16, 256
-_QUERIES, _PREFIX = 64, 960
+_QUERIES, _PREFIX = 128, 896
 _SHORT_RUNS = 8
 _ROWS = (16, 512)
 _PAUSES = 3
@@ -121,8 +121,10 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
 
     few_s, many_s = (gather_s(num_rows) for num_rows in _ROWS)
     received = (group.size - 1) * (_ROWS[1] - _ROWS[0]) * shape.kv_row_bytes
-    hidden_s = many_s - gather_s(_ROWS[1], pause_s=_PAUSES * many_s)
     bytes_per_s = _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
+    if not group.in_background:
+        return few_s, bytes_per_s, 0.0
+    hidden_s = many_s - gather_s(_ROWS[1], pause_s=_PAUSES * many_s)
     return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
 
 

@@ -156,12 +156,19 @@ def test_a_fixed_choice_has_no_estimate() -> None:
 def test_an_exchange_behind_work_is_free_as_far_as_it_can_be_hidden(passing: Passing | None) -> None:
     costs = [
         estimate(Strategy.ZIGZAG, [9000], [4000], 4, dataclasses.replace(RATES, hidden_share=share), passing=passing)
-        for share in (0.0, 0.5, 1.0)
+        for share in (0.1, 0.5, 1.0)
     ]
-    free = dataclasses.replace(RATES, exchange_s=0.0, exchange_bytes_per_s=1e30)
+    free = dataclasses.replace(RATES, exchange_s=0.0, exchange_bytes_per_s=1e30, hidden_share=1.0)
     free_s = estimate(Strategy.ZIGZAG, [9000], [4000], 4, free, passing=passing)
     assert costs[0] > costs[1] > costs[2] >= free_s
     assert costs[2] - RATES.exchange_s == pytest.approx(free_s)
+
+
+def test_what_need_not_be_hidden_is_attended_in_one_call() -> None:
+    unmerged = dataclasses.replace(RATES, merge_row_s=1.0)
+    assert estimate(Strategy.ZIGZAG, [9000], [0], 2, unmerged) < 10
+    overlapped = dataclasses.replace(unmerged, hidden_share=0.1)
+    assert estimate(Strategy.ZIGZAG, [9000], [0], 2, overlapped) > 9000
 
 
 def test_each_passing_is_estimated_cheaper_where_it_moves_less() -> None:
