@@ -49,13 +49,19 @@ class StrategyChooser:
     passing: PassingSetting = PassingSetting.AUTO
 
     def __call__(self, extend_lens: Sequence[int], prefix_lens: Sequence[int]) -> Choice:
-        passings: Sequence[Passing | None] = [None]
-        if self.mode is CpMode.RING and self.cp > 1:
-            passings = self.passing.candidates
-        if len(passings) > 1:
-            passings = [choose_passing(sum(extend_lens), sum(prefix_lens), self.cp, self.shape, self.rates)]
-        candidates = self.setting.candidates
-        return choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, candidates, passings[0])
+        choices = [
+            choose(extend_lens, prefix_lens, self.cp, self.shape, self.rates, self.setting.candidates, passing)
+            for passing in self._passings(sum(extend_lens), sum(prefix_lens))
+        ]
+        return min(choices, key=lambda choice: choice.estimate_s or 0.0)
+
+    def _passings(self, num_new: int, num_cached: int) -> Sequence[Passing | None]:
+        if self.mode is CpMode.GATHER or self.cp == 1:
+            return [None]
+        # The rule is about what hides behind attention; where nothing does, the estimates tell.
+        if self.passing is PassingSetting.AUTO and self.rates.hidden_share:
+            return [choose_passing(num_new, num_cached, self.cp, self.shape, self.rates)]
+        return self.passing.candidates
 
     def chunk(self, prefix_len: int, chunk_tokens: int) -> int:
         """``choose_chunk`` for this replica."""

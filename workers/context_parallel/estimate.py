@@ -12,6 +12,9 @@ from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import RankRuns, Run
 from workers.context_parallel.shard_plan import ShardPlan
 
+TILE = 256
+"""Queries and keys that a kernel takes together."""
+
 
 def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: Passing | None = None) -> float:
     """Expected time of one step of one replica, from its plan to the last rank's result.
@@ -29,6 +32,14 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
 def attended_pairs(run: Run) -> int:
     """(query, key) pairs of a run: the query at position p sees the keys at 0..p."""
     return run.count * (run.first_position + 1) + run.step * (run.count * (run.count - 1) // 2)
+
+
+def computed_pairs(run: Run) -> int:
+    """``attended_pairs``, and those that kernels compute in vain where a tile of queries and keys is seen in part.
+
+    A run of step n meets n triangles, one for each class of keys by position modulo n.
+    """
+    return attended_pairs(run) + run.step * (run.count * (min(run.count, TILE) - 1) // 2)
 
 
 class _Work(NamedTuple):
@@ -57,7 +68,7 @@ def _rank_s(plan: ShardPlan, cp_rank: int, shape: ModelShape, rates: Rates, pass
 
 
 def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None) -> _Work:
-    tokens, pairs = sum(run.count for run in runs), sum(attended_pairs(run) for run in runs)
+    tokens, pairs = sum(run.count for run in runs), sum(computed_pairs(run) for run in runs)
     prefix, has_prefix, num_runs = sum(plan.prefix_lens), any(plan.prefix_lens), len(runs)
     if passing is None:
         if plan.replicated or not rates.hidden_share:

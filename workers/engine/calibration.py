@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.estimate import attended_pairs
+from workers.context_parallel.estimate import computed_pairs
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
@@ -101,7 +101,7 @@ def _measure_attention(
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
     long = Run(0, _PREFIX, _QUERIES, 1)
-    flops = attended_pairs(long) * shape.attention_flops
+    flops = computed_pairs(long) * shape.attention_flops
     return run_s, _rate(flops, runs_s([long]) - run_s, _FALLBACK.attention_flops_per_s)
 
 

@@ -17,7 +17,7 @@ from workers.context_parallel.cost_model import (
     choose_passing,
     fixed,
 )
-from workers.context_parallel.estimate import attended_pairs, estimate_step_s
+from workers.context_parallel.estimate import TILE, attended_pairs, computed_pairs, estimate_step_s
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import make_shard_plan
@@ -38,6 +38,14 @@ def estimate(
     passing: Passing | None = None,
 ) -> float:
     return estimate_step_s(make_shard_plan(strategy, extends, prefixes, cp), shape, rates, passing)
+
+
+@given(st.integers(0, 50), st.integers(1, 2 * TILE), st.integers(1, 5))
+def test_a_triangle_smaller_than_a_tile_costs_a_square(first: int, count: int, step: int) -> None:
+    in_vain = computed_pairs(Run(0, first, count, step)) - attended_pairs(Run(0, first, count, step))
+    assert 0 <= in_vain <= step * count * TILE / 2
+    if step == 1 and first == 0 and count <= TILE:
+        assert attended_pairs(Run(0, 0, count, 1)) + in_vain == count * count
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5))
@@ -100,12 +108,12 @@ def test_contiguous_is_worse_than_zigzag_for_long_prompts(length: int, prefix: i
 
 
 def test_attention_alone_puts_contiguous_where_its_formula_does() -> None:
-    """Of two ranks the second has 3/4 of the causal pairs: efficiency 2/3."""
+    """Of two ranks the second has 3/4 of the causal pairs: efficiency 2/3, but for partly seen tiles."""
     free = Rates(step_s=0, linear_flops_per_s=1e30, run_s=0, row_s=0, merge_row_s=0, exchange_s=0)
     free = dataclasses.replace(free, exchange_bytes_per_s=1e30)
     alone_s = estimate(Strategy.NONE, [1 << 16], [0], 1, free)
-    assert alone_s / (2 * estimate(Strategy.CONTIGUOUS, [1 << 16], [0], 2, free)) == pytest.approx(2 / 3, rel=1e-3)
-    assert alone_s / (2 * estimate(Strategy.ZIGZAG, [1 << 16], [0], 2, free)) == pytest.approx(1, rel=1e-3)
+    assert alone_s / (2 * estimate(Strategy.CONTIGUOUS, [1 << 16], [0], 2, free)) == pytest.approx(2 / 3, rel=3e-3)
+    assert alone_s / (2 * estimate(Strategy.ZIGZAG, [1 << 16], [0], 2, free)) == pytest.approx(1, rel=3e-3)
 
 
 @given(st.integers(1, 4), st.integers(2, 8))
@@ -192,15 +200,18 @@ def test_the_passing_follows_the_published_thresholds() -> None:
 
 @pytest.mark.parametrize("setting", PassingSetting)
 def test_a_passing_is_named_in_ring_mode_alone(setting: PassingSetting) -> None:
-    def chosen(mode: CpMode, cp: int) -> Passing | None:
+    def chosen(mode: CpMode, cp: int, rates: Rates = RATES) -> Passing | None:
         chooser = StrategyChooser(
-            setting=StrategySetting.AUTO, cp=cp, shape=SHAPE, rates=RATES, mode=mode, passing=setting
+            setting=StrategySetting.AUTO, cp=cp, shape=SHAPE, rates=rates, mode=mode, passing=setting
         )
         return chooser([5], [5000]).passing
 
     assert chosen(CpMode.GATHER, 4) is chosen(CpMode.RING, 1) is None
     if setting is PassingSetting.AUTO:
-        assert chosen(CpMode.RING, 4) is choose_passing(5, 5000, 4, SHAPE, RATES)
+        hidden = dataclasses.replace(RATES, hidden_share=0.5)
+        assert chosen(CpMode.RING, 4, hidden) is choose_passing(5, 5000, 4, SHAPE, RATES)
+        slow_links = dataclasses.replace(RATES, exchange_bytes_per_s=1e6)
+        assert chosen(CpMode.RING, 4, slow_links) is Passing.PASS_Q
     else:
         assert chosen(CpMode.RING, 4) == setting
 

@@ -46,7 +46,7 @@ def check(world: World, num_pages: int) -> None:
     seed=st.integers(0, 2**32),
     cp=st.integers(1, 3),
     sending=st.sampled_from(SENDING),
-    num_pages=st.integers(8, 20),
+    num_pages=st.integers(9, 20),
     chunk_tokens=st.integers(1, 16),
     lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=6),
     cancels=st.lists(st.integers(0, 200), max_size=3),
@@ -95,7 +95,7 @@ def test_every_request_ends_right_and_nothing_is_left(
     seed=st.integers(0, 2**32),
     cp=st.integers(1, 3),
     sending=st.sampled_from(SENDING),
-    num_pages=st.integers(8, 24),
+    num_pages=st.integers(9, 24),
     chunk_tokens=st.integers(1, 16),
     turns=st.lists(
         st.tuples(st.integers(0, 8), st.integers(0, 24), st.integers(0, 6), st.integers(1, 8), st.integers(0, 60)),
