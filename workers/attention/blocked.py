@@ -17,6 +17,8 @@ from workers.context_parallel.merge import Partial
 
 MIN_PRODUCTS = 1 << 23
 """Multiplications of queries with keys for each kv head; below it torch's own kernel is as fast."""
+MANY_KEYS = 1 << 13
+"""Over so many it is slow, also for few queries."""
 
 _ROWS, _KEYS = 1024, 1024
 """Rows (queries times G) and keys of a block. Larger ones fall out of the last cache, smaller ones wait on calls."""
@@ -30,7 +32,8 @@ _FAR = 2.0**32
 
 def is_worthwhile(query: Tensor, num_keys: int) -> bool:
     """Whether ``attend_blocked`` beats torch's own kernel on queries ``[H, G, T, D]``."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query[0].numel() * num_keys >= MIN_PRODUCTS
+    is_much = query[0].numel() * num_keys >= MIN_PRODUCTS or num_keys >= MANY_KEYS
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and is_much
 
 
 def attend_blocked(query: Tensor, key: Tensor, value: Tensor, ahead: int | None) -> Partial | None:

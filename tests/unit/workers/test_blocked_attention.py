@@ -100,3 +100,5 @@ def test_it_is_for_much_work_in_bf16() -> None:
     assert not is_worthwhile(query.float(), num_keys)
     assert not is_worthwhile(query[:, :, 1:], num_keys)
     assert not is_worthwhile(query, num_keys - 1)
+    assert is_worthwhile(query[:, :, :1], blocked.MANY_KEYS)
+    assert not is_worthwhile(query[:, :, :1], blocked.MANY_KEYS - 1)
