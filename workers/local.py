@@ -272,9 +272,11 @@ class LocalCluster:
             if not messages:
                 raise RemoteError(f"{len(unfinished)} of {len(rooms)} prompts got no token within {timeout_s} s")
             for message in messages:
+                assert isinstance(message, Output | Failure), message
+                if message.room not in answers:
+                    continue  # of prompts that failed before these were asked
                 if isinstance(message, Failure):
                     raise RemoteError(f"{message.replica}: {message.reason}")
-                assert isinstance(message, Output), message
                 answer = answers[message.room]
                 assert message.first_index == len(answer.token_ids), "tokens out of order"
                 answer.token_ids += message.token_ids
