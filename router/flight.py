@@ -5,7 +5,8 @@ from enum import Enum, StrEnum
 
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Moves
-from cluster.spec.messages import Cancel, FinishReason, Output, Peer, Sampling, Stopping, Submit, TokenLogprobs
+from cluster.spec.messages import Cancel, Output, Peer, Submit
+from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 
 
 class Stage(Enum):

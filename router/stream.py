@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.spec.messages import FinishReason, TokenLogprobs
+from cluster.spec.sampling import FinishReason, TokenLogprobs
 from router.errors import RequestFailedError
 from router.flight import Fail
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.spec.messages import FinishReason, TokenLogprobs
+from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.tokenizer import Detokenizer, Tokenizer
 
 

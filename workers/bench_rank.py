@@ -7,8 +7,9 @@ import torch
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, Sampling, StepPlan
+from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
+from cluster.spec.sampling import Sampling
 from cluster.spec.strategy import CpMode, PassingSetting
 from workers.attention.registry import load_backend
 from workers.bench_attention import TimedAttention

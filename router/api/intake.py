@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 from cluster.spec.errors import UserError
-from cluster.spec.messages import Stopping
+from cluster.spec.sampling import Stopping
 from router.api.errors import ApiError, bad_request
 from router.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 from router.api.sampling import make_sampling, stop_token_ids

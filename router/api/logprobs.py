@@ -1,6 +1,6 @@
 """Log-probabilities as the two APIs write them."""
 
-from cluster.spec.messages import TokenLogprobs
+from cluster.spec.sampling import TokenLogprobs
 from cluster.tokenizer import Tokenizer
 from router.api.responses import ChatLogprobs, ChosenLogprob, CompletionLogprobs, TokenLogprob
 from router.text import Piece

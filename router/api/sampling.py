@@ -5,7 +5,7 @@ import secrets
 
 import msgspec
 
-from cluster.spec.messages import Sampling
+from cluster.spec.sampling import Sampling
 from cluster.tokenizer import Tokenizer
 from router.api.requests import GenerationRequest
 from router.flight import Ask

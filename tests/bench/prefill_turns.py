@@ -8,7 +8,7 @@ import argparse
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Sampled, Sampling, Stopping
+from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.strategy import StrategySetting
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import StrategyChooser

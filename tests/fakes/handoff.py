@@ -17,19 +17,14 @@ from cluster.spec.messages import (
     Cancel,
     DropSend,
     Failure,
-    FinishReason,
     Message,
     Output,
     Peer,
-    Sampled,
-    Sampling,
     SendReport,
     SendState,
     StepPlan,
-    Stopping,
     Submit,
     TableUpdate,
-    TokenLogprobs,
 )
 from cluster.spec.registry import (
     Endpoint,
@@ -42,6 +37,7 @@ from cluster.spec.registry import (
     TableSnapshot,
     TransferMode,
 )
+from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Strategy
 from transfer.plan import is_sender, local_page, owned_pages
 from transfer.sender_session import SenderSession

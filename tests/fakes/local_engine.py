@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.messages import Stopping
 from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.sampling import Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
 from workers.local import LocalCluster, Prompt
 

@@ -11,18 +11,8 @@ from typing import Self
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
-from cluster.spec.messages import (
-    Cancel,
-    Failure,
-    FinishReason,
-    GiveTimeline,
-    Output,
-    Peer,
-    Shutdown,
-    Submit,
-    Timeline,
-    TokenLogprobs,
-)
+from cluster.spec.messages import Cancel, Failure, GiveTimeline, Output, Peer, Shutdown, Submit, Timeline
+from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
 

@@ -10,8 +10,9 @@ from cluster.channel import Inbox
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Admit, Done, Message, Peer, Row, Sampling, SendReport, SendState, StepPlan, Target
+from cluster.spec.messages import Admit, Done, Message, Peer, Row, SendReport, SendState, StepPlan, Target
 from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.sampling import Sampling
 from cluster.spec.strategy import Strategy
 from tests.fakes.handoff import PAGE_SIZE, row
 from tests.fakes.loopback import Loopback

@@ -7,8 +7,9 @@ import torch
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, Sampled, StepPlan
+from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
+from cluster.spec.sampling import Sampled
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool

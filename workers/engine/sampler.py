@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster.spec.messages import Sampled, Sampling, TokenLogprobs
+from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 

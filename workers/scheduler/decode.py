@@ -19,15 +19,14 @@ from cluster.spec.messages import (
     Refused,
     Result,
     Revoke,
-    Sampled,
     StepPlan,
     Submit,
     TableUpdate,
     Ticket,
-    TokenLogprobs,
 )
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled, TokenLogprobs
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState

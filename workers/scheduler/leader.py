@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Failure, Message, Peer, Sampled, StepPlan, Submit
+from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
 from workers.timeline import Recorder
 
 _REMEMBERED_ROOMS = 100_000

@@ -16,7 +16,6 @@ from cluster.spec.messages import (
     Message,
     Peer,
     Revoke,
-    Sampled,
     SendReport,
     SendState,
     StepPlan,
@@ -27,6 +26,7 @@ from cluster.spec.messages import (
 )
 from cluster.spec.page_key import owner_base
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator

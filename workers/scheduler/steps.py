@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Row, Sampled, StepPlan
+from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.sampling import Sampled
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
 from workers.scheduler.holders import PageHolders

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.spec.messages import Sampling
+from cluster.spec.sampling import Sampling
 from tests.fakes.model_folder import BOS, EOS, write_json, write_model_folder
 from tests.fakes.router_cluster import CACHED_TOKENS, RouterCluster, run_cluster
 

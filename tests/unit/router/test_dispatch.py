@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cluster.spec.errors import IllegalTransitionError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Sampling, Stopping, Submit, TokenLogprobs
+from cluster.spec.messages import Cancel, Failure, Output, Peer, Submit
+from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from router.dispatch import Dispatch
 from router.flight import ENDS, MOVES, Action, Ask, Cause, Emit, Fail, Send, Stage
 from router.policies.candidate import Load

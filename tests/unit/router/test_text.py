@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.messages import FinishReason
+from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
 from router.text import AnswerText, Piece, StopScanner, TextRules, join
 from tests.fakes.model_folder import EOS, write_model_folder

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
-from cluster.spec.messages import Cancel, Drained, FinishReason, Ticket
+from cluster.spec.messages import Cancel, Drained, Ticket
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.sampling import FinishReason
 from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token, sampled_of
 
 SENDING = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers import TopPLogitsWarper as TransformersTopP
 
-from cluster.spec.messages import Sampling
+from cluster.spec.sampling import Sampling
 from workers.engine import sampler
 from workers.engine.sampler import draw, uniform
 
