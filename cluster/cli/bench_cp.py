@@ -12,7 +12,8 @@ from cluster.spec.errors import UserError
 from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
 if TYPE_CHECKING:
-    from cluster.bench.cp import CpBench, CpResult
+    from cluster.bench.cp import CpBench
+    from cluster.bench.cp_result import CpResult
 
 T = TypeVar("T")
 

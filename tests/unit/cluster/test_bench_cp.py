@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import cluster.bench.cp
-from cluster.bench.cp import CpBench, CpResult, ModelSize, summarize
+from cluster.bench.cp import CpBench, ModelSize
+from cluster.bench.cp_result import CpResult, summarize
 from cluster.cli.bench_cp import parse_list
 from cluster.cli.main import app
 from cluster.spec.errors import UserError
