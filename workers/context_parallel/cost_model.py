@@ -1,6 +1,5 @@
-"""Which strategy, which passing and how large a chunk take the least time. No torch, no I/O."""
+"""Which strategy and which passing take the least time. No torch, no I/O."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ from workers.context_parallel.shard_plan import make_shard_plan
 
 MIN_GAIN = 0.02
 """Least part of the time that dividing a step must be expected to save; below it every rank computes everything."""
-MIN_CHUNK_SHARE = 1 / 8
-"""Least part of the configured chunk that one on a long prefix shrinks to: what each step costs anyway stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +60,6 @@ class StrategyChooser:
             return [choose_passing(num_new, num_cached, self.cp, self.shape, self.rates)]
         return self.passing.candidates
 
-    def chunk(self, prefix_len: int, chunk_tokens: int) -> int:
-        """``choose_chunk`` for this replica."""
-        return choose_chunk(prefix_len, chunk_tokens, self.shape, self.rates)
-
 
 def choose(
     extend_lens: Sequence[int],
@@ -103,17 +96,3 @@ def choose_passing(num_new: int, num_cached: int, cp: int, shape: ModelShape, ra
     missed = num_new / max(num_new + num_cached, 1)
     homeward = num_new * shape.attention_flops / (group_flops_per_byte * shape.q_row_bytes)
     return Passing.PASS_KV if missed >= shape.kv_row_bytes / shape.q_row_bytes - homeward else Passing.PASS_Q
-
-
-def choose_chunk(prefix_len: int, chunk_tokens: int, shape: ModelShape, rates: Rates) -> int:
-    """Tokens on a prefix that take about as long as ``chunk_tokens`` without one, so that steps last equally long.
-
-    What waits behind a long prompt then waits no longer the further that prompt gets. Never more than
-    ``chunk_tokens``, nor less than MIN_CHUNK_SHARE of them. Solves linear * c + pair * (c * prefix + c^2 / 2) for c.
-    """
-    linear_s = shape.linear_flops / rates.linear_flops_per_s
-    pair_s = shape.attention_flops / rates.attention_flops_per_s
-    whole_s = chunk_tokens * (linear_s + pair_s * chunk_tokens / 2)
-    token_s = linear_s + pair_s * prefix_len
-    chunk = 2 * whole_s / (token_s + math.sqrt(token_s**2 + 2 * pair_s * whole_s))
-    return max(math.ceil(chunk_tokens * MIN_CHUNK_SHARE), min(math.floor(chunk + 0.5), chunk_tokens))

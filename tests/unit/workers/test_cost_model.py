@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.context_parallel.cost_model import (
-    MIN_CHUNK_SHARE,
     MIN_GAIN,
     Choice,
     StrategyChooser,
     choose,
-    choose_chunk,
     choose_passing,
     fixed,
 )
@@ -214,19 +212,3 @@ def test_a_passing_is_named_in_ring_mode_alone(setting: PassingSetting) -> None:
         assert chosen(CpMode.RING, 4, slow_links) is Passing.PASS_Q
     else:
         assert chosen(CpMode.RING, 4) == setting
-
-
-@given(st.integers(0, 10**6), st.integers(1, 20_000))
-def test_a_chunk_on_a_prefix_takes_as_long_as_one_without(prefix: int, chunk_tokens: int) -> None:
-    chunk = choose_chunk(prefix, chunk_tokens, SHAPE, RATES)
-    assert 1 <= chunk <= chunk_tokens
-    assert choose_chunk(0, chunk_tokens, SHAPE, RATES) == chunk_tokens
-    assert choose_chunk(prefix + 1000, chunk_tokens, SHAPE, RATES) <= chunk
-    if chunk > chunk_tokens * MIN_CHUNK_SHARE + 1:
-        linear_s = SHAPE.linear_flops / RATES.linear_flops_per_s
-        pair_s = SHAPE.attention_flops / RATES.attention_flops_per_s
-        whole_s, after_s = (
-            tokens * (linear_s + pair_s * (before + tokens / 2))
-            for tokens, before in ((chunk_tokens, 0), (chunk, prefix))
-        )
-        assert abs(after_s - whole_s) <= linear_s + pair_s * (prefix + chunk_tokens)
