@@ -48,8 +48,8 @@ class Tokenizer:
         text_config = config | config.get("text_config", {})
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
-        self.vocab_size: int = max(text_config.get("vocab_size", 0), self._tokenizer.get_vocab_size())
-        """Ids below this have a token, or at least a row in the embedding."""
+        self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
+        """Ids below this have a row in the embedding, if not a token; a tokenizer may have more tokens than that."""
         self.max_context: int | None = text_config.get("max_position_embeddings")
         """Most tokens of prompt and answer together, if the model says."""
         self.eos_ids = self._eos_ids(_read_json(folder / "generation_config.json"), text_config)
@@ -64,6 +64,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids without a token give nothing."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_of(self, token_id: int) -> str:
+        """A token as the vocabulary writes it, whatever its bytes; empty for an id without one."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def apply_chat_template(
         self,
@@ -100,8 +104,9 @@ class Tokenizer:
 class Detokenizer:
     """Text of one answer as its tokens arrive. A character whose bytes are split over tokens comes out whole."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         """The tokens that were given out last, for context, and those held back since."""
         self._given = 0
@@ -119,8 +124,8 @@ class Detokenizer:
         return self._give(self._held_text())
 
     def _held_text(self) -> str:
-        before = self._tokenizer.decode(self._window[: self._given])
-        return self._tokenizer.decode(self._window)[len(before) :]
+        before = self._tokenizer.decode(self._window[: self._given], self._skip_special_tokens)
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)[len(before) :]
 
     def _give(self, text: str) -> str:
         self._window = self._window[self._given :]

@@ -20,18 +20,22 @@ class Answer:
         self._rooms: list[Room] = []
         self._prefills: dict[str, None] = {}
         self._decodes: dict[str, None] = {}
+        self._timeline: dict[str, str] = {}
         self.stream = Stream(num_choices)
 
-    def add(self, room: Room, prefill: Peer, decode: Peer) -> None:
+    def add(self, room: Room, prefill: Peer, decode: Peer, *, timed: bool = False) -> None:
         """The next choice is in this room."""
         self._rooms.append(room)
         self._prefills[prefill.replica] = None
         self._decodes[decode.replica] = None
+        if timed:
+            self._timeline = {"x-baton-timeline": f"/timelines/{room}"}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Which replicas answer."""
-        return {"x-baton-prefill": ", ".join(self._prefills), "x-baton-decode": ", ".join(self._decodes)}
+        """Which replicas answer, and where the timeline will be if there is to be one."""
+        replicas = {"x-baton-prefill": ", ".join(self._prefills), "x-baton-decode": ", ".join(self._decodes)}
+        return replicas | self._timeline
 
     def enough(self, index: int) -> None:
         """A choice is complete before the model ended it."""

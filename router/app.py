@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from router.api import errors, generation, models, status
+from router.api import errors, generation, models, status, timelines
 from router.api.body import component_schemas
 from router.api.request_id import RequestIds
 from router.service import Service
@@ -13,7 +13,7 @@ from router.service import Service
 def create_app(service: Service) -> FastAPI:
     """The application over one service; runs in the event loop that the service's relay belongs to."""
     app = _App(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
-    for routes in (generation.routes, models.routes, status.routes):
+    for routes in (generation.routes, models.routes, status.routes, timelines.routes):
         app.include_router(routes(service))
     errors.install(app, service.metrics)
     app.add_middleware(RequestIds)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer
-from cluster.spec.registry import ReplicaEntry, TableSnapshot
+from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 
 
 @dataclass(slots=True)
@@ -65,6 +65,11 @@ class Directory:
     def ready(self, role: Role) -> list[Peer]:
         """The replicas of a role that take new requests, ordered by id."""
         return [_peer(entry) for entry in self._usable(role)]
+
+    def rows(self, peer: Peer) -> tuple[RankRow, ...]:
+        """Every rank of a replica's start, if that is known."""
+        known = self._known.get((peer.replica, peer.incarnation))
+        return known.entry.rows if known is not None else ()
 
     @property
     def pool_tokens(self) -> int | None:

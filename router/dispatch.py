@@ -53,6 +53,7 @@ class Dispatch:
             decode=decode,
             prompt_len=len(ask.prompt_ids),
             max_tokens=ask.stopping.max_tokens,
+            has_logprobs=ask.sampling.num_logprobs is not None,
             deadline_s=deadline_s,
         )
         self._flights[room] = flight
@@ -68,6 +69,7 @@ class Dispatch:
             router=self._me,
             cache_salt=ask.cache_salt,
             priority=ask.priority,
+            timed=ask.timed,
         )
         return room, [Send(address=peer.address, message=submit) for peer in (prefill, decode)]
 
@@ -82,7 +84,8 @@ class Dispatch:
             return self._fail(
                 flight, Cause.BROKEN_OUTPUT, f"{output.replica}: {problem}", [flight.prefill, flight.decode]
             )
-        token_ids = output.token_ids[flight.num_received - output.first_index :]
+        num_known = flight.num_received - output.first_index
+        token_ids, logprobs = output.token_ids[num_known:], output.logprobs[num_known:]
         if not token_ids and output.finish is None:
             return self._drop("duplicate")
         flight.num_received += len(token_ids)
@@ -93,7 +96,15 @@ class Dispatch:
             cached_tokens = output.cached_tokens
         if output.finish is not None:
             self._end(flight, Stage.FINISHED, "last output", [])
-        return [Emit(room=flight.room, token_ids=token_ids, finish=output.finish, cached_tokens=cached_tokens)]
+        return [
+            Emit(
+                room=flight.room,
+                token_ids=token_ids,
+                finish=output.finish,
+                logprobs=logprobs,
+                cached_tokens=cached_tokens,
+            )
+        ]
 
     def on_failure(self, failure: Failure) -> list[Action]:
         """A leg gave up; the other one is cancelled at once."""

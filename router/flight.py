@@ -1,11 +1,12 @@
 """One open request: its stages and legal moves, and what ``router.dispatch`` asks to be done about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Moves
-from cluster.spec.messages import Cancel, FinishReason, Output, Peer, Sampling, Stopping, Submit
+from cluster.spec.messages import Cancel, Output, Peer, Submit
+from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 
 
 class Stage(Enum):
@@ -68,6 +69,8 @@ class Emit:
     token_ids: list[int]
     finish: FinishReason | None
     """Set with the last tokens."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token, where they were asked for."""
     cached_tokens: int = 0
     """Prompt tokens that prefill did not compute; set with the first tokens."""
 
@@ -95,6 +98,8 @@ class Ask:
     """Only requests with the same salt share cached pages."""
     priority: int = 0
     """Lower values have their turn earlier."""
+    timed: bool = False
+    """Every rank keeps a timeline of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +111,8 @@ class Flight:
     decode: Peer
     prompt_len: int
     max_tokens: int
+    has_logprobs: bool
+    """Every token must come with them."""
     deadline_s: float
     stage: Stage = Stage.WAITING
     num_received: int = 0
@@ -130,4 +137,6 @@ class Flight:
             return f"{end} tokens came, {self.max_tokens} were asked for"
         if output.finish is not None and end < self.num_received:
             return f"the answer ended at {end} tokens, but {self.num_received} came before"
+        if self.has_logprobs and len(output.logprobs) != len(output.token_ids):
+            return f"{len(output.token_ids)} tokens came with log-probabilities of {len(output.logprobs)}"
         return None

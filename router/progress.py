@@ -1,5 +1,8 @@
 """One open choice: where its tokens go, and when they came."""
 
+import itertools
+
+from cluster.spec.timeline import Interval
 from router.flight import Emit
 from router.metrics import Metrics
 from router.stream import Stream
@@ -8,10 +11,12 @@ from router.stream import Stream
 class Progress:
     """Hands tokens to the stream and measures them."""
 
-    def __init__(self, stream: Stream, index: int, arrived_s: float, metrics: Metrics) -> None:
+    def __init__(self, stream: Stream, index: int, arrived_s: float, opened_s: float, metrics: Metrics) -> None:
         self.stream = stream
         self._index = index
         self._arrived_s = arrived_s
+        self._opened_s = opened_s
+        self._first_s: float | None = None
         self._last_s: float | None = None
         self._metrics = metrics
 
@@ -19,8 +24,8 @@ class Progress:
         """Tokens came."""
         self._measure(len(action.token_ids), now_s)
         self._metrics.cached_tokens.inc(action.cached_tokens)
-        self.stream.num_cached_tokens += action.cached_tokens
-        self.stream.push(self._index, action.token_ids, action.finish)
+        self.stream.cached_tokens[self._index] += action.cached_tokens
+        self.stream.push(self._index, action.token_ids, action.finish, action.logprobs)
         if action.finish is not None:
             self.end(now_s)
 
@@ -28,11 +33,25 @@ class Progress:
         """The answer is whole."""
         self._metrics.e2e_s.observe(now_s - self._arrived_s)
 
+    def intervals(self, now_s: float) -> list[Interval]:
+        """The request as the router saw it, up to now."""
+        marks = [
+            ("read and tokenize", self._arrived_s),
+            ("wait for the first token", self._opened_s),
+            ("stream", self._first_s),
+            ("", now_s),
+        ]
+        reached = [(name, time_s) for name, time_s in marks if time_s is not None]
+        return [
+            Interval("request", name, start_s, end_s) for (name, start_s), (_, end_s) in itertools.pairwise(reached)
+        ]
+
     def _measure(self, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
             return
         self._metrics.generation_tokens.inc(num_tokens)
         if self._last_s is None:
+            self._first_s = now_s
             self._metrics.ttft_s.observe(now_s - self._arrived_s)
         else:
             self._metrics.itl_s.observe((now_s - self._last_s) / num_tokens)

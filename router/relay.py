@@ -1,6 +1,7 @@
 """The loop around dispatch and directory: moves messages, snapshots and time in, and carries their actions out."""
 
 import asyncio
+import contextlib
 import itertools
 import random
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, Message, Output, Peer, Submit
+from cluster.spec.messages import Failure, Message, Output, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
 from router.answer import Answer
 from router.directory import Directory
@@ -23,6 +24,7 @@ from router.metrics import Metrics
 from router.policies.candidate import Candidate, Chance
 from router.policies.registry import find_policy
 from router.progress import Progress
+from router.timelines import Timelines
 
 _FORGET_AFTER_S = 1.0
 """Time for the last Cancels to leave for a replica that is lost."""
@@ -39,6 +41,7 @@ class Relay:
         outbox: Outbox,
         clock: Clock,
         metrics: Metrics,
+        timelines: Timelines,
     ) -> None:
         self._request_timeout_s = config.router.request_timeout_s
         self._max_queued_tokens = config.prefill.max_queued_tokens
@@ -53,6 +56,7 @@ class Relay:
         self._outbox = outbox
         self._clock = clock
         self._metrics = metrics
+        self.timelines = timelines
         self._progress: dict[Room, Progress] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._num_answers = 0
@@ -88,12 +92,15 @@ class Relay:
         answer = Answer(len(asks), self._enough, self._leave)
         self._num_answers += 1
         self._idle.clear()
-        deadline_s = self._clock.now_s() + self._request_timeout_s
+        opened_s = self._clock.now_s()
+        deadline_s = opened_s + self._request_timeout_s
         for index, ask in enumerate(asks):
             prefill, decode = self._pick(Role.PREFILL), self._pick(Role.DECODE)
             room, actions = self._dispatch.open(ask, prefill, decode, deadline_s)
-            answer.add(room, prefill, decode)
-            self._progress[room] = Progress(answer.stream, index, arrived_s, self._metrics)
+            answer.add(room, prefill, decode, timed=ask.timed)
+            if ask.timed:
+                self.timelines.begin(room, [*self._directory.rows(prefill), *self._directory.rows(decode)])
+            self._progress[room] = Progress(answer.stream, index, arrived_s, opened_s, self._metrics)
             self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
             self._perform(actions)
         self._wake_at(deadline_s)
@@ -106,6 +113,8 @@ class Relay:
                 self._perform(self._dispatch.on_output(message))
             case Failure():
                 self._perform(self._dispatch.on_failure(message))
+            case Timeline():
+                self.timelines.on_timeline(message)
             case _:
                 self._dispatch.dropped["foreign"] += 1
 
@@ -137,7 +146,9 @@ class Relay:
         for room in rooms:
             if self._dispatch.is_open(room):
                 self._perform(self._dispatch.on_client_left(room))
-            del self._progress[room]
+            intervals = self._progress.pop(room).intervals(self._clock.now_s())
+            for address, ask in self.timelines.end(room, intervals):
+                self._tell(address, ask)
         self._num_answers -= 1
         if not self._num_answers:
             self._idle.set()
@@ -168,6 +179,10 @@ class Relay:
         except PeerUnreachableError as error:
             if isinstance(action.message, Submit):
                 self._perform(self._dispatch.on_unreachable(action.message.room, str(error)))
+
+    def _tell(self, address: str, message: Message) -> None:
+        with contextlib.suppress(PeerUnreachableError):
+            self._outbox.send(address, message)
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:

@@ -28,6 +28,7 @@ from router.listener import listen, reachable
 from router.metrics import Metrics
 from router.relay import Relay
 from router.service import Service, max_context
+from router.timelines import Timelines
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""
@@ -152,7 +153,8 @@ class RouterServer:
         dispatch, metrics = Dispatch(me), Metrics()
         directory = Directory(grace_s=self._config.resources.lease_s)
         metrics.watch(dispatch, directory)
-        relay = Relay(self._config, dispatch, directory, outbox, SystemClock(), metrics)
+        timelines = Timelines(address)
+        relay = Relay(self._config, dispatch, directory, outbox, SystemClock(), metrics, timelines)
         return Service(
             config=self._config, tokenizer=self._tokenizer, relay=relay, directory=directory, metrics=metrics
         )

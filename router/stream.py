@@ -1,9 +1,10 @@
 """Tokens on their way from the router's inbox to one HTTP response, which may read more slowly than they come."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from cluster.spec.messages import FinishReason
+from cluster.spec.sampling import FinishReason, TokenLogprobs
 from router.errors import RequestFailedError
 from router.flight import Fail
 
@@ -15,6 +16,8 @@ class Part:
     index: int
     token_ids: list[int]
     finish: FinishReason | None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token, where they were asked for."""
 
 
 class Stream:
@@ -24,17 +27,24 @@ class Stream:
     """
 
     def __init__(self, num_choices: int) -> None:
-        self.num_cached_tokens = 0
-        """Prompt tokens, over all choices, that prefill did not compute."""
+        self.cached_tokens = [0] * num_choices
+        """Prompt tokens of every choice that prefill did not compute."""
         self._num_unfinished = num_choices
         self._parts: dict[int, Part] = {}
         self._failure: Fail | None = None
         self._news = asyncio.Event()
 
-    def push(self, index: int, token_ids: list[int], finish: FinishReason | None) -> None:
+    def push(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        finish: FinishReason | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         """Tokens came for a choice."""
         part = self._parts.setdefault(index, Part(index, [], None))
         part.token_ids += token_ids
+        part.logprobs += logprobs
         part.finish = finish
         self._news.set()
 

@@ -1,22 +1,39 @@
 """From the tokens of one choice to the text its client sees: characters made whole, stop strings cut off."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.spec.messages import FinishReason
-from cluster.tokenizer import Detokenizer
+from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """How the tokens of an answer become its text, and what ends it."""
+
+    stops: Sequence[str] = ()
+    """Strings that end the text."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens whose text is not shown where they end the answer."""
+    include_stop: bool = False
+    """What ended the text is shown."""
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    """Stop strings in the text of the tokens before this one do not count."""
 
 
 class StopScanner:
     """Lets text through up to the first stop string. How the text is cut into pieces makes no difference."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """With ``include`` the stop string itself is let through."""
         assert all(stops), "an empty stop string stops everything"
         self._stops = stops
+        self._include = include
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self.hit = False
-        """A stop string came; it and what follows it are not let through."""
+        """A stop string came; what follows it is not let through."""
 
     def push(self, text: str) -> str:
         """What can be shown now that this text came."""
@@ -25,7 +42,8 @@ class StopScanner:
         found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
             self.hit = True
-            return self._let_through(min(found)[1])
+            end, start = min(found)
+            return self._let_through(end if self._include else start)
         return self._let_through(len(self._held) - self._num_suspect())
 
     def flush(self) -> str:
@@ -50,40 +68,64 @@ class Piece:
     text: str
     finish: FinishReason | None
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of every token, where they were asked for."""
+    offsets: tuple[int, ...] = ()
+    """Characters of the text before each token."""
+
+
+def join(pieces: Sequence[Piece]) -> Piece:
+    """The whole that these are the parts of."""
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        finish=pieces[-1].finish,
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(told for piece in pieces for told in piece.logprobs),
+        offsets=tuple(offset for piece in pieces for offset in piece.offsets),
+    )
 
 
 class AnswerText:
     """The text of one choice."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], stop_token_ids: Collection[int]) -> None:
-        self._detokenizer = detokenizer
-        self._scanner = StopScanner(stops)
-        self._stop_token_ids = stop_token_ids
-        self.num_tokens = 0
-        """Tokens up to the end of the text; the token that ended it counts."""
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
+        self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens)
+        self._scanner = StopScanner(rules.stops, rules.include_stop)
+        self._rules = rules
+        self._num_tokens = 0
+        self._num_chars = 0
+        """Of the text so far, what is held back and a stop string included."""
 
-    def push(self, token_ids: Sequence[int], finish: FinishReason | None) -> list[Piece]:
+    def push(
+        self, token_ids: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> list[Piece]:
         """A piece for every token, up to the one that completes a stop string; finish belongs to the last token."""
         pieces = []
         for index, token_id in enumerate(token_ids):
-            pieces.append(self._take(token_id, finish if index == len(token_ids) - 1 else None))
+            offset = self._num_chars
+            text, end = self._take(token_id, finish if index == len(token_ids) - 1 else None)
+            pieces.append(Piece(text, end, (token_id,), tuple(logprobs[index : index + 1]), (offset,)))
             if self._scanner.hit:
                 return pieces
         if finish is not None and not token_ids:
-            pieces.append(self._ended("", finish, ()))
+            pieces.append(Piece(*self._end("", finish)))
         return pieces
 
-    def _take(self, token_id: int, finish: FinishReason | None) -> Piece:
-        self.num_tokens += 1
-        # The text of a token that stops the answer is not shown.
-        is_shown = finish is not FinishReason.STOP or token_id not in self._stop_token_ids
-        text = self._scanner.push(self._detokenizer.push(token_id)) if is_shown else ""
+    def _take(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
+        """What one token shows, and why the text ends with it, if it does."""
+        self._num_tokens += 1
+        stops = finish is FinishReason.STOP and token_id in self._rules.stop_token_ids
+        text = self._scan(self._detokenizer.push(token_id)) if self._rules.include_stop or not stops else ""
         if self._scanner.hit:
-            return Piece(text, FinishReason.STOP, (token_id,))
-        return Piece(text, None, (token_id,)) if finish is None else self._ended(text, finish, (token_id,))
+            return text, FinishReason.STOP
+        return (text, None) if finish is None else self._end(text, finish)
 
-    def _ended(self, text: str, finish: FinishReason, token_ids: tuple[int, ...]) -> Piece:
-        """The last piece, with what was held back."""
-        text += self._scanner.push(self._detokenizer.flush())
+    def _end(self, text: str, finish: FinishReason) -> tuple[str, FinishReason]:
+        """The last text, with what was held back."""
+        text += self._scan(self._detokenizer.flush())
         text += self._scanner.flush()
-        return Piece(text, FinishReason.STOP if self._scanner.hit else finish, token_ids)
+        return text, FinishReason.STOP if self._scanner.hit else finish
+
+    def _scan(self, text: str) -> str:
+        self._num_chars += len(text)
+        return text if self._num_tokens < self._rules.min_tokens else self._scanner.push(text)

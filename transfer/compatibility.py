@@ -2,7 +2,7 @@
 
 from cluster.spec.kv import KvGeometry, pages_for
 from cluster.spec.messages import Ticket
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import KvOwnership, PageFilter, RankRow, TransferMode
 
 _GEOMETRY_WORDS = {
     "model": "model",
@@ -25,7 +25,7 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
 def refusal(prefill: RankRow, decode: RankRow) -> str | None:
     """Why a prefill and a decode replica cannot exchange KV, or None when they can.
 
-    Any one row of each replica answers for the whole of it.
+    Any one row of each replica answers for the whole of it. KV may be sharded in prefill and whole in decode.
     """
     if decode.sizes.cp != 1:
         return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"
@@ -33,7 +33,9 @@ def refusal(prefill: RankRow, decode: RankRow) -> str | None:
         geometry_refusal(prefill.replica, prefill.geometry, decode.replica, decode.geometry)
         or _uneven_heads(prefill)
         or _uneven_heads(decode)
+        or _sharded_decode(decode)
         or _unequal_settings(prefill, decode)
+        or _unsendable_shards(prefill)
     )
 
 
@@ -55,11 +57,30 @@ def _unequal_settings(prefill: RankRow, decode: RankRow) -> str | None:
     pairs = {
         "transfer mode": (prefill.transfer_mode, decode.transfer_mode),
         "transfer backend": (prefill.endpoint.backend, decode.endpoint.backend),
-        "KV ownership": (prefill.ownership, decode.ownership),
     }
     for words, (ours, theirs) in pairs.items():
         if reason := _unequal(words, prefill.replica, ours, decode.replica, theirs):
             return reason
+    return None
+
+
+def _sharded_decode(decode: RankRow) -> str | None:
+    if decode.ownership is KvOwnership.REPLICATED:
+        return None
+    return f"{decode.replica} has {decode.ownership} KV; each rank of a decode replica must hold all pages"
+
+
+def _unsendable_shards(prefill: RankRow) -> str | None:
+    """Only the rank that holds a page can send it."""
+    if prefill.ownership is KvOwnership.REPLICATED:
+        return None
+    wanted = {
+        "transfer mode": (prefill.transfer_mode, TransferMode.ALL_RANKS),
+        "page filter": (prefill.page_filter, PageFilter.MODULAR),
+    }
+    for words, (given, allowed) in wanted.items():
+        if given is not allowed:
+            return f"{prefill.replica} has {words} {given} and sharded KV, which only {allowed} can send"
     return None
 
 

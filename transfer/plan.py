@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cluster.spec.kv import PoolLayout
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.registry import PageFilter, RankRow, TransferMode
 from transfer import layout
 
 
@@ -17,7 +17,7 @@ class Span(NamedTuple):
 
 
 PagePair = tuple[int, int]
-"""Page id in the source pool, page id in the target pool."""
+"""Page id in the source replica, page id in the target pool."""
 
 
 def is_sender(mode: TransferMode, cp_rank: int) -> bool:
@@ -38,6 +38,8 @@ def owned_pages(
 ) -> range:
     """The pages of one request that a CP rank sends, by their position in the request, ascending.
 
+    Sharded KV is divided by the modular filter over all ranks: there it says which pages a rank holds at all.
+
     Args:
         num_pages: pages of the whole request, held ones included; the contiguous filter divides these.
         base: owner of page 0 under the modular filter.
@@ -54,6 +56,13 @@ def owned_pages(
         return layout.intersect(range(start, start + part + (cp_rank < rest)), range(first, max(first, end)))
     # Page j belongs to (base + j) mod cp: the first such j from `first` on, then every cp-th.
     return range(first + (cp_rank - base - first) % cp_size, end, cp_size)
+
+
+def local_page(row: RankRow, page: int) -> int:
+    """Where a page of the replica is in the pool of one of its ranks, which must hold it."""
+    num_owners = row.num_owners
+    assert num_owners == 1 or page % num_owners == row.coords.cp, f"page {page} is not one of cp_rank {row.coords.cp}"
+    return page // num_owners
 
 
 def make_spans(

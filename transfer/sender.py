@@ -2,8 +2,9 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
@@ -40,6 +41,9 @@ class Written:
     generation: int
     num_pages: int
     num_bytes: int
+    start_s: float = field(default=0.0, compare=False)
+    """When its writing began, by ``time.monotonic``."""
+    end_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ class SenderThread:
                     self._backend.forget(target)
 
     def _send(self, job: SendJob) -> None:
+        start_s = time.monotonic()
         try:
             is_whole = self._write(job)
         except Exception as error:  # whatever the backend raises, other transfers go on and this one is told why
@@ -139,7 +144,7 @@ class SenderThread:
             return
         if is_whole:
             num_bytes = sum(total_bytes(write.spans) for write in job.writes)
-            self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes))
+            self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes, start_s, time.monotonic()))
 
     def _write(self, job: SendJob) -> bool:
         """Whether the whole job was written; it ends early when the transfer is barred."""

@@ -2,18 +2,22 @@
 
 import random
 import time
-from dataclasses import replace
 
 import torch
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, Sampling, StepPlan
-from cluster.spec.strategy import Strategy, StrategySetting
+from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.registry import KvOwnership
+from cluster.spec.sampling import Sampling
+from cluster.spec.strategy import CpMode, PassingSetting
 from workers.attention.registry import load_backend
-from workers.bench_step import StepTime
+from workers.bench_attention import TimedAttention
+from workers.bench_step import StepLens, StepTime, Way
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.cost_model import Choice, ModelShape, StrategyChooser
+from workers.context_parallel.cost_model import Choice, StrategyChooser
+from workers.context_parallel.rates import ModelShape, Rates
+from workers.cpu import use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import torch_dtype
@@ -25,24 +29,26 @@ from workers.parallel.groups import ReplicaStore, join_group, join_store, open_s
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600.0
 _PAGE_SIZE = 64
+_OWNERSHIP = {CpMode.GATHER: KvOwnership.REPLICATED, CpMode.RING: KvOwnership.SHARDED}
 
 
 class BenchRank:
     """One process; with its first ``cp`` peers it forms a group of every size asked for."""
 
     def __init__(self, global_rank: int, config: ModelConfig, max_len: int) -> None:
-        torch.set_num_threads(1)
+        use_cpu(1)
         self._global_rank = global_rank
         self._config = config
         dtype = torch_dtype(config.dtype)
+        self._shape = ModelShape.of(config, config.dtype)
         self._model = _random_model(config, dtype)
         num_pages = pages_for(max_len, _PAGE_SIZE)
         self._pool = PagePool(num_pages, config.num_kv_heads, config.num_layers, _PAGE_SIZE, config.head_dim, dtype)
+        self._backend = TimedAttention(load_backend("torch"))
         self._store: ReplicaStore | None = None
         self._groups: dict[int, Communicator] = {}
-        self._runners: dict[int, ModelRunner] = {}
-        self._choosers: dict[int, StrategyChooser] = {}
-        self._step = 0
+        self._rates: dict[int, Rates] = {}
+        self._runners: dict[tuple[int, CpMode], ModelRunner] = {}
 
     def open_store(self) -> str:
         """On rank 0: open the store at which the ranks meet; returns its ``host:port``."""
@@ -54,37 +60,43 @@ class BenchRank:
         if self._store is None:
             self._store = join_store(store, _TIMEOUT_S)
         group = join_group(self._store, f"cp{cp}", range(cp), self._global_rank, host=_HOST, timeout_s=_TIMEOUT_S)
-        backend = load_backend("torch")
-        runner = ModelRunner(self._model, self._pool, backend, group)
-        runner.warm_up()
-        shape = ModelShape.of(self._config, self._config.dtype)
-        self._groups[cp], self._runners[cp] = group, runner
-        self._choosers[cp] = StrategyChooser(
-            setting=StrategySetting.AUTO,
-            cp=cp,
-            shape=shape,
-            rates=calibrate(self._model, self._pool, backend, group, shape),
-        )
+        self._groups[cp] = group
+        for mode, ownership in _OWNERSHIP.items():
+            runner = ModelRunner(self._model, self._pool, self._backend, group, ownership)
+            runner.warm_up()
+            self._runners[cp, mode] = runner
+        self._rates[cp] = calibrate(self._model, self._pool, self._backend, group, self._shape)
 
-    def choose(self, cp: int, setting: StrategySetting, prompt_len: int, prefix_len: int) -> Choice:
+    def choose(self, way: Way, lens: StepLens) -> Choice:
         """How to run a step, by this rank's measured rates; rank 0's word counts."""
-        return replace(self._choosers[cp], setting=setting)([prompt_len], [prefix_len])
+        chooser = StrategyChooser(
+            setting=way.strategy,
+            cp=way.cp,
+            shape=self._shape,
+            rates=self._rates[way.cp],
+            mode=way.mode,
+            passing=way.passing or PassingSetting.AUTO,
+        )
+        return chooser([lens.prompt_len], [lens.prefix_len])
 
-    def kv_bytes(self, num_tokens: int) -> int:
-        """Bytes of the pages that hold a request on this rank."""
-        return pages_for(num_tokens, _PAGE_SIZE) * self._pool.page_bytes
+    def kv_bytes(self, way: Way, num_tokens: int) -> int:
+        """Bytes of the pages that hold a request on the rank that has most of them."""
+        owners = way.cp if way.mode is CpMode.RING else 1
+        return -(-pages_for(num_tokens, _PAGE_SIZE) // owners) * self._pool.page_bytes
 
-    def step(self, cp: int, strategy: Strategy, prompt_len: int, prefix_len: int) -> StepTime:
+    def step(self, way: Way, choice: Choice, lens: StepLens) -> StepTime:
         """Compute one prompt in one step with the first ``cp`` ranks, up to its first token."""
-        plan = self._plan(strategy, prompt_len, prefix_len)
-        group, runner = self._groups[cp], self._runners[cp]
+        plan = self._plan(choice, lens)
+        group, runner = self._groups[way.cp], self._runners[way.cp, way.mode]
         group.barrier()
-        waited_before_s, cpu_before_s, start_s = group.waited_s, time.thread_time(), time.perf_counter()
+        waited_before_s, attended_before_s = group.waited_s, self._backend.seconds
+        cpu_before_s, start_s = time.thread_time(), time.perf_counter()
         runner.execute(plan)
         return StepTime(
             seconds=time.perf_counter() - start_s,
             waited_s=group.waited_s - waited_before_s,
             cpu_s=time.thread_time() - cpu_before_s,
+            attention_s=self._backend.seconds - attended_before_s,
         )
 
     def close(self) -> None:
@@ -92,22 +104,20 @@ class BenchRank:
         for group in self._groups.values():
             group.destroy()
 
-    def _plan(self, strategy: Strategy, prompt_len: int, prefix_len: int) -> StepPlan:
-        self._step += 1
-        rng = random.Random(prompt_len)
-        admit = Admit(
-            room=Room(self._step), prompt_len=prefix_len + prompt_len, owner_base=0, sampling=Sampling(), target=None
-        )
+    def _plan(self, choice: Choice, lens: StepLens) -> StepPlan:
+        rng = random.Random(lens.prompt_len)
+        admit = Admit(room=Room(1), prompt_len=lens.total, owner_base=0, sampling=Sampling(), target=None)
         row = Row(
             room=admit.room,
-            first_position=prefix_len,
-            token_ids=[rng.randrange(self._config.vocab_size) for _ in range(prompt_len)],
-            new_pages=list(range(pages_for(admit.prompt_len, _PAGE_SIZE))),
+            first_position=lens.prefix_len,
+            token_ids=[rng.randrange(self._config.vocab_size) for _ in range(lens.prompt_len)],
+            new_pages=list(range(pages_for(lens.total, _PAGE_SIZE))),
             samples=True,
             output_position=0,
         )
-        releases = [Room(self._step - 1)]
-        return StepPlan(step=self._step, strategy=strategy, admits=[admit], rows=[row], releases=releases)
+        return StepPlan(
+            step=1, strategy=choice.strategy, passing=choice.passing, admits=[admit], rows=[row], releases=[admit.room]
+        )
 
 
 def _random_model(config: ModelConfig, dtype: torch.dtype) -> DecoderModel:

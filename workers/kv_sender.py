@@ -9,9 +9,11 @@ from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, DropSend, Message, Peer, SendReport, SendState, StepPlan, Target
 from cluster.spec.registry import Endpoint, RankRow
-from transfer.plan import PagePair, is_sender, make_spans, owned_pages
+from cluster.spec.timeline import Interval
+from transfer.plan import PagePair, is_sender, local_page, make_spans, owned_pages
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
 from transfer.sender_session import SenderSession
+from workers.timeline import KV_SENDER, Recorder
 
 Transfer = tuple[Room, int]
 """Room and generation."""
@@ -53,6 +55,7 @@ class KvSender:
         config: TransferConfig,
         outbox: Post,
         start_writer: Callable[[Callable[[Outcome], None]], Writer],
+        recorder: Recorder | None = None,
     ) -> None:
         """Takes outbox and writer over.
 
@@ -63,6 +66,7 @@ class KvSender:
         self._prefill = prefill
         self._row = row
         self._config = config
+        self._recorder = recorder or Recorder()
         self._lock = threading.Lock()
         """Held while sessions change or the outbox is used: both threads do."""
         self._sessions: dict[Transfer, SenderSession] = {}
@@ -156,11 +160,12 @@ class KvSender:
 
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
         """The spans to every decode rank that holds some of the heads and layers we hold."""
+        local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
         return SendJob(
             room=session.room,
             generation=session.target.generation,
             writes=[
-                Write(target.endpoint, make_spans(self._row.layout, target.layout, pairs))
+                Write(target.endpoint, make_spans(self._row.layout, target.layout, local_pairs))
                 for target in session.target.rows
             ],
             num_pages=len(pairs),
@@ -174,11 +179,16 @@ class KvSender:
             match outcome:
                 case Written():
                     session.written(outcome.num_pages, outcome.num_bytes)
+                    self._record(outcome)
                 case WriteFailed():
                     session.failed(outcome.reason)
                 case Dropped():
                     session.drained()
             self._end_if_over(session)
+
+    def _record(self, written: Written) -> None:
+        facts: dict[str, int | float | str] = {"pages": written.num_pages, "bytes": written.num_bytes}
+        self._recorder.add(written.room, Interval(KV_SENDER, "write", written.start_s, written.end_s, facts))
 
     def _end_if_over(self, session: SenderSession) -> None:
         """Say the last words; decode first, so that its page counts are there when the leader frees ours."""

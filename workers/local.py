@@ -22,19 +22,10 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import (
-    Failure,
-    Output,
-    Peer,
-    Sampling,
-    Shutdown,
-    Stopping,
-    Submit,
-    TableUpdate,
-    TokenLogprobs,
-)
+from cluster.spec.messages import Failure, Output, Peer, Shutdown, Submit, TableUpdate
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
@@ -176,7 +167,8 @@ class LocalReplica:
         for worker in self.workers:
             worker.call("configure", config)
             worker.result()
-        self.rows = [replace(row, transfer_mode=config.transfer.mode) for row in self.rows]
+        transfer = config.transfer
+        self.rows = [replace(row, transfer_mode=transfer.mode, page_filter=transfer.page_filter) for row in self.rows]
 
     def start(self) -> None:
         """Run every rank."""
@@ -253,6 +245,10 @@ class LocalCluster:
             for replica in self._replicas:
                 replica.finish(self._outbox)
 
+    def rows(self, role: Role) -> list[RankRow]:
+        """What the ranks of a replica tell of themselves, by global rank."""
+        return next(replica.rows for replica in self._replicas if replica.role is role)
+
     def generate(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[list[int]]:
         """The output tokens of every prompt, all submitted at once."""
         return [answer.token_ids for answer in self.answer(prompts, timeout_s)]
@@ -267,9 +263,11 @@ class LocalCluster:
             if not messages:
                 raise RemoteError(f"{len(unfinished)} of {len(rooms)} prompts got no token within {timeout_s} s")
             for message in messages:
+                assert isinstance(message, Output | Failure), message
+                if message.room not in answers:
+                    continue  # of prompts that failed before these were asked
                 if isinstance(message, Failure):
                     raise RemoteError(f"{message.replica}: {message.reason}")
-                assert isinstance(message, Output), message
                 answer = answers[message.room]
                 assert message.first_index == len(answer.token_ids), "tokens out of order"
                 answer.token_ids += message.token_ids

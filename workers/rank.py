@@ -14,12 +14,13 @@ from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.registry import load_backend
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.cost_model import ModelShape, Rates
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.models.config import ModelConfig
 from workers.parallel.groups import ReplicaStore, join_group
+from workers.step_recorder import StepRecorder
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
@@ -34,6 +35,7 @@ class Rank:
     region: Region
     backend: TransferBackend
     runner: ModelRunner
+    step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
     """As this rank measured them; on decode, where nothing is chosen by them, the defaults."""
@@ -66,7 +68,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         dtype=dtype,
         page_size=config.kv.page_size,
     )
-    layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv.memory_gib)
+    layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv_memory_gib(spec.pool))
     backend = make_backend(config.transfer.backend, spec.host)
     region = backend.allocate(layout.pool_bytes)
     pool = PagePool(
@@ -80,7 +82,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     )
     model = load_model(folder, dtype=torch_dtype(dtype), device=device)
     attention = load_backend("torch")
-    runner = ModelRunner(model, pool, attention, cp_group)
+    runner = ModelRunner(model, pool, attention, cp_group, spec.ownership)
     runner.warm_up()
     shape = ModelShape.of(model_config, dtype)
     rates = calibrate(model, pool, attention, cp_group, shape) if spec.role is Role.PREFILL else Rates()
@@ -90,6 +92,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         region=region,
         backend=backend,
         runner=runner,
+        step_recorder=StepRecorder(model, cp_group),
         model_shape=shape,
         rates=rates,
     )

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import torch
 
 from cluster.bootstrap.client import LeaseKeeper
 from cluster.bootstrap.table import TableRefusedError
@@ -17,10 +16,11 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import Drain, DropSend, Message, Shutdown, StepPlan, TableUpdate
+from cluster.spec.messages import Drain, DropSend, GiveTimeline, Message, Shutdown, StepPlan, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
-from workers.build import make_kv_sender, make_leader, make_row
+from workers.build import make_kv_sender, make_leader, make_row, make_timeline
+from workers.cpu import use_cpu
 from workers.kv_sender import KvSender
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
@@ -38,7 +38,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec, model_folder: Path, rendezvous: Rendezvous | None) -> None:
         """Without a rendezvous nothing is registered, and the table comes to the leader as messages."""
-        torch.set_num_threads(spec.config.resources.threads_per_worker)
+        use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
         self._model_folder = model_folder
         self._rendezvous = rendezvous
@@ -75,7 +75,7 @@ class Worker:
             if self.spec.is_leader:
                 self._lead(rows, self._rank, sender, outbox)
             else:
-                self._follow(self._rank, sender)
+                self._follow(self._rank, sender, outbox)
         finally:
             sender.close()
             outbox.close()
@@ -100,14 +100,17 @@ class Worker:
         lease = self._keep_lease(rows)
         meter = StepMeter()
         try:
-            while self._take_in(leader, sender):
+            while self._take_in(leader, sender, outbox):
+                # First tokens and tickets do not wait for the step.
+                _emit(leader, outbox)
                 plan = leader.next_plan()
                 if plan is not None:
                     for address in followers:
                         outbox.send(address, plan)
                     sender.before_step(plan)
                     start_s = self._clock.now_s()
-                    sampled = rank.runner.execute(plan)
+                    with rank.step_recorder.step(plan):
+                        sampled = rank.runner.execute(plan)
                     meter.after_step(plan, self._clock.now_s() - start_s)
                     sender.after_step(plan, rank.runner.requests)
                     leader.commit(plan, sampled, self._clock.now_s())
@@ -119,7 +122,7 @@ class Worker:
         if self._refusal is not None:
             raise self._refusal
 
-    def _take_in(self, leader: Leader, sender: KvSender) -> bool:
+    def _take_in(self, leader: Leader, sender: KvSender, outbox: Outbox) -> bool:
         """Hand waiting messages to the leader; sleeps while there is no step to compute. False ends the loop."""
         going_on = True
         for message in self._inbox.receive(0.0 if leader.has_work() else IDLE_WAIT_S):
@@ -127,22 +130,31 @@ class Worker:
                 going_on = False
             elif isinstance(message, DropSend):
                 sender.drop(message)
+            elif isinstance(message, GiveTimeline):
+                self._give_timeline(message, outbox)
             else:
                 leader.on_message(message, self._clock.now_s())
         leader.tick(self._clock.now_s())
         return going_on
 
-    def _follow(self, rank: Rank, sender: KvSender) -> None:
+    def _follow(self, rank: Rank, sender: KvSender, outbox: Outbox) -> None:
         while True:
             for message in self._inbox.receive(IDLE_WAIT_S):
                 if isinstance(message, StepPlan):
                     sender.before_step(message)
-                    rank.runner.execute(message)
+                    with rank.step_recorder.step(message):
+                        rank.runner.execute(message)
                     sender.after_step(message, rank.runner.requests)
                 elif isinstance(message, DropSend):
                     sender.drop(message)
+                elif isinstance(message, GiveTimeline):
+                    self._give_timeline(message, outbox)
                 elif isinstance(message, Shutdown):
                     return
+
+    def _give_timeline(self, asked: GiveTimeline, outbox: Outbox) -> None:
+        assert self._rank is not None
+        _send_if_heard(outbox, asked.reply_to, make_timeline(self.spec, self._rank, asked.room, self._clock.now_s()))
 
     def _keep_lease(self, rows: list[RankRow]) -> LeaseKeeper | None:
         if self._rendezvous is None:
@@ -176,10 +188,15 @@ class Worker:
 
 
 def _emit(leader: Leader, outbox: Outbox) -> None:
-    """Send what the leader has to say; a peer that does not listen is the business of leases and deadlines."""
+    """Send what the leader has to say."""
     outgoing, leader.outgoing = leader.outgoing, []
     for address, message in outgoing:
-        try:
-            outbox.send(address, message)
-        except PeerUnreachableError as error:
-            _log.warning("%s", error)
+        _send_if_heard(outbox, address, message)
+
+
+def _send_if_heard(outbox: Outbox, address: str, message: Message) -> None:
+    """A peer that does not listen is the business of leases and deadlines."""
+    try:
+        outbox.send(address, message)
+    except PeerUnreachableError as error:
+        _log.warning("%s", error)

@@ -24,11 +24,18 @@ class _Progress:
     arrivals_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    timeline_path: str | None = None
     finished: bool = False
 
 
-async def complete(client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int) -> RequestRecord:
-    """Ask for exactly ``output_len`` tokens after a prompt of token ids; a failure is in the record, not raised."""
+async def complete(
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int, *, timed: bool = False
+) -> RequestRecord:
+    """Ask for exactly ``output_len`` tokens after a prompt of token ids; a failure is in the record, not raised.
+
+    With ``timed`` the endpoint is asked to keep a timeline, and the record says where.
+    """
     body = {
         "model": model,
         "prompt": prompt,
@@ -39,7 +46,7 @@ async def complete(client: httpx.AsyncClient, model: str, prompt: list[int], out
         "return_token_ids": True,
         "cache_salt": _RUN_SALT,
         "stream_options": {"include_usage": True},
-    }
+    } | ({"timeline": True} if timed else {})
     progress = _Progress()
     sent_s = time.monotonic()
     try:
@@ -53,6 +60,8 @@ async def complete(client: httpx.AsyncClient, model: str, prompt: list[int], out
         arrivals_s=tuple(progress.arrivals_s),
         num_prompt_tokens=progress.num_prompt_tokens,
         num_output_tokens=progress.num_output_tokens,
+        num_cached_tokens=progress.num_cached_tokens,
+        timeline_path=progress.timeline_path,
         error=error,
     )
 
@@ -62,6 +71,7 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], progr
         if response.status_code != 200:
             await response.aread()
             raise StreamError(f"HTTP {response.status_code}: {error_message(response.text)}")
+        progress.timeline_path = response.headers.get("x-baton-timeline")
         async for line in response.aiter_lines():
             event = parse_line(line)
             if event is not None:
@@ -79,6 +89,7 @@ def _note(event: Mapping[str, Any], progress: _Progress) -> None:
     if usage := event.get("usage"):
         progress.num_prompt_tokens = usage["prompt_tokens"]
         progress.num_output_tokens = usage["completion_tokens"]
+        progress.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def _brings_tokens(choice: Mapping[str, Any], finished: bool) -> bool:

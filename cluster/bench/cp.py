@@ -1,4 +1,4 @@
-"""`baton bench cp`: the time of one prefill step for strategies and group sizes, in plain processes. Loads no torch.
+"""`baton bench cp`: the time of one prefill step for every way to compute it, in plain processes. Loads no torch.
 
 Every round measures one rank alone and then every group, so that a machine whose speed drifts slows all of them.
 """
@@ -6,18 +6,16 @@ Every round measures one rank alone and then every group, so that a machine whos
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
+from cluster.bench.cp_result import CpResult, summarize
 from cluster.spec.errors import UserError
-from cluster.spec.strategy import Strategy, StrategySetting
-from workers.bench_step import StepTime
-from workers.context_parallel.cost_model import Choice
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
+from workers.bench_step import StepLens, Way
 from workers.local import WorkerProcess
 from workers.models.config import ModelConfig
 
 _RANK = "workers.bench_rank:BenchRank"
-MODE = "gather"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,88 +55,49 @@ class CpBench:
     prompt_lens: tuple[int, ...]
     cps: tuple[int, ...]
     strategies: tuple[StrategySetting, ...]
-    prefix_len: int = 0
+    modes: tuple[CpMode, ...] = (CpMode.GATHER,)
+    passings: tuple[PassingSetting, ...] = (PassingSetting.AUTO,)
+    """Of ring mode."""
+    prefix_lens: tuple[int, ...] = (0,)
     """Tokens that count as cached before the prompt."""
     num_rounds: int = 5
     model: ModelSize = ModelSize()
 
     def __post_init__(self) -> None:
-        for name in ("prompt_lens", "cps", "strategies"):
+        for name in ("prompt_lens", "cps", "strategies", "modes", "passings", "prefix_lens"):
             if not getattr(self, name):
                 raise UserError(f"{name} is empty, must name at least one")
         least = {"prompt_lens": min(self.prompt_lens), "cps": min(self.cps), "num_rounds": self.num_rounds}
         for name, value in least.items():
             if value < 1:
                 raise UserError(f"{name}: got {value}, must be at least 1")
-        if self.prefix_len < 0:
-            raise UserError(f"prefix_len is {self.prefix_len}, must be at least 0")
+        if min(self.prefix_lens) < 0:
+            raise UserError(f"prefix_lens: got {min(self.prefix_lens)}, must be at least 0")
 
     @property
-    def max_len(self) -> int:
-        """Most tokens that one request comes to."""
-        return self.prefix_len + max(self.prompt_lens)
+    def lens(self) -> list[StepLens]:
+        """All prompts, in order of measuring."""
+        return [StepLens(prompt_len, prefix_len) for prefix_len in self.prefix_lens for prompt_len in self.prompt_lens]
 
-    def entries(self) -> list[tuple[int, StrategySetting]]:
-        """(cp, strategy) in order of measuring. The first is one rank alone, to which strategies mean nothing."""
-        groups = sorted({cp for cp in self.cps if cp > 1})
-        return [(1, StrategySetting.NONE), *((cp, strategy) for cp in groups for strategy in self.strategies)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpResult:
-    """One line of the output; times are medians over all rounds."""
-
-    strategy: StrategySetting
-    mode: str
-    cp: int
-    prompt_len: int
-    prefix_len: int
-    prefill_s: float
-    """Of the slowest rank, from a common start to the first token."""
-    efficiency: float
-    """prefill_s of one rank / (cp * prefill_s)."""
-    exposed_comm_share: float
-    """Part of the time inside collectives, on the rank where it is least: others also wait for that one's work."""
-    kv_bytes_per_rank: int
-    wait_shares: tuple[float, ...]
-    """Part of the time inside collectives, by rank."""
-    cpu_s: float
-    """Computing time of the slowest rank; unlike prefill_s hardly disturbed by what else runs on the machine."""
-    chosen: Strategy
-    """What ran."""
-    estimate_s: float
-    """Expected time of it."""
+    def ways(self) -> list[Way]:
+        """In order of measuring. The first is one rank alone, to which nothing else means anything."""
+        groups = [
+            Way(cp=cp, mode=mode, strategy=strategy, passing=passing)
+            for cp in sorted({cp for cp in self.cps if cp > 1})
+            for mode in self.modes
+            for passing in (self.passings if mode is CpMode.RING else (None,))
+            for strategy in self.strategies
+        ]
+        return [Way(cp=1), *groups]
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
-    """Measure; yields the results of one prompt length after another, by group size."""
-    config = bench.model.config(bench.max_len)
+    """Measure; yields the results of one prompt after another, by group size."""
+    config = bench.model.config(max(lens.total for lens in bench.lens))
     with _ranks(max(bench.cps)) as ranks:
         _start(ranks, config, bench)
-        for prompt_len in bench.prompt_lens:
-            yield from _measure(bench, ranks, prompt_len)
-
-
-def summarize(
-    bench: CpBench, entry: tuple[int, StrategySetting], prompt_len: int, choice: Choice, steps: Sequence[list[StepTime]]
-) -> dict[str, Any]:
-    """The fields that follow from one entry's own rounds; each round has the times of all ranks."""
-    cp, strategy = entry
-    totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
-    shares = [[rank.waited_s / total_s for rank in ranks] for ranks, total_s in zip(steps, totals_s, strict=True)]
-    return {
-        "strategy": strategy,
-        "mode": MODE,
-        "cp": cp,
-        "prompt_len": prompt_len,
-        "prefix_len": bench.prefix_len,
-        "prefill_s": median(totals_s),
-        "exposed_comm_share": median(min(ranks) for ranks in shares),
-        "wait_shares": tuple(median(of_rank) for of_rank in zip(*shares, strict=True)),
-        "cpu_s": median(max(rank.cpu_s for rank in ranks) for ranks in steps),
-        "chosen": choice.strategy,
-        "estimate_s": choice.estimates_s[choice.strategy],
-    }
+        for lens in bench.lens:
+            yield from _measure(bench, ranks, lens)
 
 
 @contextmanager
@@ -157,7 +116,7 @@ def _ranks(count: int) -> Iterator[list[WorkerProcess]]:
 
 def _start(ranks: list[WorkerProcess], config: ModelConfig, bench: CpBench) -> None:
     for number, rank in enumerate(ranks):
-        rank.call("make", number, config, bench.max_len)
+        rank.call("make", number, config, max(lens.total for lens in bench.lens))
     for rank in ranks:
         rank.result()
     store = _ask(ranks[:1], "open_store")[0]
@@ -165,27 +124,22 @@ def _start(ranks: list[WorkerProcess], config: ModelConfig, bench: CpBench) -> N
         _ask(ranks[:cp], "join", store, cp)
 
 
-def _measure(bench: CpBench, ranks: list[WorkerProcess], prompt_len: int) -> list[CpResult]:
-    entries = bench.entries()
-    choices = {entry: _ask(ranks[:1], "choose", *entry, prompt_len, bench.prefix_len)[0] for entry in entries}
+def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list[CpResult]:
+    ways = bench.ways()
+    choices = {way: _ask(ranks[:1], "choose", way, lens)[0] for way in ways}
+    # The first round sizes the buffers and is not counted; every other one goes backwards, so that order tells nothing.
     rounds = [
-        {
-            entry: _ask(ranks[: entry[0]], "step", entry[0], choices[entry].strategy, prompt_len, bench.prefix_len)
-            for entry in entries
-        }
-        for _ in range(1 + bench.num_rounds)
-    ]
-    kv_bytes: int = _ask(ranks[:1], "kv_bytes", bench.prefix_len + prompt_len)[0]
-    # The first round sizes the buffers and is not counted.
-    fields = {
-        entry: summarize(bench, entry, prompt_len, choices[entry], [steps[entry] for steps in rounds[1:]])
-        for entry in entries
-    }
-    alone_s = fields[entries[0]]["prefill_s"]
+        {way: _ask(ranks[: way.cp], "step", way, choices[way], lens) for way in ways[:: 1 if number % 2 else -1]}
+        for number in range(1 + bench.num_rounds)
+    ][1:]
+    alone = [steps[ways[0]] for steps in rounds]
     return [
-        CpResult(**values, efficiency=alone_s / (values["cp"] * values["prefill_s"]), kv_bytes_per_rank=kv_bytes)
-        for values in fields.values()
-        if values["cp"] in bench.cps
+        CpResult(
+            **summarize(way, lens, choices[way], [steps[way] for steps in rounds], alone),
+            kv_bytes_per_rank=_ask(ranks[:1], "kv_bytes", way, lens.total)[0],
+        )
+        for way in ways
+        if way.cp in bench.cps
     ]
 
 

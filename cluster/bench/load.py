@@ -2,16 +2,33 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import httpx
 
 from cluster.bench.client import StreamError, complete
 from cluster.bench.sse import error_message
 from cluster.bench.statistics import RequestRecord
-from cluster.bench.workload import Workload
+from cluster.bench.workload import PlannedRequest, Workload
+
+_TIMELINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What came of one run."""
+
+    model: str
+    """The name that was asked for."""
+    records: list[RequestRecord]
+    """One a request, in order of arrival."""
+
+    @property
+    def timed(self) -> RequestRecord:
+        """Of the request in the middle, which is the one that is timed if one is."""
+        return self.records[len(self.records) // 2]
 
 
 async def run_load(
@@ -21,9 +38,10 @@ async def run_load(
     *,
     num_warmup: int,
     timeout_s: float,
+    timed: bool,
     on_progress: Callable[[RequestRecord], None],
-) -> tuple[str, list[RequestRecord]]:
-    """Warm up, send the workload, and return the model's name and one record a request, in order of ending.
+) -> LoadResult:
+    """Warm up and send the workload; with ``timed``, the request in the middle asks for a timeline.
 
     Raises:
         StreamError: the endpoint serves no model, or a warm-up request failed.
@@ -34,7 +52,25 @@ async def run_load(
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
         served = model or await first_model(client)
         await _warm_up(client, served, workload, num_warmup)
-        return served, await _send_all(client, served, workload, on_progress)
+        requests = workload.requests()
+        middle = len(requests) // 2 if timed else None
+        records = await _send_all(client, served, requests, middle, workload.concurrency, on_progress)
+        return LoadResult(model=served, records=records)
+
+
+def fetch_timeline(url: str, record: RequestRecord) -> bytes:
+    """The timeline of a request that asked for one, as Trace Event JSON.
+
+    Raises:
+        StreamError: there is none.
+        httpx.HTTPError: the endpoint does not answer.
+    """
+    if record.timeline_path is None:
+        raise StreamError(f"no timeline: {record.error or 'this endpoint makes none'}")
+    response = httpx.get(f"{url.rstrip('/')}{record.timeline_path}", timeout=_TIMELINE_S)
+    if response.status_code != 200:
+        raise StreamError(f"no timeline: HTTP {response.status_code}: {error_message(response.text)}")
+    return response.content
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
@@ -53,31 +89,30 @@ async def first_model(client: httpx.AsyncClient) -> str:
 
 
 async def _warm_up(client: httpx.AsyncClient, model: str, workload: Workload, num_warmup: int) -> None:
-    if num_warmup == 0:
-        return
-    # Other prompts than the measured ones, so that no cache is warmed for them.
-    for prompt in dataclasses.replace(workload, num_requests=num_warmup, seed=workload.seed + 1).prompts():
-        record = await complete(client, model, prompt, workload.output_len)
+    for request in workload.warmup(num_warmup):
+        record = await complete(client, model, request.make_prompt(), request.output_len)
         if record.error is not None:
             raise StreamError(f"a warm-up request failed: {record.error}")
 
 
 async def _send_all(
-    client: httpx.AsyncClient, model: str, workload: Workload, on_progress: Callable[[RequestRecord], None]
+    client: httpx.AsyncClient,
+    model: str,
+    requests: Sequence[PlannedRequest],
+    timed: int | None,
+    concurrency: int | None,
+    on_progress: Callable[[RequestRecord], None],
 ) -> list[RequestRecord]:
-    records: list[RequestRecord] = []
-    limit = asyncio.Semaphore(workload.concurrency) if workload.concurrency else contextlib.nullcontext()
-
-    async def send(prompt: list[int], arrival_s: float) -> None:
-        await asyncio.sleep(max(0.0, start_s + arrival_s - time.monotonic()))
-        async with limit:
-            record = await complete(client, model, prompt, workload.output_len)
-        records.append(record)
-        on_progress(record)
-
-    jobs = list(zip(workload.prompts(), workload.arrivals_s(), strict=True))
+    limit = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     start_s = time.monotonic()
+
+    async def send(index: int, request: PlannedRequest) -> RequestRecord:
+        await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
+        async with limit:
+            record = await complete(client, model, request.make_prompt(), request.output_len, timed=index == timed)
+        on_progress(record)
+        return record
+
     async with asyncio.TaskGroup() as group:
-        for prompt, arrival_s in jobs:
-            group.create_task(send(prompt, arrival_s))
-    return records
+        tasks = [group.create_task(send(index, request)) for index, request in enumerate(requests)]
+    return [task.result() for task in tasks]

@@ -17,6 +17,10 @@ class RequestRecord:
     """When each piece of the answer came."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the endpoint took from a cache, as it says."""
+    timeline_path: str | None = None
+    """Where the endpoint has the request's timeline."""
     error: str | None = None
     """Why it failed; None when the whole answer came."""
 
@@ -41,6 +45,8 @@ class Report:
     """From the first request sent to the last one ended."""
     prompt_tokens: int
     output_tokens: int
+    hit_rate: float
+    """Part of the prompt tokens that the endpoint took from a cache, as it says."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -76,6 +82,7 @@ def summarize(records: Sequence[RequestRecord]) -> Report:
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        hit_rate=sum(record.num_cached_tokens for record in good) / prompt_tokens if prompt_tokens else 0.0,
         requests_per_s=_rate(len(good), duration_s),
         output_tokens_per_s=_rate(output_tokens, duration_s),
         total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration_s),

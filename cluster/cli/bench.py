@@ -1,23 +1,27 @@
-"""`baton bench serve`: measures a running endpoint. The load is in cluster/bench; here are options and output."""
+"""`baton bench serve`: measures a running endpoint. The load is in cluster/bench, the tables in bench_tables.py."""
 
 import asyncio
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import httpx
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from cluster.bench.client import StreamError
-from cluster.bench.load import run_load
-from cluster.bench.statistics import Quantiles, Report, RequestRecord, summarize
-from cluster.bench.workload import Workload
+from cluster.bench.load import LoadResult, fetch_timeline, run_load
+from cluster.bench.statistics import RequestRecord, summarize
+from cluster.bench.trace import TraceWorkload, infinite_cache_hits, read_trace
+from cluster.bench.workload import RandomWorkload, Workload
+from cluster.cli.bench_tables import print_report
+from cluster.spec.errors import UserError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN, CONCURRENCY = 32, 512, 64, 4
 
 bench = typer.Typer(help="Measure a running cluster, or the engine alone.", no_args_is_help=True)
 
@@ -31,92 +35,134 @@ def _group() -> None:
 def serve(
     url: Annotated[str, typer.Option(help="Endpoint to measure.")] = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Model name; the endpoint's first by default.")] = None,
-    num_requests: Annotated[int, typer.Option(help="Requests to measure.")] = 32,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt, drawn at random.")] = 512,
-    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    num_requests: Annotated[
+        int | None, typer.Option(help=f"Requests to measure; {NUM_REQUESTS}, or the whole trace, by default.", min=1)
+    ] = None,
+    input_len: Annotated[
+        int | None, typer.Option(help=f"Tokens of each prompt, drawn at random; {INPUT_LEN} by default.")
+    ] = None,
+    output_len: Annotated[int | None, typer.Option(help=f"Tokens of each answer; {OUTPUT_LEN} by default.")] = None,
     concurrency: Annotated[
-        int | None, typer.Option(help="Most requests open at once; 4 without --request-rate, no limit with it.")
+        int | None,
+        typer.Option(help=f"Most requests open at once; {CONCURRENCY} by default, no limit with arrival times."),
     ] = None,
     request_rate: Annotated[
         float | None, typer.Option(help="Mean arrivals per second (Poisson) instead of a closed loop.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay this trace in Mooncake's format: lengths, arrivals, common prefixes.")
+    ] = None,
+    trace_scale: Annotated[float, typer.Option(help="Lengths of the trace are multiplied by this.")] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="Requests of the trace arrive so many times as fast.")] = 1.0,
+    page_size: Annotated[int, typer.Option(help="The endpoint's, for the hit rate that a trace allows.", min=1)] = 64,
     vocab_size: Annotated[int, typer.Option(help="Token ids of prompts are below this.")] = 4096,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
     warmup: Annotated[int, typer.Option(help="Requests sent first and not measured.", min=0)] = 1,
     timeout_s: Annotated[float, typer.Option(help="Longest silence of a stream, in seconds.")] = 600.0,
+    trace_out: Annotated[
+        Path | None, typer.Option(help="Write the timeline of the middle request over all ranks, for Perfetto.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Send random prompts to /v1/completions and report latency and throughput."""
-    workload = Workload(
-        num_requests=num_requests,
-        input_len=input_len,
-        output_len=output_len,
-        concurrency=4 if concurrency is None and request_rate is None else concurrency,
+    """Send prompts to /v1/completions and report latency, throughput and cache hits."""
+    workload: Workload
+    if trace is None:
+        workload = _random_workload(num_requests, input_len, output_len, concurrency, request_rate, vocab_size, seed)
+    else:
+        _refuse_beside_trace(input_len=input_len, output_len=output_len, request_rate=request_rate)
+        entries = read_trace(trace, num_requests)
+        workload = TraceWorkload(entries, trace_scale, trace_speed, concurrency, vocab_size, seed)
+    _check_can_write(trace_out)
+    result = _measure(url, model, workload, warmup, timeout_s, timed=trace_out is not None)
+    report = summarize(result.records)
+    best_hit_rate = _best_hit_rate(workload, result.records, page_size) if trace is not None else None
+    if as_json:
+        settings = {"url": url, "model": result.model, **workload.settings()}
+        print(json.dumps(settings | dataclasses.asdict(report) | {"infinite_cache_hit_rate": best_hit_rate}))
+    else:
+        print_report(f"{result.model}: {workload.describe()}", report, best_hit_rate)
+    if report.completed == 0:
+        fail(f"no request succeeded: {', '.join(report.errors)}", 1)
+    if trace_out is not None:
+        _write_timeline(url, result.timed, trace_out)
+
+
+def _random_workload(
+    num_requests: int | None,
+    input_len: int | None,
+    output_len: int | None,
+    concurrency: int | None,
+    request_rate: float | None,
+    vocab_size: int,
+    seed: int,
+) -> RandomWorkload:
+    return RandomWorkload(
+        num_requests=NUM_REQUESTS if num_requests is None else num_requests,
+        input_len=INPUT_LEN if input_len is None else input_len,
+        output_len=OUTPUT_LEN if output_len is None else output_len,
+        concurrency=CONCURRENCY if concurrency is None and request_rate is None else concurrency,
         request_rate=request_rate,
         vocab_size=vocab_size,
         seed=seed,
     )
-    served, report = _measure(url, model, workload, warmup, timeout_s)
-    if as_json:
-        settings = {"url": url, "model": served, **dataclasses.asdict(workload)}
-        print(json.dumps(settings | dataclasses.asdict(report)))
-    else:
-        _print_report(served, workload, report)
-    if report.completed == 0:
-        fail(f"no request succeeded: {', '.join(report.errors)}", 1)
 
 
-def _measure(url: str, model: str | None, workload: Workload, num_warmup: int, timeout_s: float) -> tuple[str, Report]:
+def _refuse_beside_trace(**options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"--{name.replace('_', '-')}: got {value}, but a trace has its own; leave it out")
+
+
+def _check_can_write(path: Path | None) -> None:
+    """Find out before the run, not after it."""
+    try:
+        if path is not None:
+            path.touch()
+    except OSError as error:
+        raise UserError(f"--trace-out: cannot write {path}: {error.strerror}") from error
+
+
+def _measure(
+    url: str, model: str | None, workload: Workload, num_warmup: int, timeout_s: float, *, timed: bool
+) -> LoadResult:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("requests", total=workload.num_requests)
+            task = progress.add_task("requests", total=len(workload.requests()))
 
             def advance(_: RequestRecord) -> None:
                 progress.advance(task)
 
-            served, records = asyncio.run(
-                run_load(url, model, workload, num_warmup=num_warmup, timeout_s=timeout_s, on_progress=advance)
+            return asyncio.run(
+                run_load(
+                    url,
+                    model,
+                    workload,
+                    num_warmup=num_warmup,
+                    timeout_s=timeout_s,
+                    timed=timed,
+                    on_progress=advance,
+                )
             )
     except (httpx.HTTPError, httpx.InvalidURL, StreamError) as error:
         fail(f"{url}: {error}", 1)
     except KeyboardInterrupt:
         fail("interrupted; nothing is reported", 130)
-    return served, summarize(records)
 
 
-def _print_report(model: str, workload: Workload, report: Report) -> None:
-    loop = f"at {workload.request_rate:g} requests/s" if workload.request_rate else "closed loop"
-    limit = f"at most {workload.concurrency} at once" if workload.concurrency else "no limit at once"
-    table = Table(
-        title=f"{model}: {workload.num_requests} requests of {workload.input_len}/{workload.output_len} tokens, "
-        f"{loop}, {limit}",
-        title_justify="left",
-    )
-    for column in ("milliseconds", "mean", "p50", "p90", "p99"):
-        table.add_column(column, justify="left" if column == "milliseconds" else "right")
-    for name, quantiles in _latencies(report):
-        table.add_row(name, *(f"{value:.2f}" for value in dataclasses.astuple(quantiles)))
-    console = Console()
-    console.print(table)
-    console.print(
-        f"{report.completed} completed, {report.failed} failed in {report.duration_s:.2f} s: "
-        f"{report.requests_per_s:.2f} requests/s, {report.output_tokens_per_s:.1f} output tokens/s, "
-        f"{report.total_tokens_per_s:.1f} tokens/s in all",
-        highlight=False,
-    )
-    for error, count in report.errors.items():
-        console.print(f"{count} x {error}", markup=False, highlight=False)
+def _write_timeline(url: str, record: RequestRecord, path: Path) -> None:
+    try:
+        path.write_bytes(fetch_timeline(url, record))
+    except (httpx.HTTPError, StreamError) as error:
+        fail(f"{url}: {error}", 1)
+    print(f"timeline: {path}; open it at https://ui.perfetto.dev", file=sys.stderr)
 
 
-def _latencies(report: Report) -> list[tuple[str, Quantiles]]:
-    named = (
-        ("time to first token", report.ttft_ms),
-        ("time per output token", report.tpot_ms),
-        ("between pieces (ITL)", report.itl_ms),
-        ("whole request", report.e2e_ms),
-    )
-    return [(name, quantiles) for name, quantiles in named if quantiles is not None]
+def _best_hit_rate(workload: Workload, records: list[RequestRecord], page_size: int) -> float:
+    """What a cache of unlimited size would have had of the prompts that were answered."""
+    requests = zip(workload.requests(), records, strict=True)
+    prompts = [request.make_prompt() for request, record in requests if record.error is None]
+    return sum(infinite_cache_hits(prompts, page_size)) / max(1, sum(map(len, prompts)))
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -9,22 +9,26 @@ import typer
 
 from cluster.cli.bench import fail
 from cluster.spec.errors import UserError
-from cluster.spec.strategy import StrategySetting
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
 if TYPE_CHECKING:
-    from cluster.bench.cp import CpBench, CpResult
+    from cluster.bench.cp import CpBench
+    from cluster.bench.cp_result import CpResult
 
 T = TypeVar("T")
 
 DEFAULT_STRATEGIES = "none,contiguous,zigzag,auto"
-_COLUMNS = ("prompt", "cp", "strategy", "ran as", "prefill ms", "estimate ms", "efficiency", "exposed", "KV MiB/rank")
+_NAMES = ("mode", "strategy", "ran as")
+_FIGURES = ("prefill ms", "estimate ms", "efficiency", "in attention", "exposed", "KV MiB/rank")
 
 
 def cp(
     prompt_len: Annotated[str, typer.Option(help="Tokens of the prompt, several by commas.")] = "2048,8192",
     cp: Annotated[str, typer.Option(help="CP ranks, several by commas; one rank alone is always measured.")] = "1,2",
     strategy: Annotated[str, typer.Option(help="Strategies or auto, several by commas.")] = DEFAULT_STRATEGIES,
-    prefix_len: Annotated[int, typer.Option(help="Tokens that are cached before the prompt.")] = 0,
+    mode: Annotated[str, typer.Option(help="gather or ring, several by commas.")] = "gather",
+    passing: Annotated[str, typer.Option(help="In ring mode: auto, pass_kv or pass_q, several by commas.")] = "auto",
+    prefix_len: Annotated[str, typer.Option(help="Tokens that are cached before the prompt, several by commas.")] = "0",
     rounds: Annotated[int, typer.Option(help="Measurements of each; medians are reported.")] = 5,
     layers: Annotated[int, typer.Option(help="Layers of the model, whose weights are random.")] = 8,
     hidden_size: Annotated[int, typer.Option(help="Width; the feed-forward part is three times as wide.")] = 512,
@@ -43,7 +47,9 @@ def cp(
         prompt_lens=parse_list("--prompt-len", prompt_len, int, "whole numbers"),
         cps=parse_list("--cp", cp, int, "whole numbers"),
         strategies=parse_list("--strategy", strategy, StrategySetting, ", ".join(StrategySetting)),
-        prefix_len=prefix_len,
+        modes=parse_list("--mode", mode, CpMode, ", ".join(CpMode)),
+        passings=parse_list("--passing", passing, PassingSetting, ", ".join(PassingSetting)),
+        prefix_lens=parse_list("--prefix-len", prefix_len, int, "whole numbers"),
         num_rounds=rounds,
         model=ModelSize(
             num_layers=layers,
@@ -88,18 +94,25 @@ def _print_table(bench: "CpBench", results: "list[CpResult]") -> None:
         f"{size.head_dim}, {size.dtype}; median of {bench.num_rounds} rounds",
         title_justify="left",
     )
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("strategy", "ran as") else "right")
+    for column in ("prompt", "cp", *_NAMES, *_FIGURES):
+        table.add_column(column, justify="left" if column in _NAMES else "right")
     for result in results:
-        table.add_row(
-            f"{result.prefix_len}+{result.prompt_len}" if result.prefix_len else f"{result.prompt_len}",
-            f"{result.cp}",
-            result.strategy,
-            result.chosen,
-            f"{result.prefill_s * 1e3:.1f}",
-            f"{result.estimate_s * 1e3:.1f}",
-            f"{result.efficiency:.3f}",
-            f"{result.exposed_comm_share:.1%}",
-            f"{result.kv_bytes_per_rank / 2**20:.1f}",
-        )
+        table.add_row(*_cells(result))
     Console().print(table)
+
+
+def _cells(result: "CpResult") -> list[str]:
+    estimate_s = result.estimate_s
+    return [
+        f"{result.prefix_len}+{result.prompt_len}" if result.prefix_len else f"{result.prompt_len}",
+        f"{result.cp}",
+        " ".join(filter(None, (result.mode, result.passing))),
+        result.strategy,
+        " ".join(filter(None, (result.chosen, result.chosen_passing))),
+        f"{result.prefill_s * 1e3:.1f}",
+        "" if estimate_s is None else f"{estimate_s * 1e3:.1f}",
+        f"{result.efficiency:.3f}",
+        f"{result.attention_efficiency:.3f}",
+        f"{result.exposed_comm_share:.1%}",
+        f"{result.kv_bytes_per_rank / 2**20:.1f}",
+    ]

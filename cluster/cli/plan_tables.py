@@ -69,10 +69,13 @@ def _print_kv(console: Console, kv: KvPlan | None) -> None:
             f"{part.pages_per_worker:,}",
             f"{part.tokens_per_worker:,}",
             _size(part.pool_bytes),
+            f"{part.tokens_per_replica:,}",
         )
         for role, part in kv.roles.items()
     ]
-    _print_table(console, title, ["each worker", "page", "pages", "tokens", "pool"], rows, num_text=1)
+    _print_table(
+        console, title, ["each worker", "page", "pages", "tokens", "pool", "tokens a replica"], rows, num_text=1
+    )
 
 
 def _print_ports(console: Console, ports: list[PortPlan]) -> None:

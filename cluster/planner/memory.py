@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import DeployConfig, PoolConfig
 from cluster.spec.errors import Problem
-from cluster.spec.kv import PoolLayout
+from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
@@ -21,12 +21,14 @@ class RoleKv:
     pages_per_worker: int
     """Pages that requests can have."""
     tokens_per_worker: int
+    tokens_per_replica: int
+    """Of distinct tokens: what one worker holds, times the workers that pages are divided over."""
     pool_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlan:
-    """KV memory of the whole cluster; the numbers of a worker are those of the one that holds fewest tokens."""
+    """KV memory of the whole cluster; the numbers are those of the role whose replicas hold fewest tokens."""
 
     dtype: str
     num_layers: int
@@ -38,6 +40,7 @@ class KvPlan:
     page_bytes: int
     pages_per_worker: int
     tokens_per_worker: int
+    tokens_per_replica: int
     layout: str
     roles: dict[Role, RoleKv]
 
@@ -46,7 +49,7 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
     """The KV memory of a configuration that model_problems accepts."""
     geometry = model.geometry
     roles = {role: _role_kv(config, pool, model) for role, pool in _pools(config).items()}
-    fewest = min(roles.values(), key=lambda role: role.tokens_per_worker)
+    fewest = min(roles.values(), key=lambda role: role.tokens_per_replica)
     return KvPlan(
         dtype=geometry.dtype,
         num_layers=geometry.num_layers,
@@ -57,6 +60,7 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
         page_bytes=fewest.page_bytes,
         pages_per_worker=fewest.pages_per_worker,
         tokens_per_worker=fewest.tokens_per_worker,
+        tokens_per_replica=fewest.tokens_per_replica,
         layout=POOL_AXES,
         roles=roles,
     )
@@ -79,10 +83,17 @@ def longest_context(config: DeployConfig, model: ModelFacts) -> int:
     return config.model.max_context or model.max_context
 
 
-def memory_gib_for(config: DeployConfig, model: ModelFacts, num_tokens: int) -> float:
-    """Memory with which the fullest worker of every role holds a number of tokens, and its padding page."""
-    pages = -(-num_tokens // config.kv.page_size) + 1
-    return max(_role_kv(config, pool, model).page_bytes for pool in _pools(config).values()) * pages / GIB
+def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> dict[str, float]:
+    """The keys that must be raised, with the GiB that are enough, for every replica to hold a number of tokens."""
+    num_pages = pages_for(num_tokens, config.kv.page_size)
+    wanted: dict[str, float] = {}
+    for role, pool in _pools(config).items():
+        held = _role_kv(config, pool, model)
+        if held.tokens_per_replica < num_tokens:
+            key = _memory_key(role, pool)
+            gib = (-(-num_pages // pool.num_owners) + 1) * held.page_bytes / GIB
+            wanted[key] = max(gib, wanted.get(key, 0.0))
+    return wanted
 
 
 def _pools(config: DeployConfig) -> dict[Role, PoolConfig]:
@@ -95,14 +106,20 @@ def _role_kv(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> RoleK
         page_bytes=layout.page_bytes,
         pages_per_worker=layout.num_pages,
         tokens_per_worker=layout.num_pages * layout.page_size,
+        tokens_per_replica=layout.num_pages * layout.page_size * pool.num_owners,
         pool_bytes=layout.pool_bytes,
     )
 
 
 def _layouts(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> list[PoolLayout]:
     sizes = sizes_of(pool.parallel)
-    gib = config.kv.memory_gib
+    gib = config.kv_memory_gib(pool)
     return [pool_layout(model.geometry, sizes, rank.coords, gib) for rank in positions(pool.parallel)]
+
+
+def _memory_key(role: Role, pool: PoolConfig) -> str:
+    """Where the memory of a role's pools was given."""
+    return "kv.memory_gib" if pool.kv_memory_gib is None else f"{role}.kv_memory_gib"
 
 
 def _cut_problems(role: Role, pool: PoolConfig, model: ModelFacts) -> list[Problem]:
@@ -124,5 +141,5 @@ def _memory_problems(config: DeployConfig, role: Role, pool: PoolConfig, model: 
     try:
         _layouts(config, pool, model)
     except ValueError as exc:
-        return [Problem("kv.memory_gib", f"got {config.kv.memory_gib}; a {role} worker's {exc}")]
+        return [Problem(_memory_key(role, pool), f"got {config.kv_memory_gib(pool)}; a {role} worker's {exc}")]
     return []

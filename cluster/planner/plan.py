@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.planner.memory import KvPlan, kv_plan, longest_context, memory_gib_for, model_problems
+from cluster.planner.memory import KvPlan, kv_plan, longest_context, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
 from cluster.spec.checks import CHECKS, runnable_problems
 from cluster.spec.config import DeployConfig, PoolConfig
@@ -130,12 +130,10 @@ def _result(rule: str, problems: list[Problem]) -> CheckResult:
 
 
 def _longest_request(config: DeployConfig, model: ModelFacts) -> CheckResult:
-    rule = "every pool holds the longest request"
-    longest, held = longest_context(config, model), kv_plan(config, model).tokens_per_worker
+    rule = "every replica holds the longest request"
+    longest, held = longest_context(config, model), kv_plan(config, model).tokens_per_replica
     if held >= longest:
         return CheckResult(rule=rule, passed=True, detail="")
-    detail = (
-        f"{held} tokens fit, a request may have {longest}: set kv.memory_gib to "
-        f"{memory_gib_for(config, model, longest):.3g}, or model.max_context to {held}"
-    )
+    more = " and ".join(f"{key} to {gib:.3g}" for key, gib in memory_wanted(config, model, longest).items())
+    detail = f"{held} tokens fit, a request may have {longest}: set {more}, or model.max_context to {held}"
     return CheckResult(rule=rule, passed=False, detail=detail)

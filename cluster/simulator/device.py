@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from cluster.simulator.memory import Memory, Violation
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Row, Sampled, StepPlan
+from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.sampling import Sampled
 from workers.kv_sender import KvSender
 
 

@@ -12,8 +12,9 @@ from cluster.simulator.scenario import Ask
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, Message, Output, Peer, Sampling, Stopping, Submit
+from cluster.spec.messages import Failure, Message, Output, Peer, Submit
 from cluster.spec.registry import TableSnapshot
+from cluster.spec.sampling import Sampling, Stopping
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.flight import Action, Emit, Fail, Send

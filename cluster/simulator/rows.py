@@ -43,6 +43,7 @@ def _row(
         geometry=GEOMETRY,
         layout=layout,
         transfer_mode=shape.mode,
+        page_filter=shape.page_filter,
         ownership=KvOwnership.REPLICATED,
         build="simulated",
     )

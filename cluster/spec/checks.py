@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.ranks import axis_problems
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.strategy import CpMode, PassingSetting
 
 _AXES_NOT_RUN = ("dp", "tp", "pp", "moe_dp", "ep")
 
@@ -67,6 +69,29 @@ def _decode_cp(config: DeployConfig) -> list[Problem]:
     return [Problem("decode.parallel.cp", message)]
 
 
+def _passing(config: DeployConfig) -> list[Problem]:
+    prefill = config.prefill
+    if prefill.mode is CpMode.RING or prefill.passing is PassingSetting.AUTO:
+        return []
+    message = f"got {prefill.passing} with prefill.mode = {prefill.mode}; allowed: auto, since only a ring passes"
+    return [Problem("prefill.passing", message)]
+
+
+def _ring_transfer(config: DeployConfig) -> list[Problem]:
+    prefill, transfer = config.prefill, config.transfer
+    if prefill.ownership is KvOwnership.REPLICATED:
+        return []
+    problems = []
+    why = f"with prefill.mode = ring and cp = {prefill.parallel.cp}"
+    if transfer.mode is not TransferMode.ALL_RANKS:
+        message = f"got {transfer.mode} {why}; allowed: all_ranks, since rank 0 holds only its own pages"
+        problems.append(Problem("transfer.mode", message))
+    if transfer.page_filter is not PageFilter.MODULAR:
+        message = f"got {transfer.page_filter} {why}; allowed: modular, since a page is sent by the rank that holds it"
+        problems.append(Problem("transfer.page_filter", message))
+    return problems
+
+
 def _lease(config: DeployConfig) -> list[Problem]:
     heartbeat_s, lease_s = config.resources.heartbeat_s, config.resources.lease_s
     if lease_s > heartbeat_s:
@@ -86,6 +111,12 @@ CHECKS = (
     Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
     Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
     Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
+    Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing"), _passing),
+    Check(
+        "every rank of a ring sends the pages it holds",
+        ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
+        _ring_transfer,
+    ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
     Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
 )

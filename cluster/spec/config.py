@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.spec.registry import PageFilter, TransferMode
-from cluster.spec.strategy import StrategySetting
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -47,7 +48,7 @@ class KvConfig(_Node):
 
     page_size: PositiveInt = 64
     """Tokens per page; equal on both sides."""
-    memory_gib: Annotated[float, Field(gt=0, le=65536, strict=True)] = 1.0
+    memory_gib: MemoryGib = 1.0
     """Memory of the pool of one worker, in GiB."""
     prefix_cache: bool = True
     """Keep the pages of finished requests for prompts that begin alike, as long as nobody else needs the memory."""
@@ -79,6 +80,18 @@ class PoolConfig(_Node):
     """How each replica is cut."""
     max_requests: PositiveInt = 64
     """Most requests in one step of one replica."""
+    kv_memory_gib: MemoryGib | None = None
+    """Memory of the page pool of one worker of this role, in GiB; `kv.memory_gib` by default."""
+
+    @property
+    def ownership(self) -> KvOwnership:
+        """Where the KV of a request lives in the CP group of a replica."""
+        return KvOwnership.REPLICATED
+
+    @property
+    def num_owners(self) -> int:
+        """CP ranks that the pages of a request are divided over."""
+        return self.ownership.num_owners(self.parallel.cp)
 
 
 class PrefillConfig(PoolConfig):
@@ -86,12 +99,22 @@ class PrefillConfig(PoolConfig):
 
     strategy: StrategySetting = StrategySetting.AUTO
     """How a step's tokens are divided over CP ranks; auto takes the fastest way for each step, by measured rates."""
+    mode: CpMode = CpMode.GATHER
+    """`gather`: each CP rank holds all KV; `ring`: each holds the pages it owns, so that capacity grows with cp."""
+    passing: PassingSetting = PassingSetting.AUTO
+    """What goes round in ring mode, keys and values or queries; auto takes the faster for each step."""
     chunk_tokens: PositiveInt = 8192
     """Most tokens computed in one step, over all requests."""
     oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
-    """Part of each step that the oldest request gets, however long; important and short requests share the rest."""
+    """Part of each step that the oldest request gets, whatever its length; 1 computes requests in order of coming."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Prompt tokens before one replica at which it gets no more; when all replicas have so many, clients get 429."""
+
+    @property
+    def ownership(self) -> KvOwnership:
+        """Where the KV of a request lives in the CP group of a replica; a ring of one rank is no ring."""
+        is_ring = self.mode is CpMode.RING and self.parallel.cp > 1
+        return KvOwnership.SHARDED if is_ring else KvOwnership.REPLICATED
 
 
 class DecodeConfig(PoolConfig):
@@ -182,3 +205,7 @@ class DeployConfig(_Node):
     """The HTTP endpoint."""
     resources: ResourcesConfig = ResourcesConfig()
     """What the cluster runs on."""
+
+    def kv_memory_gib(self, pool: PoolConfig) -> float:
+        """Memory of the page pool of one worker of these replicas, in GiB."""
+        return pool.kv_memory_gib or self.kv.memory_gib

@@ -4,14 +4,16 @@ Room, generation and incarnation travel on every message that concerns pages, so
 can be told apart and dropped.
 """
 
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 
 import msgspec
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
-from cluster.spec.strategy import Strategy
+from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
+from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.timeline import ClockReading, Interval
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,77 +34,6 @@ class Peer(_Struct, frozen=True):
     incarnation: Incarnation
     address: str
     """Channel address; of a replica its leader's."""
-
-
-class Sampling(_Struct, frozen=True):
-    """How a token is drawn from the logits."""
-
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all."""
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens that are in prompt or output."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for every time it is in the output."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that are in the output."""
-    logit_bias: dict[int, float] = {}
-    """Added to the logits of these tokens."""
-    allowed_ids: frozenset[int] = frozenset()
-    """Only these are drawn; none means all."""
-    bad_words: list[list[int]] = []
-    """Token sequences of which the last token is not drawn after the others."""
-    min_tokens: int = 0
-    """Output positions before this one draw none of ``ending_ids``."""
-    ending_ids: frozenset[int] = frozenset()
-    num_logprobs: int | None = None
-    """How many of the likeliest tokens are told with each drawn one; None tells no log-probabilities at all."""
-
-    @property
-    def has_penalties(self) -> bool:
-        """Logits change with how often tokens came before."""
-        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-    @property
-    def looks_back(self) -> bool:
-        """A draw depends on the tokens before it."""
-        return self.has_penalties or bool(self.bad_words)
-
-
-class Stopping(_Struct, frozen=True):
-    """When a request ends."""
-
-    max_tokens: int
-    stop_token_ids: frozenset[int] = frozenset()
-    """Ends with reason ``stop``; includes the model's end-of-sequence tokens unless they are ignored."""
-
-
-class FinishReason(StrEnum):
-    """Why a request ended well; the words of the OpenAI API."""
-
-    STOP = "stop"
-    LENGTH = "length"
-
-
-class TokenLogprobs(_Struct, frozen=True):
-    """How likely the model found one output token, before anything in Sampling; natural logarithms."""
-
-    logprob: float
-    top_ids: list[int]
-    """The likeliest tokens, best first."""
-    top_logprobs: list[float]
-
-
-class Sampled(_Struct, frozen=True):
-    """One drawn token."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    """Where Sampling asks for them."""
 
 
 class SendState(IntEnum):
@@ -136,6 +67,8 @@ class Submit(_Message, frozen=True):
     """Only requests with the same salt share cached pages."""
     priority: int = 0
     """Lower values are computed earlier; the oldest request has its share whatever its priority."""
+    timed: bool = False
+    """Every rank keeps a timeline of this request until it is asked for it."""
 
 
 class Cancel(_Message, frozen=True):
@@ -174,6 +107,20 @@ class Failure(_Message, frozen=True):
     """One sentence that names what failed."""
     retryable: bool
     """Another attempt may succeed."""
+
+
+class Timeline(_Message, frozen=True):
+    """What one rank did for a timed request."""
+
+    room: Room
+    replica: ReplicaId
+    incarnation: Incarnation
+    global_rank: int
+    clock: ClockReading
+    intervals: list[Interval]
+    """In order of ending."""
+    num_left_out: int
+    """Intervals beyond the most that a rank keeps."""
 
 
 # ---- to a prefill leader, from a decode leader
@@ -283,6 +230,7 @@ class Admit(_Struct, frozen=True):
     """None where KV stays on this replica."""
     history: list[int] = []
     """Prompt and output so far; given only where sampling looks back."""
+    timed: bool = False
 
 
 class Row(_Struct, frozen=True):
@@ -311,6 +259,8 @@ class StepPlan(_Message, frozen=True):
     """Requests to forget before this step."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
+    passing: Passing | None = None
+    """How queries meet keys where KV is sharded; None where it is replicated."""
 
 
 class DropSend(_Message, frozen=True):
@@ -318,6 +268,13 @@ class DropSend(_Message, frozen=True):
 
     room: Room
     generation: int
+
+
+class GiveTimeline(_Message, frozen=True):
+    """From the router to every rank: send what you keep of a timed request, and forget it."""
+
+    room: Room
+    reply_to: str
 
 
 class Shutdown(_Message, frozen=True):
@@ -354,6 +311,7 @@ Message = (
     | Cancel
     | Output
     | Failure
+    | Timeline
     | Ticket
     | Revoke
     | Refused
@@ -362,6 +320,7 @@ Message = (
     | Drained
     | StepPlan
     | DropSend
+    | GiveTimeline
     | SendReport
     | Shutdown
     | Drain

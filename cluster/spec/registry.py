@@ -33,6 +33,12 @@ class KvOwnership(StrEnum):
 
     REPLICATED = "replicated"
     """Every CP rank holds all of it."""
+    SHARDED = "sharded"
+    """Every CP rank holds the pages it owns: page id g belongs to rank g modulo cp, as page g // cp of its pool."""
+
+    def num_owners(self, cp: int) -> int:
+        """CP ranks that the pages of a request are divided over."""
+        return cp if self is KvOwnership.SHARDED else 1
 
 
 class RankCoords(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +79,15 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     geometry: KvGeometry
     layout: PoolLayout
     transfer_mode: TransferMode
+    page_filter: PageFilter
     ownership: KvOwnership
     build: str
     """Version of the code that runs."""
+
+    @property
+    def num_owners(self) -> int:
+        """CP ranks of this replica that the pages of a request are divided over."""
+        return self.ownership.num_owners(self.sizes.cp)
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The names of the context-parallel strategies: how one step's tokens are cut over CP ranks."""
+"""The names of context parallelism: how a step's tokens are cut over CP ranks, and how they meet their keys."""
 
 from enum import StrEnum
 
@@ -33,3 +33,35 @@ class StrategySetting(StrEnum):
     def candidates(self) -> tuple[Strategy, ...]:
         """The strategies that a step may run with."""
         return tuple(Strategy) if self is StrategySetting.AUTO else (Strategy(self.value),)
+
+
+class CpMode(StrEnum):
+    """Which KV a CP rank of a prefill replica holds."""
+
+    GATHER = "gather"
+    """All of it: every rank stores the K and V of all ranks."""
+    RING = "ring"
+    """The pages it owns, so that the KV capacity of a replica grows with cp."""
+
+
+class Passing(StrEnum):
+    """What goes round in ring mode, so that all queries of a step meet all keys."""
+
+    PASS_KV = "pass_kv"
+    """The keys and values, cached ones included, go from rank to rank."""
+    PASS_Q = "pass_q"
+    """The queries go to every rank, and what they found in its cached keys comes back."""
+
+
+class PassingSetting(StrEnum):
+    """What may be asked for: one passing for every step, or the better one for each."""
+
+    AUTO = "auto"
+    """The passing with the least estimated time, step by step."""
+    PASS_KV = Passing.PASS_KV.value
+    PASS_Q = Passing.PASS_Q.value
+
+    @property
+    def candidates(self) -> tuple[Passing, ...]:
+        """The passings that a step may run with."""
+        return tuple(Passing) if self is PassingSetting.AUTO else (Passing(self.value),)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cluster.spec.config import DeployConfig, PoolConfig
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import RankCoords
+from cluster.spec.registry import KvOwnership, RankCoords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,11 @@ class WorkerSpec:
     def pool(self) -> PoolConfig:
         """The configuration of this worker's role."""
         return self.config.prefill if self.role is Role.PREFILL else self.config.decode
+
+    @property
+    def ownership(self) -> KvOwnership:
+        """Where the KV of a request lives in this worker's CP group."""
+        return self.pool.ownership
 
     @property
     def is_leader(self) -> bool:

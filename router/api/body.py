@@ -71,6 +71,8 @@ def _path(loc: tuple[int | str, ...]) -> tuple[str, str]:
         if isinstance(step, int):
             path += f"[{step}]"
             continue
+        if step == "[key]":
+            continue
         path += f".{step}" if path else step
         field = step
         if field in EXPECTED:

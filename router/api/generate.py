@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.tokenizer import Detokenizer
 from router.answer import Answer
 from router.api.connection import EventStream, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
 from router.api.shapes import Shape
 from router.flight import Ask
 from router.service import Service
-from router.text import AnswerText, Piece
+from router.text import AnswerText, Piece, TextRules, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +20,13 @@ class Job:
     """One HTTP request, ready to be sent to replicas."""
 
     asks: Sequence[Ask]
-    """One for every choice."""
-    stops: Sequence[str]
+    """One for every choice; those of one prompt stand together."""
+    num_choices: int
+    """Of each prompt."""
+    rules: TextRules
     shape: Shape
     include_usage: bool
+    continuous_usage: bool
     arrived_s: float
 
 
@@ -35,10 +37,10 @@ async def respond_whole(service: Service, request: Request, job: Job) -> Respons
         NotReadyError, RequestFailedError, ClientLeftError: there is none.
     """
     with service.relay.open(job.asks, job.arrived_s) as answer:
-        texts = _texts(service, job)
-        choices = [Piece("", None) for _ in job.asks]
-        await unless_client_leaves(request.receive, _collect(answer, texts, choices))
-        content = job.shape.whole(choices, _usage(job, texts, answer.stream.num_cached_tokens))
+        parts = await unless_client_leaves(request.receive, _collect(answer, _texts(service, job)))
+        choices = [join(pieces) for pieces in parts]
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        content = job.shape.whole(choices, _usage(job, answer, num_tokens))
         return Response(content, headers=answer.headers, media_type="application/json")
 
 
@@ -56,22 +58,20 @@ async def _pieces(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerator
     while parts := await answer.stream.receive():
         waiting = []
         for part in parts:
-            pieces = texts[part.index].push(part.token_ids, part.finish)
+            pieces = texts[part.index].push(part.token_ids, part.finish, part.logprobs)
             waiting += [(part.index, piece) for piece in pieces]
             if part.finish is None and pieces and pieces[-1].finish is not None:
                 answer.enough(part.index)
         yield waiting
 
 
-async def _collect(answer: Answer, texts: Sequence[AnswerText], choices: list[Piece]) -> None:
-    written: list[list[str]] = [[] for _ in choices]
-    token_ids: list[list[int]] = [[] for _ in choices]
+async def _collect(answer: Answer, texts: Sequence[AnswerText]) -> list[list[Piece]]:
+    """The pieces of every choice."""
+    collected: list[list[Piece]] = [[] for _ in texts]
     async for pieces in _pieces(answer, texts):
         for index, piece in pieces:
-            written[index].append(piece.text)
-            token_ids[index] += piece.token_ids
-            if piece.finish is not None:
-                choices[index] = Piece("".join(written[index]), piece.finish, tuple(token_ids[index]))
+            collected[index].append(piece)
+    return collected
 
 
 async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> AsyncGenerator[bytes, None]:
@@ -80,27 +80,31 @@ async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> Asyn
     The chunks of tokens that wait together are written together.
     """
     opened: set[int] = set()
+    num_tokens = 0
     async for pieces in _pieces(answer, texts):
         events = []
         for index, piece in pieces:
             if index not in opened:
                 opened.add(index)
                 events += [event(opening)] if (opening := job.shape.opening(index)) else []
-            events.append(event(job.shape.chunk(index, piece)))
+            num_tokens += len(piece.token_ids)
+            usage = _usage(job, answer, num_tokens) if job.continuous_usage else None
+            events.append(event(job.shape.chunk(index, piece, usage)))
         if events:
             yield b"".join(events)
     if job.include_usage:
-        yield event(job.shape.closing(_usage(job, texts, answer.stream.num_cached_tokens)))
+        yield event(job.shape.closing(_usage(job, answer, num_tokens)))
     yield event(b"[DONE]")
 
 
 def _texts(service: Service, job: Job) -> list[AnswerText]:
-    return [AnswerText(Detokenizer(service.tokenizer), job.stops, ask.stopping.stop_token_ids) for ask in job.asks]
+    return [AnswerText(service.tokenizer, job.rules) for _ in job.asks]
 
 
-def _usage(job: Job, texts: Sequence[AnswerText], cached_tokens: int) -> Usage:
-    prompt_tokens = sum(len(ask.prompt_ids) for ask in job.asks)
-    completion_tokens = sum(text.num_tokens for text in texts)
+def _usage(job: Job, answer: Answer, completion_tokens: int) -> Usage:
+    """A prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(ask.prompt_ids) for ask in job.asks[:: job.num_choices])
+    cached_tokens = sum(answer.stream.cached_tokens[:: job.num_choices])
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -1,5 +1,8 @@
 """``/v1/completions`` and ``/v1/chat/completions``."""
 
+from collections.abc import Sequence
+from typing import cast
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,8 +11,10 @@ from router.api.body import document, read
 from router.api.generate import Job, respond_stream, respond_whole
 from router.api.intake import chat_ask, completion_asks
 from router.api.request_id import request_id
-from router.api.requests import ChatRequest, CompletionRequest
-from router.api.shapes import ChatShape, CompletionShape
+from router.api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.api.sampling import choices_of, text_rules
+from router.api.shapes import ChatShape, CompletionShape, Shape
+from router.flight import Ask
 from router.service import Service
 
 
@@ -22,27 +27,49 @@ def routes(service: Service) -> APIRouter:
         """Continue one or several prompts."""
         arrived_s = service.relay.now_s()
         body = await read(request, CompletionRequest)
-        job = Job(
-            asks=await completion_asks(service, body),
-            stops=body.stops,
-            shape=CompletionShape(request_id(request), service.model, body),
-            include_usage=body.include_usage,
-            arrived_s=arrived_s,
-        )
-        return respond_stream(service, job) if body.stream else await respond_whole(service, request, job)
+        asks = await completion_asks(service, body)
+        shape = CompletionShape(request_id(request), service, body, _echoes(service, body, asks))
+        return await _respond(service, request, body, _job(service, body, asks, shape, arrived_s))
 
     @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrived_s = service.relay.now_s()
         body = await read(request, ChatRequest)
-        job = Job(
-            asks=[await chat_ask(service, body)],
-            stops=body.stops,
-            shape=ChatShape(request_id(request), service.model, body),
-            include_usage=body.include_usage,
-            arrived_s=arrived_s,
-        )
-        return respond_stream(service, job) if body.stream else await respond_whole(service, request, job)
+        asks = [await chat_ask(service, body)]
+        shape = ChatShape(request_id(request), service, body)
+        return await _respond(service, request, body, _job(service, body, asks, shape, arrived_s))
 
     return router
+
+
+def _job(service: Service, body: GenerationRequest, asks: Sequence[Ask], shape: Shape, arrived_s: float) -> Job:
+    """Every choice of every prompt as an ask of its own."""
+    return Job(
+        asks=[choice for ask in asks for choice in choices_of(ask, body.num_choices)],
+        num_choices=body.num_choices,
+        rules=text_rules(service, body),
+        shape=shape,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        arrived_s=arrived_s,
+    )
+
+
+async def _respond(service: Service, request: Request, body: GenerationRequest, job: Job) -> Response:
+    return respond_stream(service, job) if body.stream else await respond_whole(service, request, job)
+
+
+def _echoes(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> list[str] | None:
+    """For every choice the prompt as text, where it is asked for."""
+    if not body.echo:
+        return None
+    match body.prompt:
+        case str():
+            texts = [body.prompt]
+        case [str(), *_]:
+            texts = cast(list[str], body.prompt)
+        case _:
+            skip = body.skip_special_tokens is not False
+            texts = [service.tokenizer.decode(ask.prompt_ids, skip) for ask in asks]
+    return [text for text in texts for _ in range(body.num_choices)]

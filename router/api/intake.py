@@ -1,15 +1,15 @@
 """From a valid request to what replicas are asked: tokens, limits, sampling. Refuses what does not fit the model."""
 
 import asyncio
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from typing import TypeVar
 
 from cluster.spec.errors import UserError
-from cluster.spec.messages import Sampling, Stopping
+from cluster.spec.sampling import Stopping
 from router.api.errors import ApiError, bad_request
 from router.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from router.api.sampling import make_sampling, stop_token_ids
 from router.api.unsupported import refuse_unsupported
 from router.flight import Ask
 from router.service import Service
@@ -43,7 +43,11 @@ async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask
         ApiError: 404 or 400.
     """
     _check(service, body)
+    if body.echo and body.logprobs is not None:
+        raise bad_request("logprobs: not supported together with echo; leave one of them out", "logprobs")
     prompts = await _prompt_ids(service, body)
+    if body.timeline and len(prompts) > 1:
+        raise bad_request(f"timeline: only one prompt can be timed, got {len(prompts)}", "timeline")
     return [_ask(service, body, prompt, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt") for prompt in prompts]
 
 
@@ -54,6 +58,8 @@ async def chat_ask(service: Service, body: ChatRequest) -> Ask:
         ApiError: 404 or 400.
     """
     _check(service, body)
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
     add = body.add_generation_prompt is not False
     prompt_ids = await chat_ids(service, body.messages, add, body.chat_template_kwargs)
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -88,7 +94,7 @@ async def encode(service: Service, text: str, add_special_tokens: bool) -> list[
     return await _off_loop(len(text), lambda: service.tokenizer.encode(text, add_special_tokens))
 
 
-def check_token_ids(service: Service, token_ids: Sequence[int], param: str) -> None:
+def check_token_ids(service: Service, token_ids: Collection[int], param: str) -> None:
     """Refuse ids that the model has no token for.
 
     Raises:
@@ -109,6 +115,8 @@ def _check(service: Service, body: GenerationRequest) -> None:
     refuse_unsupported(body.others)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+    for param, token_ids in (("logit_bias", body.logit_bias), ("allowed_token_ids", body.allowed_token_ids)):
+        check_token_ids(service, token_ids or (), param)
 
 
 async def _prompt_ids(service: Service, body: CompletionRequest) -> list[list[int]]:
@@ -121,6 +129,9 @@ async def _prompt_ids(service: Service, body: CompletionRequest) -> list[list[in
             prompts = body.prompt  # type: ignore[assignment]
     if len(prompts) > MAX_PROMPTS:
         raise bad_request(f"prompt: at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}", "prompt")
+    if len(prompts) * body.num_choices > MAX_PROMPTS:
+        got = f"{len(prompts)} prompts with n = {body.num_choices}"
+        raise bad_request(f"n: at most {MAX_PROMPTS} choices in one request, got {got}", "n")
     return [await encode(service, prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
@@ -133,17 +144,20 @@ def _ask(
     room = service.max_tokens - len(prompt_ids)
     if room < 1 or (wanted is not None and wanted > room):
         raise _too_long(service, len(prompt_ids), wanted, param)
-    ended_by = frozenset() if body.ignore_eos else service.tokenizer.eos_ids
-    stopping = Stopping(
-        max_tokens=min(default, room) if wanted is None else wanted,
-        stop_token_ids=ended_by | frozenset(body.stop_token_ids or ()),
-    )
+    max_tokens = min(default, room) if wanted is None else wanted
+    if body.min_tokens is not None and body.min_tokens > max_tokens:
+        raise bad_request(f"min_tokens: must be at most max_tokens, {max_tokens}, got {body.min_tokens}", "min_tokens")
+    stopping = Stopping(max_tokens=max_tokens, stop_token_ids=stop_token_ids(service, body))
+    if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
+        raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
+    sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids)
     return Ask(
         prompt_ids=prompt_ids,
-        sampling=_sampling(body),
+        sampling=sampling,
         stopping=stopping,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
+        timed=bool(body.timeline),
     )
 
 
@@ -155,14 +169,3 @@ def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str)
         return bad_request(f"{param}: the prompt has {prompt_len} tokens; {allowed}", param, _TOO_LONG)
     message = f"max_tokens: the prompt has {prompt_len} tokens and {wanted} more were asked for; {allowed}"
     return bad_request(message, "max_tokens", _TOO_LONG)
-
-
-def _sampling(body: GenerationRequest) -> Sampling:
-    seed = secrets.randbits(63) if body.seed is None else body.seed & (2**63 - 1)
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        seed=seed,
-    )

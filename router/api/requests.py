@@ -7,6 +7,10 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
@@ -36,6 +40,7 @@ class StreamOptions(_Body):
     """How a stream ends."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(_Body):
@@ -43,21 +48,32 @@ class GenerationRequest(_Body):
 
     model: str
     max_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=256)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: (
         Annotated[StopText | Annotated[list[StopText], Field(max_length=16)], Field(union_mode="left_to_right")] | None
     ) = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeline: bool | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -69,11 +85,33 @@ class GenerationRequest(_Body):
         """A stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Every chunk of a stream has the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likely tokens to tell with each; None for no log-probabilities."""
+        raise NotImplementedError
+
 
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Prompt
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """``logprobs`` itself."""
+        return self.logprobs
 
 
 class TextPart(_Body):
@@ -113,6 +151,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Positive | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """``top_logprobs`` where ``logprobs`` asks for any."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(_Body):

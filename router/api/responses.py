@@ -22,12 +22,42 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a choice of ``/v1/completions``: lists with one entry a token."""
+
+    text_offset: tuple[int, ...]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token that the model might have said."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob, frozen=True, kw_only=True):
+    """The token that it said."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a choice of ``/v1/chat/completions``, one entry a token."""
+
+    content: list[ChosenLogprob]
+    refusal: None = None
+
+
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt's text, or the next part of it."""
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
@@ -56,7 +86,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     message: Message
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
@@ -84,7 +114,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
 

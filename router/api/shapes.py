@@ -7,6 +7,8 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cluster.tokenizer import Tokenizer
+from router.api.logprobs import chat_logprobs, completion_logprobs
 from router.api.requests import GenerationRequest
 from router.api.responses import (
     ChatChoice,
@@ -19,6 +21,7 @@ from router.api.responses import (
     Message,
     Usage,
 )
+from router.service import Service
 from router.text import Piece
 
 _encoder = msgspec.json.Encoder()
@@ -31,8 +34,8 @@ class Shape(Protocol):
         """What a stream says of a choice before its text; None for nothing."""
         ...
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        """The next part of a choice."""
+    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        """The next part of a choice, with the usage so far if there is to be one."""
         ...
 
     def closing(self, usage: Usage) -> bytes:
@@ -44,24 +47,40 @@ class Shape(Protocol):
         ...
 
 
-class CompletionShape:
-    """``/v1/completions``."""
+class _Common:
+    """What both shapes know of their request."""
 
-    def __init__(self, request_id: str, model: str, body: GenerationRequest) -> None:
-        self._id = f"cmpl-{request_id}"
-        self._model = model
+    def __init__(self, response_id: str, service: Service, body: GenerationRequest) -> None:
+        self._id = response_id
+        self._model = service.model
+        self._tokenizer: Tokenizer = service.tokenizer
         self._created = int(time.time())
         self._no_usage: UnsetType | None = None if body.include_usage else UNSET
         self._with_token_ids = bool(body.return_token_ids)
 
-    def opening(self, index: int) -> bytes | None:
-        """Nothing comes before the text."""
-        del index
-        return None
+    def _token_ids(self, piece: Piece) -> tuple[int, ...] | UnsetType:
+        return piece.token_ids if self._with_token_ids else UNSET
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
+
+class CompletionShape(_Common):
+    """``/v1/completions``."""
+
+    def __init__(
+        self, request_id: str, service: Service, body: GenerationRequest, echoes: Sequence[str] | None
+    ) -> None:
+        """``echoes``: for every choice the text before its answer; None where nothing is echoed."""
+        super().__init__(f"cmpl-{request_id}", service, body)
+        self._echoes = echoes
+
+    def opening(self, index: int) -> bytes | None:
+        """The prompt, where it is echoed."""
+        if self._echoes is None:
+            return None
+        return self._encode([CompletionChoice(index=index, text=self._echoes[index], finish_reason=None)], None)
+
+    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
         """The next text."""
-        return self._encode([self._choice(index, piece)], self._no_usage)
+        return self._encode([self._choice(index, piece, piece.text)], usage)
 
     def closing(self, usage: Usage) -> bytes:
         """No choices, only the usage."""
@@ -69,43 +88,51 @@ class CompletionShape:
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """All texts."""
-        return self._encode([self._choice(index, piece) for index, piece in enumerate(choices)], usage)
+        echoes = self._echoes or [""] * len(choices)
+        made = [self._choice(index, piece, echoes[index] + piece.text) for index, piece in enumerate(choices)]
+        return self._encode(made, usage)
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
-        token_ids = piece.token_ids if self._with_token_ids else UNSET
-        return CompletionChoice(index=index, text=piece.text, finish_reason=piece.finish, token_ids=token_ids)
+    def _choice(self, index: int, piece: Piece, text: str) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=completion_logprobs(self._tokenizer, piece),
+            finish_reason=piece.finish,
+            token_ids=self._token_ids(piece),
+        )
 
-    def _encode(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
+    def _encode(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
+        written = self._no_usage if usage is None else usage
         return _encoder.encode(
-            Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+            Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=written)
         )
 
 
-class ChatShape:
+class ChatShape(_Common):
     """``/v1/chat/completions``."""
 
-    def __init__(self, request_id: str, model: str, body: GenerationRequest) -> None:
-        self._id = f"chatcmpl-{request_id}"
-        self._model = model
-        self._created = int(time.time())
-        self._no_usage: UnsetType | None = None if body.include_usage else UNSET
-        self._with_token_ids = bool(body.return_token_ids)
+    def __init__(self, request_id: str, service: Service, body: GenerationRequest) -> None:
+        super().__init__(f"chatcmpl-{request_id}", service, body)
 
     def opening(self, index: int) -> bytes | None:
         """Who speaks."""
-        return self._encode(ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None))
+        delta = Delta(role="assistant", content="")
+        return self._encode([ChatChunkChoice(index=index, delta=delta, finish_reason=None)], None)
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
+    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
         """The next text."""
-        delta = Delta(content=piece.text) if piece.text else Delta()
-        token_ids = self._token_ids(piece)
-        return self._encode(ChatChunkChoice(index=index, delta=delta, finish_reason=piece.finish, token_ids=token_ids))
+        choice = ChatChunkChoice(
+            index=index,
+            delta=Delta(content=piece.text) if piece.text else Delta(),
+            logprobs=chat_logprobs(self._tokenizer, piece),
+            finish_reason=piece.finish,
+            token_ids=self._token_ids(piece),
+        )
+        return self._encode([choice], usage)
 
     def closing(self, usage: Usage) -> bytes:
         """No choices, only the usage."""
-        return _encoder.encode(
-            ChatChunk(id=self._id, created=self._created, model=self._model, choices=[], usage=usage)
-        )
+        return self._encode([], usage)
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """All messages."""
@@ -113,6 +140,7 @@ class ChatShape:
             ChatChoice(
                 index=index,
                 message=Message(content=piece.text),
+                logprobs=chat_logprobs(self._tokenizer, piece),
                 finish_reason=piece.finish,
                 token_ids=self._token_ids(piece),
             )
@@ -122,10 +150,8 @@ class ChatShape:
             ChatCompletion(id=self._id, created=self._created, model=self._model, choices=made, usage=usage)
         )
 
-    def _token_ids(self, piece: Piece) -> tuple[int, ...] | UnsetType:
-        return piece.token_ids if self._with_token_ids else UNSET
-
-    def _encode(self, choice: ChatChunkChoice) -> bytes:
+    def _encode(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
+        written = self._no_usage if usage is None else usage
         return _encoder.encode(
-            ChatChunk(id=self._id, created=self._created, model=self._model, choices=[choice], usage=self._no_usage)
+            ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=written)
         )

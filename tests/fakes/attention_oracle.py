@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 from workers.attention.torch_backend import TorchAttention
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.gather import KvGather, join_rows
-from workers.engine.attention_context import PagedAttentionContext
+from workers.context_parallel.gather import join_rows
+from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
+from workers.engine.contexts import make_context
 from workers.parallel.collectives import Communicator
 
 Array = NDArray[np.float64]
@@ -31,6 +32,8 @@ class Scenario:
     chunks: tuple[tuple[int, ...], ...]
     strategy: Strategy
     cp: int
+    passing: Passing | None = None
+    """None where every rank holds all pages, and otherwise each those that it owns."""
     page_size: int = 4
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -75,19 +78,28 @@ class StepResult(NamedTuple):
     """The last layer's row of the last token of each sampled request."""
 
 
+def page_tables(scenario: Scenario, owners: int) -> tuple[list[NDArray[np.int64]], int]:
+    """Global page numbers of every request, owners taking turns from any one of them, and the pages of an owner."""
+    random = np.random.default_rng(scenario.seed)
+    counts = [-(-length // scenario.page_size) for length in scenario.total_lens]
+    of_pages = [(random.integers(owners) + np.arange(count)) % owners for count in counts]
+    pages_an_owner = sum(-(-count // owners) for count in counts)
+    free = [list(random.permutation(pages_an_owner)) for _ in range(owners)]
+    tables = [np.array([free[owner].pop() * owners + owner for owner in part], dtype=np.int64) for part in of_pages]
+    return tables, pages_an_owner
+
+
 class ScenarioRun:
     """One rank's way through a scenario, over a pool whose unwritten slots are NaN."""
 
     def __init__(self, scenario: Scenario, group: Communicator) -> None:
         self.scenario = scenario
-        self.gather = KvGather(group)
-        size = scenario.page_size
-        self.page_counts = [-(-length // size) for length in scenario.total_lens]
-        shape = (sum(self.page_counts), KV_HEADS, NUM_LAYERS, size, HEAD_DIM, scenario.dtype)
+        self.exchange = CpExchange(group)
+        self.owners = 1 if scenario.passing is None else scenario.cp
+        self.tables, pages_an_owner = page_tables(scenario, self.owners)
+        shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
         self.pool = PagePool(*shape)
         self.pool.data.fill_(torch.nan)
-        pages = np.random.default_rng(scenario.seed).permutation(sum(self.page_counts))
-        self.tables = np.split(pages, np.cumsum(self.page_counts)[:-1])
         self.inputs = [
             [scenario.inputs(request, layer) for layer in range(NUM_LAYERS)] for request in range(len(self.tables))
         ]
@@ -100,13 +112,13 @@ class ScenarioRun:
     def _step(self, lens: tuple[int, ...]) -> StepResult:
         present = [request for request, length in enumerate(lens) if length]
         batch = self._batch(lens, present)
-        context = PagedAttentionContext(batch, self.pool, TorchAttention(), self.gather)
+        context = make_context(batch, self.scenario.passing, self.pool, TorchAttention(), self.exchange)
         outs = []
         for layer in range(NUM_LAYERS):
             q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
             context.put(layer, k, v)
             outs.append(context.attend(layer, q))
-        joined = torch.stack([join_rows(self.gather.group, batch.plan, out) for out in outs])
+        joined = torch.stack([join_rows(self.exchange.group, batch.plan, out) for out in outs])
         last = context.join_last(outs[-1].flatten(1))
         for request in present:
             self.done[request] += lens[request]
@@ -121,10 +133,11 @@ class ScenarioRun:
             rows,
             self.scenario.strategy,
             cp=self.scenario.cp,
-            cp_rank=self.gather.group.rank,
+            cp_rank=self.exchange.group.rank,
             page_size=self.scenario.page_size,
             trash_slot=self.pool.trash_slot,
             device=torch.device("cpu"),
+            owners=self.owners,
         )
 
     def _local(

@@ -11,6 +11,7 @@ from cluster.spec.messages import Peer
 from cluster.spec.registry import (
     Endpoint,
     KvOwnership,
+    PageFilter,
     RankCoords,
     RankRow,
     ReplicaEntry,
@@ -50,6 +51,7 @@ def row_of(peer: Peer) -> RankRow:
         geometry=_GEOMETRY,
         layout=_LAYOUT,
         transfer_mode=TransferMode.ALL_RANKS,
+        page_filter=PageFilter.MODULAR,
         ownership=KvOwnership.REPLICATED,
         build="test",
     )

@@ -7,7 +7,8 @@ from torch import Tensor
 class DenseAttention:
     """Keeps one sequence's keys and values from step to step, so that a prompt may come in pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kv_first: bool = False) -> None:
+        self.kv_first = kv_first
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[tuple[str, int]] = []
 

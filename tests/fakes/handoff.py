@@ -17,19 +17,14 @@ from cluster.spec.messages import (
     Cancel,
     DropSend,
     Failure,
-    FinishReason,
     Message,
     Output,
     Peer,
-    Sampled,
-    Sampling,
     SendReport,
     SendState,
     StepPlan,
-    Stopping,
     Submit,
     TableUpdate,
-    TokenLogprobs,
 )
 from cluster.spec.registry import (
     Endpoint,
@@ -42,8 +37,9 @@ from cluster.spec.registry import (
     TableSnapshot,
     TransferMode,
 )
+from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Strategy
-from transfer.plan import is_sender, owned_pages
+from transfer.plan import is_sender, local_page, owned_pages
 from transfer.sender_session import SenderSession
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
@@ -69,8 +65,16 @@ def sampled_of(token_id: int) -> Sampled:
     return Sampled(token_id=token_id, logprobs=TokenLogprobs(logprob=-token_id, top_ids=[token_id], top_logprobs=[0]))
 
 
-def row(role: Role, cp_rank: int, cp: int, num_pages: int, mode: TransferMode) -> RankRow:
-    """A rank's row; its address is readable."""
+def row(
+    role: Role,
+    cp_rank: int,
+    cp: int,
+    num_pages: int,
+    mode: TransferMode = TransferMode.ALL_RANKS,
+    page_filter: PageFilter = PageFilter.MODULAR,
+    ownership: KvOwnership = KvOwnership.REPLICATED,
+) -> RankRow:
+    """A rank's row; its address is readable. ``num_pages`` are those of the rank's own pool."""
     return RankRow(
         replica=replica_id(role, 0),
         role=role,
@@ -92,25 +96,42 @@ def row(role: Role, cp_rank: int, cp: int, num_pages: int, mode: TransferMode) -
             itemsize=4,
         ),
         transfer_mode=mode,
-        ownership=KvOwnership.REPLICATED,
+        page_filter=page_filter,
+        ownership=ownership,
         build="test",
     )
 
 
-class Ranks:
-    """The page memory and page tables of one replica's ranks, replicated like the real ones."""
+def _allocator(of: RankRow, prefix_cache: bool) -> PageAllocator:
+    tree = PrefixTree(of.num_owners) if prefix_cache else None
+    return PageAllocator(of.layout.num_pages, tree, of.num_owners)
 
-    def __init__(self, allocator: PageAllocator) -> None:
-        self.memory: list[list[int]] = [[] for _ in range(allocator.num_pages)]
+
+class Ranks:
+    """The page tables of one replica's ranks, and a page memory for each owner; replicated ones are equal."""
+
+    def __init__(self, rows: list[RankRow], allocator: PageAllocator) -> None:
+        self.num_owners = rows[0].num_owners
         self.pages: dict[Room, list[int]] = {}
         self.histories: dict[Room, list[int]] = {}
         """Prompt and output as sampling sees them."""
+        self._rows = rows
+        self._memory: list[list[list[int]]] = [[[]] * rows[0].layout.num_pages for _ in range(self.num_owners)]
         self._allocator = allocator
 
     def write(self, page: int, tokens: list[int]) -> None:
         """Change a page; a cached one is only read."""
         assert not self._allocator.is_cached(page), f"page {page} is cached and written to"
-        self.memory[page] = tokens
+        self._memory[page % self.num_owners][page // self.num_owners] = tokens
+
+    def read(self, page: int) -> list[int]:
+        """The tokens in a page, whoever has it."""
+        return self._memory[page % self.num_owners][page // self.num_owners]
+
+    def read_as(self, cp_rank: int, page: int) -> list[int]:
+        """The tokens in a page, by the memory of one rank that has it."""
+        memory = self._memory[cp_rank if self.num_owners > 1 else 0]
+        return memory[local_page(self._rows[cp_rank], page)]
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Write the step's tokens to pages; sample from what the pages hold."""
@@ -126,10 +147,10 @@ class Ranks:
             pages += step_row.new_pages
             for place, token in enumerate(step_row.token_ids, start=step_row.first_position):
                 page = pages[place // PAGE_SIZE]
-                self.write(page, [*self.memory[page][: place % PAGE_SIZE], token])
+                self.write(page, [*self.read(page)[: place % PAGE_SIZE], token])
             if step_row.samples:
                 length = step_row.first_position + len(step_row.token_ids)
-                tokens = [token for page in pages for token in self.memory[page]][:length]
+                tokens = [token for page in pages for token in self.read(page)][:length]
                 assert len(tokens) == length, f"room {step_row.room}: KV is missing"
                 assert self.histories[step_row.room] == tokens, f"room {step_row.room}: another history than KV"
                 sampled[step_row.room] = sampled_of(next_token(tokens))
@@ -164,17 +185,24 @@ class World:
         num_pages: int,
         chunk_tokens: int,
         prefix_cache: bool = True,
+        ownership: KvOwnership = KvOwnership.REPLICATED,
     ) -> None:
+        """``num_pages`` are those of each replica; sharded prefill ranks divide them evenly, so cp must divide them."""
         self.random = random.Random(seed)
         self.cp, self.page_filter, self.mode = cp, page_filter, mode
         self.now_s = 0.0
         self.clients: dict[Room, Client] = {}
         self.queues: dict[tuple[str, str], deque[Message]] = defaultdict(deque)
         self.sessions: dict[tuple[Room, int], SenderSession] = {}
-        self.prefill_rows = [row(Role.PREFILL, rank, cp, num_pages, mode) for rank in range(cp)]
-        self.decode_row = row(Role.DECODE, 0, 1, num_pages, mode)
-        allocators = {role: PageAllocator(num_pages, PrefixTree() if prefix_cache else None) for role in Role}
-        self.ranks = {role: Ranks(allocators[role]) for role in Role}
+        num_owners = ownership.num_owners(cp)
+        assert num_pages % num_owners == 0, f"{num_pages} pages on {num_owners} ranks"
+        self.prefill_rows = [
+            row(Role.PREFILL, rank, cp, num_pages // num_owners, mode, page_filter, ownership) for rank in range(cp)
+        ]
+        self.decode_row = row(Role.DECODE, 0, 1, num_pages, mode, page_filter)
+        rows = {Role.PREFILL: self.prefill_rows, Role.DECODE: [self.decode_row]}
+        allocators = {role: _allocator(rows[role][0], prefix_cache) for role in Role}
+        self.ranks = {role: Ranks(rows[role], allocators[role]) for role in Role}
         self.num_pages_sent = 0
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 4)
         steps = {role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE)) for role in Role}
@@ -212,7 +240,7 @@ class World:
         ]
         return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
 
-    def submit(self, prompt: list[int], max_tokens: int, cache_salt: str = "") -> Room:
+    def submit(self, prompt: list[int], max_tokens: int, cache_salt: str = "", priority: int = 0) -> Room:
         """A new request, sent to both leaders."""
         room = Room(len(self.clients) + 1)
         self.clients[room] = Client(prompt, max_tokens)
@@ -225,6 +253,7 @@ class World:
             decode=self.decode_peer,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER),
             cache_salt=cache_salt,
+            priority=priority,
         )
         for address in self.leaders:
             self.queues[ROUTER, address].append(message)
@@ -343,7 +372,7 @@ class World:
         session = self.sessions[room, rank]
         pairs = session.advance(pages, computed_len)
         for source, target in pairs:
-            self.ranks[Role.DECODE].write(target, list(self.ranks[Role.PREFILL].memory[source]))
+            self.ranks[Role.DECODE].write(target, list(self.ranks[Role.PREFILL].read_as(rank, source)))
         if pairs:
             session.written(len(pairs), len(pairs) * self.decode_row.layout.page_bytes)
             self.num_pages_sent += len(pairs)

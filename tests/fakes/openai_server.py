@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -10,13 +10,18 @@ from typing import Any
 REFUSED = "refuse this"
 """A chat message that is answered with HTTP 503; so is a prompt whose first token id is `REFUSED_TOKEN`."""
 REFUSED_TOKEN = 10
+PAGE_SIZE = 4
+TIMELINE = "/timelines/1"
 CUT = "cut this"
 """A chat message whose stream ends with an error event after the first piece."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}))
+        if self.path == TIMELINE:
+            self._send(200, '{"traceEvents": []}')
+        else:
+            self._send(200, json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -27,13 +32,16 @@ class _Handler(BaseHTTPRequestHandler):
         if text == REFUSED or body.get("prompt", [None])[0] == REFUSED_TOKEN:
             self._send(503, json.dumps({"error": {"message": "nothing is ready"}}))
         else:
-            self._send(200, "".join(_stream(body, text)))
+            timeline = {"x-baton-timeline": TIMELINE} if body.get("timeline") and server.makes_timelines else {}
+            self._send(200, "".join(_stream(body, text, server.count_cached(body))), timeline)
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
 
-    def _send(self, status: int, text: str) -> None:
+    def _send(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -45,9 +53,19 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: list[dict[str, Any]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.makes_timelines = True
+        self._pages: set[tuple[int, ...]] = set()
+
+    def count_cached(self, body: Mapping[str, Any]) -> int:
+        """Leading tokens of a prompt that an earlier one began with, in whole pages of `PAGE_SIZE`."""
+        prompt = body.get("prompt", [])
+        starts = [tuple(prompt[:end]) for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE)]
+        cached = max((len(start) for start in starts if start in self._pages and len(start) < len(prompt)), default=0)
+        self._pages.update(starts)
+        return cached
 
 
-def _stream(body: dict[str, Any], text: str) -> Iterator[str]:
+def _stream(body: dict[str, Any], text: str, num_cached: int) -> Iterator[str]:
     yield ": waiting\n\n"
     pieces = text.split(" ") if "messages" in body else ["x"] * body["max_tokens"]
     for index, piece in enumerate(pieces):
@@ -59,7 +77,12 @@ def _stream(body: dict[str, Any], text: str) -> Iterator[str]:
     last = {"delta": {}} if "messages" in body else {"text": ""}
     yield _event({"choices": [last | {"index": 0, "finish_reason": "length"}]})
     if body.get("stream_options"):
-        yield _event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(pieces)}})
+        usage = {
+            "prompt_tokens": len(body["prompt"]),
+            "completion_tokens": len(pieces),
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+        yield _event({"choices": [], "usage": usage})
     yield "data: [DONE]\n\n"
 
 

@@ -11,7 +11,9 @@ from typing import Self
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Shutdown, Submit
+from cluster.spec.messages import Cancel, Failure, GiveTimeline, Output, Peer, Shutdown, Submit, Timeline
+from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
 
 
@@ -24,6 +26,15 @@ def answer_of(submit: Submit) -> tuple[list[int], FinishReason]:
         if tokens[-1] in submit.stopping.stop_token_ids:
             return tokens, FinishReason.STOP
     return tokens, FinishReason.LENGTH
+
+
+def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+    """Of a token, whose followers in the vocabulary are the likeliest."""
+    return TokenLogprobs(
+        logprob=-token_id / 1000,
+        top_ids=[(token_id + place) % 256 for place in range(1, num_top + 1)],
+        top_logprobs=[-place / 8 for place in range(1, num_top + 1)],
+    )
 
 
 @dataclass
@@ -43,6 +54,8 @@ class FakeReplica:
     """What the first Output says of the prompt."""
     skips: bool = False
     """Lose the second batch of every answer."""
+    silent: bool = False
+    """Give no timelines."""
     flow: threading.Event = field(default_factory=threading.Event)
     """While clear, no tokens are sent."""
     submits: list[Submit] = field(default_factory=list)
@@ -104,11 +117,25 @@ class FakeReplica:
                         self._fail(message, outbox, self.fails)
                     elif self.name.startswith("decode"):
                         self._open[message.room] = message, 0
+                case GiveTimeline() if not self.silent:
+                    outbox.send(message.reply_to, self._timeline(message.room))
                 case Cancel():
                     self.cancels.append(message)
                     self._open.pop(message.room, None)
             self.news.notify_all()
         return not isinstance(message, Shutdown)
+
+    def _timeline(self, room: Room) -> Timeline:
+        """An hour of work, wherever the clock stands."""
+        return Timeline(
+            room=room,
+            replica=self.peer.replica,
+            incarnation=self.peer.incarnation,
+            global_rank=0,
+            clock=read_clock(),
+            intervals=[Interval("compute", "step 1", 0.0, 3600.0)],
+            num_left_out=0,
+        )
 
     def _emit(self, outbox: Outbox) -> None:
         for room, (submit, start) in list(self._open.items()):
@@ -124,12 +151,14 @@ class FakeReplica:
                 self._send(outbox, submit, start, tokens[start:end], finish if last else None)
 
     def _send(self, outbox: Outbox, submit: Submit, start: int, tokens: list[int], finish: FinishReason | None) -> None:
+        num_top = submit.sampling.num_logprobs
         output = Output(
             room=submit.room,
             replica=self.peer.replica,
             incarnation=self.peer.incarnation,
             first_index=start,
             token_ids=tokens,
+            logprobs=[] if num_top is None else [logprobs_of(token_id, num_top) for token_id in tokens],
             finish=finish,
             cached_tokens=self.cached_tokens if start == 0 else 0,
         )

@@ -8,7 +8,7 @@ from cluster.spec.ids import Incarnation, parse_replica_id
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import coords_of, world_size
-from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import Endpoint, KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
 
 GEOMETRY = KvGeometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
 LAYOUT = PoolLayout(
@@ -35,6 +35,7 @@ def make_row(replica: str, rank: int, of: RankCoords, incarnation: int = 1, **ch
         geometry=GEOMETRY,
         layout=LAYOUT,
         transfer_mode=TransferMode.ALL_RANKS,
+        page_filter=PageFilter.MODULAR,
         ownership=KvOwnership.REPLICATED,
         build="test",
     )

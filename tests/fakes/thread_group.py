@@ -23,8 +23,8 @@ class Done:
 class ThreadBackend:
     """One rank's end; ``board`` has a place for each rank."""
 
-    def __init__(self, rank: int, board: list[Tensor], gate: Barrier) -> None:
-        self.rank, self.board, self.gate = rank, board, gate
+    def __init__(self, rank: int, board: list[Tensor], gate: Barrier, *, in_background: bool) -> None:
+        self.rank, self.board, self.gate, self.in_background = rank, board, gate, in_background
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Done:
         self.board[self.rank] = tensor
@@ -42,20 +42,27 @@ class ThreadBackend:
             tensor.copy_(self.board[root])
         return self._leave()
 
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Done:
+        self.board[self.rank] = tensor
+        self.gate.wait()
+        output.copy_(self.board[(self.rank - distance) % len(self.board)])
+        return self._leave()
+
     def _leave(self) -> Done:
         self.gate.wait()
         return Done()
 
 
-def on_thread_ranks(size: int, function: Callable[[Communicator], T]) -> list[T]:
-    """Call a function as every rank of a group at once; the results by rank."""
+def on_thread_ranks(size: int, function: Callable[[Communicator], T], *, in_background: bool = True) -> list[T]:
+    """Call a function as every rank of a group at once; the results by rank. The group may say it is in background."""
     if size == 1:
         return [function(Communicator("threads"))]
     barrier, board = Barrier(size, timeout=20), [torch.empty(0)] * size
 
     def call(rank: int) -> T:
         try:
-            return function(Communicator("threads", rank, size, ThreadBackend(rank, board, barrier)))
+            backend = ThreadBackend(rank, board, barrier, in_background=in_background)
+            return function(Communicator("threads", rank, size, backend))
         except BaseException:
             barrier.abort()
             raise

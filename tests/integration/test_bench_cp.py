@@ -14,26 +14,29 @@ BYTES_PER_TOKEN = 2 * 16 * 2
 
 
 @pytest.mark.integration
-def test_a_line_for_every_length_group_and_strategy() -> None:
+def test_a_line_for_every_length_group_mode_and_strategy() -> None:
     options = ["--prompt-len", "5,130", "--cp", "1,2", "--strategy", "contiguous,auto", "--rounds", "2"]
-    command = [sys.executable, "-m", "cluster.cli", "bench", "cp", "--json", "--prefix-len", "70", *options, *TINY]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    options += ["--mode", "gather,ring", "--passing", "pass_kv,pass_q", "--prefix-len", "70"]
+    command = [sys.executable, "-m", "cluster.cli", "bench", "cp", "--json", *options, *TINY]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert [(line["prompt_len"], line["cp"], line["strategy"]) for line in lines] == [
-        (prompt_len, cp, strategy)
-        for prompt_len in (5, 130)
-        for cp, strategy in ((1, "none"), (2, "contiguous"), (2, "auto"))
+    ways = [("gather", None), ("ring", "pass_kv"), ("ring", "pass_q")]
+    ways = [(2, *way, strategy) for way in ways for strategy in ("contiguous", "auto")]
+    assert [(line["prompt_len"], line["cp"], line["mode"], line["passing"], line["strategy"]) for line in lines] == [
+        (prompt_len, *way) for prompt_len in (5, 130) for way in [(1, "gather", None, "none"), *ways]
     ]
-    alone_s = {line["prompt_len"]: line["prefill_s"] for line in lines if line["cp"] == 1}
     for line in lines:
-        assert line["efficiency"] == pytest.approx(alone_s[line["prompt_len"]] / (line["cp"] * line["prefill_s"]))
-        assert line["kv_bytes_per_rank"] == (128 if line["prompt_len"] == 5 else 256) * BYTES_PER_TOKEN
-        assert (line["mode"], line["prefix_len"], len(line["wait_shares"])) == ("gather", 70, line["cp"])
+        num_pages = 2 if line["prompt_len"] == 5 else 4
+        held = num_pages // 2 if line["mode"] == "ring" else num_pages
+        assert line["kv_bytes_per_rank"] == held * 64 * BYTES_PER_TOKEN
+        assert (line["prefix_len"], len(line["wait_shares"])) == (70, line["cp"])
+        assert line["chosen_passing"] == line["passing"]
         assert 0.0 <= line["exposed_comm_share"] <= min(line["wait_shares"]) < 1.0
-        assert line["estimate_s"] > 0
-        assert line["cpu_s"] > 0
-    waiting = [line for line in lines if line["cp"] == 2 and line["chosen"] == "contiguous"]
-    assert waiting
-    assert all(line["exposed_comm_share"] > 0 for line in waiting)
-    assert all(line["exposed_comm_share"] == 0 for line in lines if line["chosen"] == "none")
+        assert min(line[name] for name in ("estimate_s", "cpu_s", "efficiency", "attention_efficiency")) > 0
+        if line["cp"] == 1:
+            assert line["efficiency"] == line["attention_efficiency"] == 1.0
+        if line["chosen"] == "contiguous":
+            assert line["exposed_comm_share"] > 0
+        elif line["mode"] == "gather":
+            assert line["exposed_comm_share"] == 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 
 from cluster.cli.bench import bench
 from cluster.cli.chat import chat
+from cluster.spec.errors import UserError
 from tests.fakes import openai_server
+from tests.fakes.traces import write_trace
 
 pytestmark = pytest.mark.integration
 
@@ -90,6 +93,53 @@ def test_failures_are_counted_and_a_run_without_success_fails(server: openai_ser
     warm = _bench("--url", server.url, "--num-requests", "3", "--vocab-size", "11", "--warmup", "1")
     assert (warm.exit_code, warm.stdout) == (1, "")
     assert "a warm-up request failed: HTTP 503" in warm.stderr
+
+
+def test_a_trace_is_replayed_and_its_hits_are_compared(server: openai_server.FakeServer, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", num_requests=30)
+    result = _bench(
+        "--url", server.url, "--json", "--trace", str(trace), "--trace-scale", "0.02", "--trace-speed", "1000",
+        "--concurrency", "1", "--page-size", str(openai_server.PAGE_SIZE), "--num-requests", "25",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["completed"], report["entries"]) == (25, 25)
+    assert report["infinite_cache_hit_rate"] > 0.2
+    assert report["hit_rate"] == pytest.approx(report["infinite_cache_hit_rate"])
+    table = _bench("--url", server.url, "--trace", str(trace), "--trace-scale", "0.02", "--trace-speed", "1000")
+    assert "an infinite cache would have had" in table.stdout
+
+
+def test_a_trace_brings_its_own_lengths(server: openai_server.FakeServer, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", num_requests=1)
+    result = _bench("--url", server.url, "--trace", str(trace), "--input-len", "5")
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == "--input-len: got 5, but a trace has its own; leave it out"
+
+
+def test_the_middle_request_is_timed(server: openai_server.FakeServer, tmp_path: Path) -> None:
+    out = tmp_path / "timeline.json"
+    result = _bench("--url", server.url, "--num-requests", "5", "--concurrency", "1", "--trace-out", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(out.read_text()) == {"traceEvents": []}
+    assert [body.get("timeline") for body in server.bodies[1:]] == [None, None, True, None, None]
+
+
+def test_an_endpoint_without_timelines_is_measured_all_the_same(
+    server: openai_server.FakeServer, tmp_path: Path
+) -> None:
+    server.makes_timelines = False
+    result = _bench("--url", server.url, "--num-requests", "3", "--trace-out", str(tmp_path / "timeline.json"))
+    assert result.exit_code == 1
+    assert "3 completed, 0 failed" in result.stdout
+    assert result.stderr.endswith(f"baton bench: {server.url}: no timeline: this endpoint makes none\n")
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_before_the_run(server: openai_server.FakeServer) -> None:
+    result = _bench("--url", server.url, "--trace-out", "/nowhere/timeline.json")
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == "--trace-out: cannot write /nowhere/timeline.json: No such file or directory"
+    assert server.bodies == []
 
 
 def _chat(*arguments: str, typed: str = "") -> Result:

@@ -1,10 +1,14 @@
 """A whole cluster on real Ray, through its endpoint: exact answers, many clients, lost clients, lost ranks."""
 
 import asyncio
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +16,8 @@ import openai
 import pytest
 
 from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
+from tests.fakes.trace_events import check_trace, complete_events, process_names
+from tests.fakes.traces import write_trace
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 from workers.models.recall_prompts import chain_prompt, needle_prompt, recall_oracle
 
@@ -88,6 +94,37 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(cluster: Runni
     assert "131072" in answer.json()["error"]["message"]
 
 
+def test_a_timeline_shows_what_every_rank_did_for_one_request(cluster: RunningCluster, tmp_path: Path) -> None:
+    out = tmp_path / "timeline.json"
+    _bench(cluster, "--num-requests", "1", "--input-len", "9000", "--output-len", "4", "--trace-out", str(out))
+    trace = json.loads(out.read_text())
+    check_trace(trace)
+    assert trace["otherData"] == {"ranks that did not answer": [], "intervals left out": {}}
+    did = {
+        name: [event for event in complete_events(trace) if event["pid"] == pid]
+        for pid, name in process_names(trace).items()
+    }
+    assert list(did) == ["router", "prefill-0 rank 0", "prefill-0 rank 1", "decode-0 rank 0"]
+    for rank in ("prefill-0 rank 0", "prefill-0 rank 1"):
+        assert _total(did[rank], "step", "tokens") == 9000
+        assert _lane(did[rank], "collectives")
+    pages = sum(_total(did[f"prefill-0 rank {rank}"], "write", "pages") for rank in (0, 1))
+    assert pages == -(-9000 // PAGE_SIZE)
+    assert _total(did["decode-0 rank 0"], "step", "tokens") == 3
+    assert [event["name"] for event in _lane(did["prefill-0 rank 0"], "request")] == ["queued", "scheduled", "sending"]
+    assert [event["name"] for event in _lane(did["decode-0 rank 0"], "request")] == ["queued", "receiving", "running"]
+
+
+def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: RunningCluster, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", num_requests=40)
+    report = _bench(
+        cluster, "--trace", str(trace), "--trace-scale", "0.25", "--trace-speed", "100", "--concurrency", "4"
+    )
+    assert (report["completed"], report["failed"]) == (40, 0)
+    assert 0.2 < report["hit_rate"] < 0.95
+    assert report["hit_rate"] == pytest.approx(report["infinite_cache_hit_rate"], abs=0.005)
+
+
 @pytest.mark.parametrize("replica", ["prefill-0", "decode-0"])
 def test_a_killed_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
     cluster: RunningCluster, replica: str
@@ -102,6 +139,22 @@ def test_a_killed_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
     prompt = needle_prompt(500, 0.5)
     assert cluster.complete(prompt, NEEDLE_TOKENS) == recall_oracle(prompt, NEEDLE_TOKENS)
     cluster.wait_until(cluster.is_empty, 60)
+
+
+def _bench(cluster: RunningCluster, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "cluster.cli", "bench", "serve", "--url", cluster.url, "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def _lane(events: list[dict[str, Any]], lane: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["cat"] == lane]
+
+
+def _total(events: list[dict[str, Any]], name: str, fact: str) -> int:
+    return sum(event["args"][fact] for event in events if event["name"].startswith(name))
 
 
 async def _crowd(

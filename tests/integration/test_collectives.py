@@ -23,7 +23,8 @@ from torch.distributed import PrefixStore
 
 from workers.parallel import same_host
 from workers.parallel.collectives import CollectiveError, Communicator
-from workers.parallel.groups import gloo_backend, join_group, join_store, open_store
+from workers.parallel.gloo import GlooBackend
+from workers.parallel.groups import join_group, join_store, open_store
 from workers.parallel.shared_memory import SharedMemoryBackend
 
 pytestmark = pytest.mark.integration
@@ -41,7 +42,7 @@ def serve_rank(rank: int, address: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     group = shared_group(address, rank, SIZE)
     scope = PrefixStore("oracle", join_store(address, TIMEOUT_S))
-    backend = gloo_backend(scope, rank, SIZE, host=HOST, timeout=timedelta(seconds=TIMEOUT_S))
+    backend = GlooBackend(scope, rank, SIZE, HOST, timedelta(seconds=TIMEOUT_S))
     oracle = Communicator("gloo", rank, SIZE, backend)
     pipe.send(type(group._backend).__name__)
     with contextlib.suppress(EOFError):
@@ -49,33 +50,48 @@ def serve_rank(rank: int, address: str, pipe: Connection) -> None:
             pipe.send(differences(random.Random(pipe.recv()), rank, group, oracle))
 
 
+CALLS = ["all_gather", "shift", "broadcast", "barrier"]
+
+
 def differences(rng: random.Random, rank: int, group: Communicator, oracle: Communicator) -> list[str]:
     """The calls of a random sequence whose results are not the same, bit for bit."""
     wrong = []
-    for _ in range(12):
-        call, dtype, root = rng.choice(["all_gather", "broadcast", "barrier"]), rng.choice(DTYPES), rng.randrange(SIZE)
-        num_rows, width = int(2 ** rng.uniform(0, 12)) - 1, rng.choice([1, 3, 128])
+    for _ in range(16):
+        call, dtype, root = rng.choice(CALLS), rng.choice(DTYPES), rng.randrange(SIZE)
+        num_rows, width = [int(2 ** rng.uniform(0, 12)) - 1 for _ in range(SIZE)], rng.choice([1, 3, 128])
         torch.manual_seed(rng.randrange(1 << 30) + rank)
-        mine = torch.randint(0, 255, (num_rows, width)).to(dtype)
-        ours, theirs = (result_of(communicator, call, mine, root) for communicator in (group, oracle))
+        mine = torch.randint(0, 255, (num_rows[rank if call == "shift" else 0], width)).to(dtype)
+        start_others, work_s = rng.random() < 0.5, rng.random() * 0.01 * (rng.random() < 0.2)
+        ours, theirs = (
+            result_of(communicator, call, mine, root, num_rows, start_others) for communicator in (group, oracle)
+        )
         if not torch.equal(ours, theirs):
-            wrong.append(f"{call} of {dtype} {tuple(mine.shape)}, root {root}")
-        if rng.random() < 0.2:
-            time.sleep(rng.random() * 0.01)
+            wrong.append(f"{call} of {dtype} {tuple(mine.shape)}, root or distance {root}")
+        time.sleep(work_s)
     return wrong
 
 
-def result_of(group: Communicator, call: str, mine: Tensor, root: int) -> Tensor:
-    if call == "all_gather":
-        out = mine.new_zeros(SIZE * len(mine), mine.shape[1])
-        group.all_gather(out, mine)
-        return out
+def result_of(
+    group: Communicator, call: str, mine: Tensor, root: int, num_rows: list[int], start_others: bool
+) -> Tensor:
+    """One call, in flight together with a second one of its kind or alone."""
     if call == "broadcast":
         out = mine.clone()
         group.broadcast(out, root)
         return out
-    group.barrier()
-    return mine
+    if call == "barrier":
+        group.barrier()
+        return mine
+    if call == "all_gather":
+        outs = [mine.new_zeros(SIZE * len(mine), mine.shape[1]) for _ in range(1 + start_others)]
+        pending = [group.start_all_gather(out, mine) for out in outs]
+    else:
+        rows = num_rows[(group.rank - root) % SIZE]
+        outs = [mine.new_zeros(rows, mine.shape[1]) for _ in range(1 + start_others)]
+        pending = [group.start_shift(out, mine, root) for out in outs]
+    for work in pending:
+        work.wait()
+    return torch.cat(outs)
 
 
 @contextlib.contextmanager
@@ -114,31 +130,59 @@ def test_results_equal_those_of_gloo_bit_for_bit() -> None:
     assert [process.exitcode for process, _ in ranks] == [0] * SIZE
 
 
+def both_groups(address: str, rank: int, size: int, tcp_timeout_s: float) -> list[Communicator]:
+    """The same ranks over shared memory and over TCP."""
+    shared = shared_group(address, rank, size)
+    scope = PrefixStore("tcp", join_store(address, TIMEOUT_S))
+    shared.barrier()
+    backend = GlooBackend(scope, rank, size, HOST, timedelta(seconds=tcp_timeout_s))
+    return [shared, Communicator("tcp", rank, size, backend)]
+
+
 def answer_once(rank: int, address: str, pipe: Connection) -> None:
-    """Meet, take part in one collective, and never again."""
+    """Take part in one shift on each kind of group, and never again."""
     pipe.send(os.getpid())
-    group = shared_group(address, rank, 2)
-    group.barrier()
+    groups = both_groups(address, rank, 2, TIMEOUT_S)
+    for group in groups:
+        group.start_shift(torch.empty(2), torch.ones(2)).wait()
     with contextlib.suppress(EOFError):
         pipe.recv()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (signal.SIGKILL, 0, r"rank 1 \(process \d+\) is gone"),
+        (signal.SIGSTOP, 0, r"rank 1 \(process \d+\) did not answer in 1.0 s"),
+        (signal.SIGKILL, 1, "."),
+        (signal.SIGSTOP, 1, "."),
+    ],
+    ids=["shared-killed", "shared-stopped", "tcp-killed", "tcp-stopped"],
+)
+def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
+    number: signal.Signals, kind: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
     _store, port = open_store(HOST, TIMEOUT_S)
     with processes(answer_once, [1], f"{HOST}:{port}") as [(process, pipe)]:
         pid = pipe.recv()
-        group = shared_group(f"{HOST}:{port}", 0, 2, timeout_s=TIMEOUT_S if number == signal.SIGKILL else 2.0)
-        group.barrier()
+        groups = both_groups(f"{HOST}:{port}", 0, 2, TIMEOUT_S if number == signal.SIGKILL else 4.0)
+        for group in groups:
+            group.start_shift(torch.empty(2), torch.zeros(2)).wait()
+        if number == signal.SIGSTOP and kind == 0:
+            monkeypatch.setattr(groups[0]._backend._flags, "_timeout_s", 1.0)  # type: ignore[union-attr]
+        pauses.clear()
+        pending = groups[kind].start_shift(torch.empty(2), torch.zeros(2))
         timer = threading.Timer(0.3, os.kill, (pid, number))
         timer.start()
-        begin_s, begin_cpu_s = time.monotonic(), time.thread_time()
-        with pytest.raises(CollectiveError, match=rf"barrier in group shared, rank 0 of 2: rank 1 \(process {pid}\)"):
-            group.barrier()
-        assert time.monotonic() - begin_s < TIMEOUT_S / 2
-        assert time.thread_time() - begin_cpu_s < 1.0, "a spinning wait would take all of a core"
+        with pytest.raises(CollectiveError, match=rf"shift in group {groups[kind].name}, rank 0 of 2: {words}"):
+            pending.wait()
+        assert kind == 1 or pauses, "a spinning wait would take all of a core"
+        pending.wait()
         with pytest.raises(CollectiveError):
-            group.barrier()
+            groups[kind].barrier()
         timer.join()
         process.kill()
 
@@ -166,17 +210,21 @@ def test_parts_larger_than_a_piece_and_calls_in_flight(lengths: list[int]) -> No
             works = [backend.broadcast(word, number % SIZE)]
             out = torch.empty(SIZE * length, dtype=torch.int16)
             works.append(backend._allgather_base(out, torch.arange(length, dtype=torch.int16) + backend._rank))
+            passed = torch.empty(length * ((backend._rank - 1) % SIZE), dtype=torch.int16)
+            works.append(backend.shift(passed, torch.full((length * backend._rank,), backend._rank).short(), 1))
             works += [backend.barrier()] * (number % 2)
             for work in reversed(works):
                 work.wait()
-            outs += [word, out]
+            outs += [word, out, passed]
         return outs
 
-    for outs in on_threads(call, piece_bytes=64):
+    for rank, outs in enumerate(on_threads(call, piece_bytes=64)):
+        source = (rank - 1) % SIZE
         for number, length in enumerate(lengths):
-            assert torch.equal(outs[2 * number], torch.full((length,), 10 * number, dtype=torch.int16))
+            assert torch.equal(outs[3 * number], torch.full((length,), 10 * number, dtype=torch.int16))
             parts = [torch.arange(length, dtype=torch.int16) + rank for rank in range(SIZE)]
-            assert torch.equal(outs[2 * number + 1], torch.cat(parts))
+            assert torch.equal(outs[3 * number + 1], torch.cat(parts))
+            assert torch.equal(outs[3 * number + 2], torch.full((length * source,), source).short())
 
 
 def test_nothing_stays_open_when_a_group_is_destroyed() -> None:

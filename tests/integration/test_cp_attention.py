@@ -1,20 +1,23 @@
-"""Context-parallel attention over real processes, and what happens when one of them goes away.
+"""Context-parallel attention over real processes.
 
 Three or four ranks cost seconds to start, so that one set of processes serves all cases.
 """
 
 import multiprocessing
-import time
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import product
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 import torch
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario
 from workers.parallel.collectives import CollectiveError, Communicator
+from workers.parallel.gloo import GlooBackend
 from workers.parallel.groups import join_group, join_store, open_store
 
 pytestmark = pytest.mark.integration
@@ -32,16 +35,24 @@ def serve_rank(rank: int, world_size: int, address: str, connection: Connection)
     """Run scenarios sent down the pipe in groups of 1 to world_size ranks, until the pipe closes."""
     torch.set_num_threads(1)
     store = join_store(address, TIMEOUT_S)
-    groups: dict[int, Communicator] = {}
+    groups: dict[tuple[str, int], Communicator] = {}
     for size in range(rank + 1, world_size + 1):
-        groups[size] = join_group(store, f"cp{size}", list(range(size)), rank, host=HOST, timeout_s=TIMEOUT_S)
+        groups["shared", size] = join_group(store, f"cp{size}", range(size), rank, host=HOST, timeout_s=TIMEOUT_S)
+        groups["tcp", size] = tcp_group(store, rank, size)
     try:
         while True:
-            scenario: Scenario = connection.recv()
-            connection.send(ScenarioRun(scenario, groups[scenario.cp]).run())
+            scenario, kind = connection.recv()
+            connection.send(ScenarioRun(scenario, groups[kind, scenario.cp]).run())
     except EOFError:
         for group in groups.values():
             group.destroy()
+
+
+def tcp_group(store: Store, rank: int, size: int) -> Communicator:
+    if size == 1:
+        return Communicator("tcp1")
+    backend = GlooBackend(PrefixStore(f"tcp{size}", store), rank, size, HOST, timedelta(seconds=TIMEOUT_S))
+    return Communicator(f"tcp{size}", rank, size, backend)
 
 
 class Ranks:
@@ -60,11 +71,11 @@ class Ranks:
             process.start()
             theirs.close()
 
-    def run(self, scenario: Scenario) -> list[list[StepResult]]:
-        """What every rank of the scenario's group saw."""
+    def run(self, scenario: Scenario, kind: str = "shared") -> list[list[StepResult]]:
+        """What every rank of the scenario's group saw, over shared memory or tcp."""
         members = self.connections[: scenario.cp]
         for connection in members:
-            connection.send(scenario)
+            connection.send((scenario, kind))
         for connection in members:
             assert connection.poll(TIMEOUT_S), "a rank did not answer"
         return [connection.recv() for connection in members]
@@ -85,54 +96,40 @@ def ranks() -> Iterator[Ranks]:
     assert [process.exitcode for process in ranks.processes] == [0] * 4
 
 
+@pytest.mark.parametrize("passing", [None, *Passing])
 @pytest.mark.parametrize("name", CHUNKS)
-def test_every_strategy_and_group_size_equals_the_oracle(ranks: Ranks, name: str) -> None:
+def test_every_strategy_and_group_size_equals_the_oracle(ranks: Ranks, name: str, passing: Passing | None) -> None:
     for strategy, cp in product(Strategy, range(1, 5)):
-        scenario = Scenario(CHUNKS[name], strategy, cp, seed=cp)
+        scenario = Scenario(CHUNKS[name], strategy, cp, passing, seed=cp)
         check_scenario(scenario, ranks.run(scenario))
 
 
+@pytest.mark.parametrize("passing", [None, *Passing])
+def test_every_strategy_over_tcp_equals_the_oracle(ranks: Ranks, passing: Passing | None) -> None:
+    for strategy in Strategy:
+        scenario = Scenario(CHUNKS["prefixes_and_pauses"], strategy, 3, passing)
+        check_scenario(scenario, ranks.run(scenario, "tcp"))
+
+
 def test_bf16_over_four_ranks(ranks: Ranks) -> None:
-    scenario = Scenario(CHUNKS["prefixes_and_pauses"], Strategy.ZIGZAG, 4, dtype=torch.bfloat16)
-    check_scenario(scenario, ranks.run(scenario))
+    for passing in (None, *Passing):
+        scenario = Scenario(CHUNKS["prefixes_and_pauses"], Strategy.ZIGZAG, 4, passing, dtype=torch.bfloat16)
+        check_scenario(scenario, ranks.run(scenario))
 
 
-def meet_then_leave(address: str, stay: Connection) -> None:
-    """Be rank 1 for one collective, wait for a word, and be gone without another."""
-    stay.send("here")
-    group = join_group(join_store(address, 20), "pair", [0, 1], 1, host=HOST, timeout_s=20)
-    group.all_gather(torch.empty(2), torch.ones(1))
-    word = torch.zeros(3)
-    group.broadcast(word, 0)
-    stay.send(word.tolist())
-    stay.recv()
-
-
-@pytest.mark.parametrize(("leaves", "limit_s"), [(True, 15.0), (False, 15.0)], ids=["dead", "silent"])
-def test_a_peer_that_does_not_answer_raises_in_time(leaves: bool, limit_s: float) -> None:
-    store, port = open_store(HOST, 20)
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    peer = multiprocessing.get_context("spawn").Process(
-        target=meet_then_leave, args=(f"{HOST}:{port}", theirs), daemon=True
-    )
-    peer.start()
-    assert ours.recv() == "here"
-    group = join_group(store, "pair", [0, 1], 0, host=HOST, timeout_s=20 if leaves else 3)
-    out = torch.empty(2)
-    group.all_gather(out, torch.zeros(1))
-    assert out.tolist() == [0.0, 1.0]
-    group.broadcast(torch.arange(3.0), 0)
-    assert ours.recv() == [0.0, 1.0, 2.0]
-    if leaves:
-        peer.kill()
-    begin = time.monotonic()
-    with pytest.raises(CollectiveError, match="all_gather in group pair, rank 0 of 2"):
-        group.all_gather(out, torch.zeros(1))
-    assert time.monotonic() - begin < limit_s
-    ours.send("go")
-    group.destroy()
-    peer.kill()
-    peer.join()
+@pytest.mark.parametrize(
+    "length", [1000, pytest.param(16384, marks=pytest.mark.full, id="16384")], ids=lambda length: str(length)
+)
+def test_long_prompts_agree_with_one_rank(ranks: Ranks, length: int) -> None:
+    """In two chunks, the second on the first as its prefix; every rank sees the joined rows of all."""
+    chunks = ((length // 2,), (length - length // 2,))
+    alone = ranks.run(Scenario(chunks, Strategy.NONE, 1, page_size=64))[0]
+    for passing, strategy in product((None, *Passing), (Strategy.ZIGZAG, Strategy.INTERLEAVE)):
+        together = ranks.run(Scenario(chunks, strategy, 4, passing, page_size=64))
+        for step, expected in enumerate(alone):
+            for results in together:
+                np.testing.assert_allclose(results[step].joined, expected.joined, atol=1e-5)
+                np.testing.assert_allclose(results[step].last, expected.last, atol=1e-5)
 
 
 def test_a_group_whose_members_do_not_come_is_an_error() -> None:

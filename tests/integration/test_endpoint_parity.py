@@ -1,8 +1,10 @@
 """Through the endpoint on real Ray, greedy fp32 tokens equal transformers': a sample of the engine's matrix."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -24,7 +26,7 @@ LENGTHS = (1, 2, 33, 64, 130, 5, 300)
         ("qwen3", ("prefill.strategy=interleave", "prefill.parallel.cp=3", "transfer.mode=rank0")),
         pytest.param(
             "llama",
-            ("prefill.strategy=zigzag", "prefill.chunk_tokens=100", "transfer.backend=mooncake"),
+            ("prefill.strategy=zigzag", "prefill.mode=ring", "prefill.chunk_tokens=100", "transfer.backend=mooncake"),
             marks=pytest.mark.mooncake,
         ),
     ],
@@ -37,8 +39,26 @@ def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: 
     ) as cluster:
         with ThreadPoolExecutor(len(prompts)) as clients:
             ours = list(clients.map(lambda prompt: cluster.complete(prompt, NUM_TOKENS, model=family), prompts))
-        cluster.wait_until(cluster.is_empty, 30)
+        drawn = [_drawn(cluster.url, family, stream) for stream in (False, True, False)]
+        cluster.wait_until(cluster.is_empty, 60)
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0][0] != drawn[0][1], "the choices of a prompt differ"
     assert ours == [_oracle(folder, prompt) for prompt in prompts]
+
+
+def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:
+    """Tokens of two choices, each with its log-probability."""
+    body = {"model": model, "prompt": prompts_of((40,))[0], "max_tokens": 20, "n": 2, "stream": stream}
+    body |= {"seed": 7, "temperature": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.01}
+    body |= {"logprobs": 1, "return_token_ids": True, "ignore_eos": True}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")] if stream else [reply.text]
+    drawn: list[list[tuple[int, float]]] = [[], []]
+    for choice in [choice for line in lines for choice in json.loads(line)["choices"]]:
+        logprobs = [round(logprob, 2) for logprob in choice["logprobs"]["token_logprobs"]]
+        drawn[choice["index"]] += zip(choice["token_ids"], logprobs, strict=True)
+    assert [len(tokens) for tokens in drawn] == [20, 20]
+    return drawn
 
 
 def _oracle(folder: Path, prompt: list[int]) -> list[int]:

@@ -8,54 +8,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.messages import Stopping
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import FAMILIES, make_checkpoint
+from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
-from workers.local import LocalCluster, Prompt
 
 NUM_TOKENS = 64
+PAGE_SIZE = 16
 MOONCAKE: Case = {
     "family": "qwen3",
     "cp": 3,
     "strategy": Strategy.ZIGZAG,
-    "sending": (TransferMode.ALL_RANKS, PageFilter.MODULAR),
     "chunk_tokens": 37,
     "lengths": (1, 33, 64, 130, 5),
 }
-PAGE_SIZE = 16
-SENDING = [
-    (TransferMode.RANK0, PageFilter.MODULAR),
-    (TransferMode.ALL_RANKS, PageFilter.MODULAR),
-    (TransferMode.ALL_RANKS, PageFilter.CONTIGUOUS),
-]
 FACTORS: dict[str, list[Any]] = {
     "family": list(FAMILIES),
     "cp": [1, 2, 3, 4],
     "strategy": list(Strategy),
-    "sending": SENDING,
+    "kv": KV_WAYS,
     "chunk_tokens": [4096, 37],
     "lengths": [(1,), (3, 1, 2), (200,), (1, 33, 64, 130, 5)],
 }
 
 
 def in_loading_order(cases: list[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: (case["family"], case["cp"]))
+    return sorted(cases, key=lambda case: (case["family"], case["cp"], case["kv"].mode))
 
 
 def name_of(case: Case) -> str:
-    mode, page_filter = case["sending"]
     lengths = "+".join(map(str, case["lengths"]))
-    return f"{case['family']}-cp{case['cp']}-{case['strategy']}-{mode}-{page_filter}-{case['chunk_tokens']}-{lengths}"
+    return f"{case['family']}-cp{case['cp']}-{case['strategy']}-{case['kv']}-{case['chunk_tokens']}-{lengths}"
 
 
 def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
-    mode, page_filter = case["sending"]
+    kv: KvWay = case["kv"]
     return DeployConfig.model_validate(
         {
             "model": {"served_name": case["family"]},
@@ -63,55 +53,29 @@ def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
             "prefill": {
                 "parallel": {"cp": case["cp"]},
                 "strategy": case["strategy"],
+                "mode": kv.mode,
+                "passing": kv.passing,
                 "chunk_tokens": case["chunk_tokens"],
             },
-            "transfer": {"backend": backend, "mode": mode, "page_filter": page_filter},
+            "transfer": {"backend": backend, "mode": kv.sends, "page_filter": kv.page_filter},
         }
     )
 
 
-class Engine:
-    """A local cluster that reloads only when the model or the layout changes, and the oracle beside it."""
+class Both:
+    """Our engine and the oracle."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
+        self.engine = LocalEngine()
         self._folders = folders
-        self._cluster = LocalCluster()
-        self._loaded: tuple[str, int, str] | None = None
-        self._oracle = cache(self._generate)
+        self._oracle = cache(lambda family: Oracle(folders[family], NUM_TOKENS))
 
     def answers(self, case: Case, backend: str = "shared_memory") -> tuple[list[list[int]], list[list[int]]]:
         """Our tokens and transformers' for the case's prompts."""
-        layout = (case["family"], case["cp"], backend)
-        config = config_of(case, backend)
-        if self._loaded != layout:
-            self._loaded = None
-            self._cluster.load(config, self._folders[case["family"]])
-            self._loaded = layout
         prompts = prompts_of(case["lengths"])
-        with self._cluster.running(config):
-            ours = self._cluster.generate(
-                [Prompt(prompt, Stopping(max_tokens=NUM_TOKENS)) for prompt in prompts], timeout_s=120
-            )
-        return ours, [self._oracle(case["family"], tuple(prompt)) for prompt in prompts]
-
-    def close(self) -> None:
-        self._cluster.close()
-
-    def _generate(self, family: str, prompt: tuple[int, ...]) -> list[int]:
-        model = self._model(family)
-        with torch.inference_mode():
-            tokens = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=NUM_TOKENS,
-            )
-        answer: list[int] = tokens[0, len(prompt) :].tolist()
-        return answer
-
-    @cache  # noqa: B019 - one engine lives as long as the module
-    def _model(self, family: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self._folders[family], dtype=torch.float32)
+        with self.engine.running(self._folders[case["family"]], config_of(case, backend)) as cluster:
+            ours = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
+        return ours, [self._oracle(case["family"]).tokens(prompt) for prompt in prompts]
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -120,26 +84,26 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     root = tmp_path_factory.mktemp("checkpoints")
-    folders = {family: make_checkpoint(root / family, family, seed=11) for family in FAMILIES}
-    engine = Engine(folders)
-    yield engine
-    engine.close()
+    both = Both({family: make_checkpoint(root / family, family, seed=11) for family in FAMILIES})
+    yield both
+    both.engine.close()
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", in_loading_order(all_pairs(FACTORS)), ids=name_of)
-def test_tokens_equal_transformers_for_all_pairs_of_factors(engine: Engine, case: Case) -> None:
-    ours, theirs = engine.answers(case)
+def test_tokens_equal_transformers_for_all_pairs_of_factors(both: Both, case: Case) -> None:
+    ours, theirs = both.answers(case)
     assert ours == theirs
 
 
 @pytest.mark.integration
 @pytest.mark.mooncake
-@pytest.mark.parametrize("mode", [TransferMode.RANK0, TransferMode.ALL_RANKS])
-def test_tokens_equal_transformers_over_mooncake(engine: Engine, mode: TransferMode) -> None:
-    ours, theirs = engine.answers({**MOONCAKE, "sending": (mode, PageFilter.CONTIGUOUS)}, backend="mooncake")
+@pytest.mark.parametrize("sends", [TransferMode.RANK0, TransferMode.ALL_RANKS])
+def test_tokens_equal_transformers_over_mooncake(both: Both, sends: TransferMode) -> None:
+    kv = KvWay(sends=sends, page_filter=PageFilter.CONTIGUOUS)
+    ours, theirs = both.answers({**MOONCAKE, "kv": kv}, backend="mooncake")
     assert ours == theirs
 
 
@@ -150,6 +114,6 @@ def test_tokens_equal_transformers_over_mooncake(engine: Engine, mode: TransferM
     in_loading_order([dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]),
     ids=name_of,
 )
-def test_tokens_equal_transformers_for_the_whole_matrix(engine: Engine, case: Case) -> None:
-    ours, theirs = engine.answers(case)
+def test_tokens_equal_transformers_for_the_whole_matrix(both: Both, case: Case) -> None:
+    ours, theirs = both.answers(case)
     assert ours == theirs

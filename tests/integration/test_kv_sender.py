@@ -11,8 +11,9 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Admit, Done, Message, Peer, Row, Sampling, SendReport, SendState, StepPlan, Target
-from cluster.spec.registry import TransferMode
+from cluster.spec.messages import Admit, Done, Message, Peer, Row, SendReport, SendState, StepPlan, Target
+from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.sampling import Sampling
 from cluster.spec.strategy import Strategy
 from tests.fakes.handoff import PAGE_SIZE, row
 from tests.fakes.loopback import Loopback
@@ -43,26 +44,35 @@ def leader() -> Iterator[Inbox]:
         yield inbox
 
 
-def page_bytes(region: Region, page: int) -> bytes:
-    size = len(region.buffer) // (NUM_PAGES + 1)
-    return bytes(region.buffer[page * size : (page + 1) * size])
+def filled(backend: Loopback, row: RankRow, first: int) -> Region:
+    """Pool memory in which every byte of page p is first + p."""
+    region = backend.allocate(row.layout.pool_bytes)
+    region.buffer[:] = bytes(first + place // row.layout.page_bytes for place in range(row.layout.pool_bytes))
+    return region
 
 
-def one_message(inbox: Inbox) -> Message:
-    (message,) = inbox.receive(10.0)
-    return message
+def page_value(region: Region, num_pages: int, page: int) -> int:
+    """The one value that all bytes of a page have."""
+    size = len(region.buffer) // (num_pages + 1)
+    (value,) = set(region.buffer[page * size : (page + 1) * size])
+    return value
 
 
-def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: Inbox, leader: Inbox) -> None:
-    backend = Loopback()
-    mine = row(Role.PREFILL, 0, 1, NUM_PAGES, TransferMode.ALL_RANKS)
-    source, target = (backend.allocate(mine.layout.pool_bytes) for _ in range(2))
-    source.buffer[:] = bytes(1 + place // mine.layout.page_bytes for place in range(mine.layout.pool_bytes))
-    theirs = replace(row(Role.DECODE, 0, 1, NUM_PAGES, TransferMode.ALL_RANKS), endpoint=target.endpoint)
-    admit = Admit(
+def messages(inbox: Inbox, count: int) -> list[Message]:
+    received: list[Message] = []
+    while len(received) < count:
+        arrived = inbox.receive(60.0)
+        assert arrived, f"{len(received)} of {count} messages came"
+        received += arrived
+    return received
+
+
+def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
+    theirs = replace(row(Role.DECODE, 0, 1, NUM_PAGES), endpoint=target.endpoint)
+    return Admit(
         room=ROOM,
         prompt_len=4 * PAGE_SIZE,
-        owner_base=0,
+        owner_base=owner_base,
         sampling=Sampling(),
         target=Target(
             generation=1,
@@ -72,7 +82,11 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
             held_pages=HELD,
         ),
     )
-    plan = StepPlan(
+
+
+def plan_of(admit: Admit, pages: list[int]) -> StepPlan:
+    """The last page is computed, the others are cached."""
+    return StepPlan(
         step=1,
         strategy=Strategy.NONE,
         admits=[admit],
@@ -81,34 +95,63 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
                 room=ROOM,
                 first_position=3 * PAGE_SIZE,
                 token_ids=[1] * PAGE_SIZE,
-                new_pages=PAGES,
+                new_pages=pages,
                 samples=True,
                 output_position=0,
             )
         ],
         releases=[],
     )
+
+
+def sender_of(mine: RankRow, leader: Inbox, source: Region, backend: Loopback) -> KvSender:
     prefill = Peer(replica=mine.replica, incarnation=Incarnation(1), address=leader.address)
-    with closing(
-        KvSender(
-            prefill=prefill,
-            row=mine,
-            config=TransferConfig(),
-            outbox=Outbox(),
-            start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans),
-        )
-    ) as sender:
+    return KvSender(
+        prefill=prefill,
+        row=mine,
+        config=TransferConfig(),
+        outbox=Outbox(),
+        start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans),
+    )
+
+
+def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: Inbox, leader: Inbox) -> None:
+    backend = Loopback()
+    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
+    admit = admit_to(decode, target)
+    plan = plan_of(admit, PAGES)
+    with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.gate.clear()
         sender.before_step(plan)
-        assert backend.is_writing.wait(10)
+        assert backend.is_writing.wait(60)
         backend.gate.set()
         sender.after_step(plan, {ROOM: KnownRequest(admit, PAGES)})
-        done, report = one_message(decode), one_message(leader)
+        (done,), (report,) = messages(decode, 1), messages(leader, 1)
     assert isinstance(done, Done)
     assert (done.num_pages, done.num_bytes) == (3, 3 * mine.layout.page_bytes)
     assert isinstance(report, SendReport)
     assert report.state is SendState.SENT
-    for page, ticketed in zip(PAGES[HELD:], TICKETED, strict=True):
-        assert page_bytes(target, ticketed) == page_bytes(source, page)
-    untouched = set(range(NUM_PAGES + 1)) - set(TICKETED)
-    assert not any(any(page_bytes(target, page)) for page in untouched)
+    written = {page: value for page in range(NUM_PAGES + 1) if (value := page_value(target, NUM_PAGES, page))}
+    assert written == {target_page: 1 + page for page, target_page in zip(PAGES[HELD:], TICKETED, strict=True)}
+
+
+def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) -> None:
+    """Page 0 belongs to rank 1; of a page id, rank and place on the rank are the remainder and the quotient by 2."""
+    backend = Loopback()
+    rows = [row(Role.PREFILL, rank, 2, NUM_PAGES // 2, ownership=KvOwnership.SHARDED) for rank in range(2)]
+    target = backend.allocate(row(Role.DECODE, 0, 1, NUM_PAGES).layout.pool_bytes)
+    admit, pages = admit_to(decode, target, owner_base=1), [5, 2, 7, 0]
+    plan = plan_of(admit, pages)
+    for mine in rows:
+        source = filled(backend, mine, first=10 * (1 + mine.global_rank))
+        with closing(sender_of(mine, leader, source, backend)) as sender:
+            sender.before_step(plan)
+            sender.after_step(plan, {ROOM: KnownRequest(admit, pages)})
+            (report,) = messages(leader, 1)
+        assert isinstance(report, SendReport)
+        assert report.state is SendState.SENT
+    dones = {message.sender_rank: message.num_pages for message in messages(decode, 2) if isinstance(message, Done)}
+    assert dones == {0: 2, 1: 1}
+    written = {page: value for page in range(NUM_PAGES + 1) if (value := page_value(target, NUM_PAGES, page))}
+    assert written == dict(zip(TICKETED, [10 + 1, 20 + 3, 10 + 0], strict=True))

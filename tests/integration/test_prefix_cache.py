@@ -2,38 +2,32 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Stopping
-from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
-from workers.local import LocalCluster, Prompt
 
 PAGE_SIZE = 16
 NUM_TOKENS = 40
 FACTORS: dict[str, list[Any]] = {
-    "cp": [1, 2, 3],
+    "cp": [1, 2, 3, 4],
     "strategy": list(Strategy),
-    "sending": [
-        (TransferMode.RANK0, PageFilter.MODULAR),
-        (TransferMode.ALL_RANKS, PageFilter.MODULAR),
-        (TransferMode.ALL_RANKS, PageFilter.CONTIGUOUS),
-    ],
+    "kv": KV_WAYS,
     "chunk_tokens": [4096, 37],
     "caching": [set(Role), {Role.PREFILL}, {Role.DECODE}, set()],
 }
-CASES = sorted(all_pairs(FACTORS), key=lambda case: case["cp"])
+
+
+def in_loading_order(cases: list[Case]) -> list[Case]:
+    return sorted(cases, key=lambda case: (case["cp"], case["kv"].mode))
 
 
 def draw(seed: int, length: int) -> list[int]:
@@ -45,13 +39,12 @@ LONG, SHORT = draw(1, 6 * PAGE_SIZE), draw(2, 5)
 
 
 def name_of(case: Case) -> str:
-    mode, page_filter = case["sending"]
     caching = "+".join(sorted(case["caching"])) or "nobody"
-    return f"cp{case['cp']}-{case['strategy']}-{mode}-{page_filter}-{case['chunk_tokens']}-{caching}-caches"
+    return f"cp{case['cp']}-{case['strategy']}-{case['kv']}-{case['chunk_tokens']}-{caching}-caches"
 
 
 def config_of(case: Case, role: Role) -> DeployConfig:
-    mode, page_filter = case["sending"]
+    kv: KvWay = case["kv"]
     return DeployConfig.model_validate(
         {
             "model": {"served_name": "qwen3"},
@@ -59,30 +52,13 @@ def config_of(case: Case, role: Role) -> DeployConfig:
             "prefill": {
                 "parallel": {"cp": case["cp"]},
                 "strategy": case["strategy"],
+                "mode": kv.mode,
+                "passing": kv.passing,
                 "chunk_tokens": case["chunk_tokens"],
             },
-            "transfer": {"mode": mode, "page_filter": page_filter},
+            "transfer": {"mode": kv.sends, "page_filter": kv.page_filter},
         }
     )
-
-
-class Oracle:
-    """transformers' own greedy tokens."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.tokens = cache(self._generate)
-
-    def _generate(self, prompt: tuple[int, ...]) -> list[int]:
-        with torch.inference_mode():
-            tokens = self._model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=NUM_TOKENS,
-            )
-        answer: list[int] = tokens[0, len(prompt) :].tolist()
-        return answer
 
 
 @pytest.fixture(scope="module")
@@ -92,39 +68,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
-
-
-class Engine:
-    """A local cluster that reloads only when the layout changes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.cluster = LocalCluster()
-        self._folder = folder
-        self._cp: int | None = None
-
-    @contextmanager
-    def running(self, case: Case) -> Iterator[LocalCluster]:
-        config = config_of(case, Role.PREFILL)
-        if self._cp != case["cp"]:
-            self._cp = None
-            self.cluster.load(config, self._folder)
-            self._cp = case["cp"]
-        with self.cluster.running(config, config_of(case, Role.DECODE)) as running:
-            yield running
+    return Oracle(folder, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine(folder)
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine()
     yield engine
-    engine.cluster.close()
+    engine.close()
 
 
 def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
     """Prompts to ask after LONG and SHORT, by prefix state, with the pages that prefill should find."""
-    long_turn = [*LONG, *oracle.tokens(tuple(LONG))]
-    short_turn = [*SHORT, *oracle.tokens(tuple(SHORT))]
+    long_turn = [*LONG, *oracle.tokens(LONG)]
+    short_turn = [*SHORT, *oracle.tokens(SHORT)]
     return {
         "none": (draw(3, 70), 0),
         "parts in a page": ([*LONG[: 2 * PAGE_SIZE + 7], *draw(4, 60)], 2),
@@ -136,18 +93,31 @@ def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
     }
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_tokens_do_not_depend_on_what_is_cached(case: Case, oracle: Oracle, engine: Engine) -> None:
+def check(case: Case, folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
     prompts = follow_ups(oracle)
-    with engine.running(case) as cluster:
-        first = cluster.generate(asked([LONG, SHORT]), timeout_s=120)
-        answers = cluster.answer(asked([prompt for prompt, _ in prompts.values()]), timeout_s=120)
-    assert first == [oracle.tokens(tuple(prompt)) for prompt in (LONG, SHORT)]
+    with engine.running(folder, config_of(case, Role.PREFILL), config_of(case, Role.DECODE)) as cluster:
+        first = cluster.generate(asked([LONG, SHORT], NUM_TOKENS), timeout_s=120)
+        answers = cluster.answer(asked([prompt for prompt, _ in prompts.values()], NUM_TOKENS), timeout_s=120)
+    assert first == [oracle.tokens(prompt) for prompt in (LONG, SHORT)]
     for (state, (prompt, num_pages)), answer in zip(prompts.items(), answers, strict=True):
-        assert answer.token_ids == oracle.tokens(tuple(prompt)), state
+        assert answer.token_ids == oracle.tokens(prompt), state
         assert answer.cached_tokens == (num_pages * PAGE_SIZE if Role.PREFILL in case["caching"] else 0), state
 
 
-def asked(prompts: list[list[int]]) -> list[Prompt]:
-    return [Prompt(prompt, Stopping(max_tokens=NUM_TOKENS)) for prompt in prompts]
+@pytest.mark.integration
+@pytest.mark.parametrize("case", in_loading_order(all_pairs(FACTORS)), ids=name_of)
+def test_tokens_do_not_depend_on_what_is_cached(case: Case, folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
+    check(case, folder, oracle, engine)
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    in_loading_order([dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]),
+    ids=name_of,
+)
+def test_tokens_do_not_depend_on_what_is_cached_in_any_combination(
+    case: Case, folder: Path, oracle: Oracle, engine: LocalEngine
+) -> None:
+    check(case, folder, oracle, engine)

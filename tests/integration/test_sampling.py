@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.messages import Sampling, Stopping
+from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
 from tests.integration.test_engine_matrix import prompts_of
 from workers.local import Answer, LocalCluster, Prompt

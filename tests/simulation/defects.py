@@ -146,4 +146,4 @@ def take_silence_for_proof(patch: Patch) -> None:
 
 def keep_no_tombstones(patch: Patch) -> None:
     """Rooms that have ended are forgotten."""
-    patch.setattr("workers.scheduler.leader.Tombstones.add", lambda _self, _room: None)
+    patch.setattr("workers.scheduler.leader.Tombstones.add", lambda _self, _room, _reason: None)

@@ -62,8 +62,11 @@ def _row(config: DeployConfig) -> str:
         sends = ", CP rank 0 sends everything"
     else:
         sends = ", every CP rank sends its pages" if cp > 1 else ""
+    ring = ", ring" if config.prefill.mode == "ring" else ""
     backend = {"shared_memory": "shared memory", "mooncake": "Mooncake over TCP"}[config.transfer.backend]
-    return f"{_replicas(config.prefill.replicas)}, cp={cp} | {_replicas(config.decode.replicas)} | {backend}{sends}"
+    return (
+        f"{_replicas(config.prefill.replicas)}, cp={cp}{ring} | {_replicas(config.decode.replicas)} | {backend}{sends}"
+    )
 
 
 def _replicas(count: int) -> str:

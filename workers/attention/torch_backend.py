@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workers.attention.blocked import attend_blocked, is_worthwhile
-from workers.attention.interface import StepAttention
-from workers.attention.paged import PlacedRun, flash, gather_pages, page_rows
+from cluster.spec.kv import pages_for
+from workers.attention.extend import extend
+from workers.attention.interface import RowAttention, StepAttention
+from workers.attention.paged import PlacedRun, gather_pages, page_rows
+from workers.attention.rows import TorchRows
 from workers.attention.single_tokens import BLOCK_SLOTS, SingleBatch
 from workers.context_parallel.merge import Partial, empty_partial, merge
 from workers.context_parallel.runs import Run
@@ -25,10 +27,18 @@ _MAX_BATCH_SLOTS = BLOCK_SLOTS
 class TorchAttention:
     """Copies the pages of a request once a layer; which kernel attends depends on dtype and lengths."""
 
-    def prepare(self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int) -> StepAttention:
+    def prepare(
+        self,
+        runs: Sequence[Run],
+        page_tables: Sequence[Tensor],
+        page_size: int,
+        key_lens: Sequence[int] | None = None,
+    ) -> StepAttention:
         """See AttentionBackend."""
         starts = accumulate((run.count for run in runs), initial=0)
         placed = [PlacedRun(run, first_row) for run, first_row in zip(runs, starts, strict=False)]
+        if key_lens is not None:
+            return _TorchStep(_prefixes(placed, page_tables, page_size, key_lens))
         longer: dict[int, list[PlacedRun]] = {}
         for item in placed:
             if item.run.count > 1:
@@ -37,6 +47,39 @@ class TorchAttention:
         singles = [item for item in placed if item.run.count == 1]
         batches = [SingleBatch.build(batch, page_tables, page_size) for batch in _batches(singles, page_size)]
         return _TorchStep([*extends, *batches])
+
+    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
+        """See AttentionBackend."""
+        return TorchRows(query_runs, key_runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """A run all of whose queries see the same keys."""
+
+    item: PlacedRun
+    table: Tensor
+    num_keys: int
+
+    def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+        rows = page_rows(self.table, key_pages.shape[1])
+        key, value = (gather_pages(rows, pages)[0, :, : self.num_keys] for pages in (key_pages, value_pages))
+        mine = slice(self.item.first_row, self.item.first_row + self.item.run.count)
+        out, lse = extend(query[mine], key, value, None)
+        result.out[mine] = out
+        result.lse[mine] = lse
+
+
+def _prefixes(
+    placed: Sequence[PlacedRun], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int]
+) -> list[_Prefix]:
+    prefixes = []
+    for item in placed:
+        num_keys = key_lens[item.run.request]
+        if num_keys:
+            table = page_tables[item.run.request][: pages_for(num_keys, page_size)]
+            prefixes.append(_Prefix(item, table[None], num_keys))
+    return prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +97,10 @@ class _Extend:
 
     def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
         rows = page_rows(self.table, key_pages.shape[1])
-        key, value = (gather_pages(rows, pages)[:, :, : self.num_keys] for pages in (key_pages, value_pages))
+        key, value = (gather_pages(rows, pages)[0, :, : self.num_keys] for pages in (key_pages, value_pages))
         for item in self.items:
             mine = slice(item.first_row, item.first_row + item.run.count)
-            out, lse = _attend_run(_split_heads(query[mine], key.shape[1]), key, value, item.run)
+            out, lse = _attend_run(query[mine], key, value, item.run)
             result.out[mine] = out
             result.lse[mine] = lse
 
@@ -65,7 +108,7 @@ class _Extend:
 class _TorchStep:
     """The work of one step."""
 
-    def __init__(self, parts: Sequence[_Extend | SingleBatch]) -> None:
+    def __init__(self, parts: Sequence[_Extend | SingleBatch | _Prefix]) -> None:
         self._parts = parts
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
@@ -90,36 +133,21 @@ def _batches(singles: list[PlacedRun], page_size: int) -> list[list[PlacedRun]]:
     return batches
 
 
-def _split_heads(query: Tensor, num_kv_heads: int) -> Tensor:
-    """``[T, H * G, D]`` as ``[H, G, T, D]``."""
-    return query.view(len(query), num_kv_heads, -1, query.shape[2]).permute(1, 2, 0, 3)
-
-
 def _attend_run(query: Tensor, key: Tensor, value: Tensor, run: Run) -> Partial:
-    """Queries ``[H, G, T, D]`` at the run's positions over keys ``[1, H, S, D]`` at 0..S-1; out ``[T, heads, D]``.
+    """Queries ``[T, heads, D]`` at the run's positions over keys ``[H, S, D]`` at 0..S-1.
 
     Keys before the run are seen by all its queries. From the run's first position on, keys fall into ``step``
     classes by position modulo step. Query j sees the first j + 1 keys of its own class and the first j of any
     other: a plain causal triangle each, so that no strategy needs a mask.
     """
-    key, value = key[0], value[0]
     first, end = run.first_position, run.last_position + 1
-    partials = [_extend(query, key[:, first : end : run.step], value[:, first : end : run.step], causal=True)]
+    if run.step == 1:
+        return extend(query, key[:, :end], value[:, :end], first)
+    partials = [extend(query, key[:, first : end : run.step], value[:, first : end : run.step], 0)]
     if first:
-        partials.append(_extend(query, key[:, :first], value[:, :first], causal=False))
+        partials.append(extend(query, key[:, :first], value[:, :first], None))
     for begin in range(first + 1, first + run.step):
         keys = slice(begin, end, run.step)
-        out, lse = _extend(query[:, :, 1:], key[:, keys], value[:, keys], causal=True)
-        partials.append(Partial(pad(out, (0, 0, 1, 0)), pad(lse, (1, 0), value=-torch.inf)))
-    out, lse = merge(partials)
-    return Partial(out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2))
-
-
-def _extend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Partial:
-    """Queries ``[H, G, T, D]`` over keys ``[H, S, D]``; query i sees keys 0..i when causal."""
-    if is_worthwhile(query, key.shape[1]):
-        partial = attend_blocked(query, key, value, causal=causal)
-        if partial is not None:
-            return partial
-    key, value = (x[:, None].expand(-1, query.shape[1], -1, -1) for x in (key, value))
-    return flash(query, key, value, causal=causal)
+        out, lse = extend(query[1:], key[:, keys], value[:, keys], 0)
+        partials.append(Partial(pad(out, (0, 0, 0, 0, 1, 0)), pad(lse, (0, 0, 1, 0), value=-torch.inf)))
+    return merge(partials)

@@ -1,28 +1,39 @@
-"""Who holds which page of a replica: ids only, no memory. Every CP rank of the replica uses the same ids."""
+"""Who holds which page of a replica: ids only, no memory.
+
+Where every CP rank holds all KV there is one owner, and every rank uses the same ids. Where pages are divided over n
+ranks, page g belongs to owner g % n, who knows it as page g // n of its own pool. Page j of a request belongs to
+owner (base + j) % n, so whoever wants pages says which owner the first of them must have.
+"""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from workers.cache.prefix_tree import PrefixTree
+
+Demand = tuple[int, int]
+"""Pages wanted in a row, and the owner of the first of them."""
 
 
 class PageAllocator:
     """Hands out page ids 0 .. num_pages-1. A page is free, held by one sequence, or cached and held by 0..n of them.
 
-    A cached page is only read. One that nobody holds is given away as if it were free.
+    A cached page is only read. One that nobody holds is given away as if it were free. Owners are given modulo their
+    number.
     """
 
-    def __init__(self, num_pages: int, tree: PrefixTree | None = None) -> None:
+    def __init__(self, pages_per_owner: int, tree: PrefixTree | None = None, num_owners: int = 1) -> None:
         """Without a tree nothing is cached."""
-        self.num_pages = num_pages
-        self._free = deque(range(num_pages))
+        assert tree is None or tree.num_owners == num_owners, "tree and allocator divide pages differently"
+        self.num_pages = pages_per_owner * num_owners
+        self._num_owners = num_owners
+        self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
         self._held: set[int] = set()
         self._tree = tree
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, cached or not."""
-        return len(self._free) + (self._tree.num_idle if self._tree else 0)
+        """Pages that nobody holds, cached or not, as far as they can be had in a row: by the owner who has fewest."""
+        return self._num_owners * min(self._free_by_owner())
 
     @property
     def num_cached(self) -> int:
@@ -50,20 +61,41 @@ class PageAllocator:
         """How many pages ``find`` would give."""
         return self._tree.count(keys) if self._tree else 0
 
-    def can_allocate(self, count: int, shared: Sequence[int] = ()) -> bool:
-        """Whether so many pages can be had when the ``shared`` ones, which ``find`` gave, are the first of them."""
-        num_idle = sum(self._tree.is_idle(page) for page in shared) if self._tree else 0
-        return count - len(shared) <= self.num_free - num_idle
+    def can_allocate_all(self, demands: Iterable[Demand]) -> bool:
+        """Whether all of these can be had beside each other, without any cached page."""
+        return self._covers(self._free_by_owner(), demands)
 
-    def allocate(self, count: int, shared: Sequence[int] = ()) -> list[int]:
-        """That many pages, the shared ones first; the caller has asked ``can_allocate``. Evicts what it must."""
-        assert self.can_allocate(count, shared), f"{count} pages wanted, {self.num_free} of {self.num_pages} free"
+    def would_fit(self, demands: Iterable[Demand], beside: Collection[int]) -> bool:
+        """Whether all of these could be had if nothing but the given pages were held."""
+        held = Counter(page % self._num_owners for page in beside)
+        each = self.num_pages // self._num_owners
+        return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
+
+    def can_allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> bool:
+        """Whether so many pages can be had when the ``shared`` ones, which ``find`` gave, are the first of them."""
+        wanted = self._by_owner(count - len(shared), first_owner + len(shared))
+        num_idle = Counter(page % self._num_owners for page in shared if self._tree and self._tree.is_idle(page))
+        return all(wanted[owner] <= num_free - num_idle[owner] for owner, num_free in enumerate(self._free_by_owner()))
+
+    def allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> list[int]:
+        """That many pages in the order of their sequence, the shared ones first; evicts what it must.
+
+        The caller has asked ``can_allocate``.
+        """
+        assert self.can_allocate(count, shared, first_owner), (
+            f"{count} wanted, {self.num_free} of {self.num_pages} free"
+        )
+        assert all((page - first_owner - place) % self._num_owners == 0 for place, page in enumerate(shared))
+        first_new = first_owner + len(shared)
         num_new = count - len(shared)
         if self._tree:
             self._tree.claim(shared)
+            wanted = self._by_owner(num_new, first_new)
+            missing = [max(0, number - len(free)) for number, free in zip(wanted, self._free, strict=True)]
             # Leaves go first; turned round, neighbours of a prefix stand in their order again and are sent as one span.
-            self._free.extend(reversed(self._tree.evict(max(0, num_new - len(self._free)))))
-        pages = [self._free.popleft() for _ in range(num_new)]
+            for page in reversed(self._tree.evict(missing)):
+                self._put_back(page)
+        pages = [self._free[(first_new + place) % self._num_owners].popleft() for place in range(num_new)]
         self._held.update(pages)
         return [*shared, *pages]
 
@@ -82,7 +114,7 @@ class PageAllocator:
         for page in own:
             assert page in self._held, f"page {page} freed but not held"
             self._held.remove(page)
-            self._free.append(page)
+            self._put_back(page)
         if self._tree:
             self._tree.release([page for page in pages if page in self._tree])
 
@@ -105,6 +137,27 @@ class PageAllocator:
         own = Counter({page: count for page, count in holders.items() if not self.is_cached(page)})
         assert all(count == 1 for count in own.values()), f"a page has two holders: {sorted(held)}"
         assert own.keys() == self._held, f"holders claim {sorted(own)}, allocator says {sorted(self._held)}"
-        assert not any(self.is_cached(page) or page in self._held for page in self._free), "a free page is in use"
-        total = len(self._free) + len(self._held) + self.num_cached
+        free = [page for pages in self._free for page in pages]
+        assert not any(self.is_cached(page) or page in self._held for page in free), "a free page is in use"
+        for owner, pages in enumerate(self._free):
+            assert all(page % self._num_owners == owner for page in pages), f"owner {owner} has a page of another"
+        total = len(free) + len(self._held) + self.num_cached
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
+
+    def _free_by_owner(self) -> list[int]:
+        """Pages of each owner that nobody holds, cached or not."""
+        tree = self._tree
+        return [len(free) + (tree.num_idle(owner) if tree else 0) for owner, free in enumerate(self._free)]
+
+    def _by_owner(self, count: int, first_owner: int) -> list[int]:
+        """How many of so many pages in a row each owner gives."""
+        each, rest = divmod(count, self._num_owners)
+        return [each + ((owner - first_owner) % self._num_owners < rest) for owner in range(self._num_owners)]
+
+    def _covers(self, num_free: Sequence[int], demands: Iterable[Demand]) -> bool:
+        """Whether each owner has what it would have to give."""
+        shares = zip(*(self._by_owner(*demand) for demand in demands), strict=True)
+        return all(sum(share) <= there for share, there in zip(shares, num_free, strict=True))
+
+    def _put_back(self, page: int) -> None:
+        self._free[page % self._num_owners].append(page)

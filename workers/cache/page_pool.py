@@ -51,6 +51,11 @@ class PagePool:
         pages, places = slots // self.page_size, slots % self.page_size
         self.data[pages, :, layer, :, places] = kv.transpose(1, 2)
 
+    def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
+        """Copy ``pages [n]`` int64 of one layer, token after token, into ``out [n * page_size, 2, heads, dim]``."""
+        in_token_order = self.data[:, :, layer].permute(0, 3, 2, 1, 4)
+        torch.index_select(in_token_order, 0, pages, out=out.view(len(pages), *in_token_order.shape[1:]))
+
     def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the trash page."""
         return self.data[:, :, layer, 0], self.data[:, :, layer, 1]

@@ -1,49 +1,54 @@
 """Which cached page holds which tokens, and which of them may be given up: ids only, no memory.
 
 A node is one full page under its chained key (``cluster.spec.page_key``), so that one look-up a page walks the tree.
-Holding a page means holding every page above it, and pages are let go deepest first; so the idle pages stand in an
-order in which a page comes before the one above it, and the first of them is always a leaf: the least recently used.
+Holding a page means holding every page above it, and pages are let go deepest first; so the idle pages of each owner
+stand in an order in which a page comes before those above it: the least recently used first. Whatever hangs below an
+idle page is idle too, and older.
 """
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
     key: bytes
     page: int
     parent: "_Node | None"
     num_holders: int = 1
-    num_children: int = 0
+    children: "set[_Node]" = field(default_factory=set)
 
 
 class PrefixTree:
     """The pages of computed prefixes. A page has 0..n holders; one without is idle and can be evicted."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_owners: int = 1) -> None:
+        """Page ids are divided over owners: page g belongs to owner g modulo their number."""
+        self.num_owners = num_owners
         self._by_key: dict[bytes, _Node] = {}
         self._by_page: dict[int, _Node] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
+        """By owner: each idle page and when it was let go, oldest first."""
+        self._turns = count()
 
     @property
     def num_pages(self) -> int:
         """Pages in the tree."""
         return len(self._by_page)
 
-    @property
-    def num_idle(self) -> int:
-        """Pages that nobody holds."""
-        return len(self._idle)
+    def num_idle(self, owner: int) -> int:
+        """Pages of one owner that nobody holds."""
+        return len(self._idle[owner])
 
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
 
     def is_idle(self, page: int) -> bool:
         """Whether nobody holds this cached page."""
-        return page in self._idle
+        return page in self._idle[page % self.num_owners]
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the longest known prefix; they stay only as long as somebody claims them."""
@@ -63,7 +68,7 @@ class PrefixTree:
         """Hold pages that ``find`` gave, from the first on."""
         for page in pages:
             self._by_page[page].num_holders += 1
-            self._idle.pop(page, None)
+            self._idle[page % self.num_owners].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
         """Let a claim go; ``pages`` are in the order of the prefix."""
@@ -72,7 +77,7 @@ class PrefixTree:
             assert node.num_holders > 0, f"cached page {page} is released but not held"
             node.num_holders -= 1
             if node.num_holders == 0:
-                self._idle[page] = None
+                self._idle[page % self.num_owners][page] = next(self._turns)
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[int]:
         """Take in a computed prefix; the pages that now stand for it, each of them held by the caller.
@@ -87,7 +92,7 @@ class PrefixTree:
                 assert page not in self._by_page, f"page {page} is cached under another key"
                 node = self._by_key[key] = self._by_page[page] = _Node(key, page, parent)
                 if parent is not None:
-                    parent.num_children += 1
+                    parent.children.add(node)
             elif node.page != page:
                 self.claim([node.page])
             path.append(node.page)
@@ -102,31 +107,54 @@ class PrefixTree:
                 return number
         return min(len(keys), len(pages))
 
-    def evict(self, count: int) -> list[int]:
-        """Forget the idle pages that were used least recently; they are the caller's now."""
-        assert count <= self.num_idle, f"{count} pages to evict, {self.num_idle} idle"
-        pages = []
-        for _ in range(count):
-            page, _ = self._idle.popitem(last=False)
-            node = self._by_page.pop(page)
-            assert not node.num_children, f"page {page} is evicted before the pages below it"
-            del self._by_key[node.key]
-            if node.parent is not None:
-                node.parent.num_children -= 1
-            pages.append(page)
+    def evict(self, counts: Sequence[int]) -> list[int]:
+        """Forget idle pages, at least so many of each owner; they are the caller's now.
+
+        Each time the owner's least recently used page goes, and with it what hangs below.
+        """
+        pages: list[int] = []
+        num_taken = [0] * self.num_owners
+        for owner, wanted in enumerate(counts):
+            missing = wanted - num_taken[owner]
+            assert missing <= len(self._idle[owner]), f"{missing} pages of owner {owner} to evict"
+            while num_taken[owner] < wanted:
+                oldest = self._by_page[next(iter(self._idle[owner]))]
+                for node in reversed(_subtree(oldest)):
+                    self._forget(node)
+                    num_taken[node.page % self.num_owners] += 1
+                    pages.append(node.page)
         return pages
 
     def check_integrity(self, holders: Mapping[int, int]) -> None:
         """Prove that every page has exactly the given number of holders, no more of them than the one above it."""
-        turns = {page: turn for turn, page in enumerate(self._idle)}
+        turns = {page: turn for idle in self._idle for page, turn in idle.items()}
         assert self._by_page.keys() == {node.page for node in self._by_key.values()}
         for page, node in self._by_page.items():
             assert node.num_holders == holders.get(page, 0), f"page {page}: {node.num_holders} holders are counted"
-            assert (node.num_holders == 0) == (page in turns), f"page {page} is idle and held, or neither"
+            assert (node.num_holders == 0) == self.is_idle(page), f"page {page} is idle and held, or neither"
             parent = node.parent
             if parent is not None:
                 assert self._by_page.get(parent.page) is parent, f"page {page} hangs below a page that is gone"
                 assert parent.num_holders >= node.num_holders, f"page {page} is held without page {parent.page}"
-                assert turns.get(page, 0) <= turns.get(parent.page, len(turns)), f"page {page} outlives {parent.page}"
+                assert parent.page not in turns or turns[page] < turns[parent.page], f"{page} outlives {parent.page}"
+        for owner, idle in enumerate(self._idle):
+            assert list(idle.values()) == sorted(idle.values()), f"idle pages of owner {owner} are out of order"
         children = Counter(node.parent.page for node in self._by_key.values() if node.parent is not None)
-        assert all(node.num_children == children[page] for page, node in self._by_page.items()), "children miscounted"
+        assert all(len(node.children) == children[page] for page, node in self._by_page.items()), "children miscounted"
+
+    def _forget(self, node: _Node) -> None:
+        """Drop a leaf that nobody holds."""
+        assert not node.children, f"page {node.page} is evicted before the pages below it"
+        del self._idle[node.page % self.num_owners][node.page]
+        del self._by_page[node.page]
+        del self._by_key[node.key]
+        if node.parent is not None:
+            node.parent.children.remove(node)
+
+
+def _subtree(node: _Node) -> list[_Node]:
+    """The node and all below it, each after its parent."""
+    nodes = [node]
+    for found in nodes:
+        nodes.extend(found.children)
+    return nodes

@@ -1,14 +1,34 @@
-"""Bringing the rows of all CP ranks together: K and V once a layer, hidden states at the end of a step."""
+"""Bringing the rows of all CP ranks together: K and V or Q once a layer, hidden states at the end of a step."""
 
 import torch
 from torch import Tensor
 
 from workers.context_parallel.shard_plan import ShardPlan
-from workers.parallel.collectives import Communicator
+from workers.parallel.collectives import Communicator, Pending
 
 
-class KvGather:
-    """Gathers K and V of one layer over a CP group in one collective; owned by a worker, reused for every layer.
+class Gathered:
+    """Rows of all ranks on their way, in gathered order."""
+
+    def __init__(self, rows: Tensor, plan: ShardPlan, pending: Pending | None) -> None:
+        self._rows, self._plan, self._pending = rows, plan, pending
+
+    def wait(self) -> Tensor:
+        """All rows, ``[gathered rows, ...]``; padding holds anything, finite or not: never read it."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._rows
+
+    def of_rank(self, cp_rank: int) -> Tensor:
+        """The rows of one rank in its local order; after ``wait``."""
+        if self._plan.replicated:
+            return self._rows
+        begin = cp_rank * self._plan.padded_len
+        return self._rows[begin : begin + self._plan.lens[cp_rank]]
+
+
+class RowGather:
+    """Gathers rows of one kind over a CP group, one collective at a time; owned by a worker, reused for every layer.
 
     Buffers grow to the largest step seen and are kept.
     """
@@ -18,21 +38,20 @@ class KvGather:
         self._send: Tensor | None = None
         self._receive: Tensor | None = None
 
-    def gather(self, plan: ShardPlan, key: Tensor, value: Tensor) -> Tensor:
-        """Gathered order of this rank's ``key`` and ``value [tokens, heads, dim]``: ``[rows, 2, heads, dim]``.
+    def start(self, plan: ShardPlan, *parts: Tensor) -> Gathered:
+        """Send this rank's rows, ``parts [tokens, ...]`` side by side: ``[tokens, number of parts, ...]``.
 
-        The result is valid until the next call. Padding rows hold anything finite or not: never read them.
+        The result is valid until the next call.
         """
         if plan.replicated:
-            return torch.stack((key, value), dim=1)
+            return Gathered(torch.stack(parts, dim=1), plan, None)
         assert plan.cp == self.group.size, f"a plan for {plan.cp} ranks in a group of {self.group.size}"
-        row_shape = (2, *key.shape[1:])
-        self._send = _at_least(self._send, plan.padded_len, row_shape, key)
-        self._receive = _at_least(self._receive, plan.cp * plan.padded_len, row_shape, key)
+        row_shape = (len(parts), *parts[0].shape[1:])
+        self._send = at_least(self._send, plan.padded_len, row_shape, parts[0])
+        self._receive = at_least(self._receive, plan.cp * plan.padded_len, row_shape, parts[0])
         send, receive = self._send[: plan.padded_len], self._receive[: plan.cp * plan.padded_len]
-        torch.stack((key, value), dim=1, out=send[: len(key)])
-        self.group.all_gather(receive, send)
-        return receive
+        torch.stack(parts, dim=1, out=send[: len(parts[0])])
+        return Gathered(receive, plan, self.group.start_all_gather(receive, send))
 
 
 def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:
@@ -52,7 +71,8 @@ def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
     return gathered[torch.from_numpy(plan.inverse).to(rows.device)]
 
 
-def _at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
+def at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The buffer, or a new one where it has too few rows or others, ``[num_rows or more, *row_shape]``."""
     if buffer is None or len(buffer) < num_rows or buffer.shape[1:] != row_shape or buffer.dtype != like.dtype:
         return like.new_zeros((num_rows, *row_shape))
     return buffer

@@ -28,18 +28,15 @@ def empty_partial(query: Tensor) -> Partial:
 def merge(partials: Sequence[Partial]) -> Partial:
     """Join partials of the same queries over disjoint sets of keys, in any order; out keeps its dtype.
 
-    With m = max lse: out = sum(exp(lse - m) * out) / sum(exp(lse - m)), lse = m + ln(sum(exp(lse - m))).
+    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i).
     """
     assert partials, "nothing to merge"
     if len(partials) == 1:
         return partials[0]
-    lse = torch.stack([partial.lse for partial in partials])
-    peak = lse.amax(0)
-    weights = torch.exp(lse - peak.masked_fill(peak == -torch.inf, 0.0))
-    total = weights.sum(0)
-    weights = weights / total.masked_fill(total == 0.0, 1.0)
-    out = sum(
-        (partial.out * weight[..., None] for partial, weight in zip(partials, weights, strict=True)),
-        start=torch.zeros((), dtype=torch.float32, device=lse.device),
-    )
-    return Partial(out.to(partials[0].out.dtype), torch.logsumexp(lse, 0))
+    lse = torch.logsumexp(torch.stack([partial.lse for partial in partials]), 0)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    first, *others = partials
+    out = first.out * (first.lse - finite).exp_()[..., None]
+    for other in others:
+        out.addcmul_(other.out, (other.lse - finite).exp_()[..., None])
+    return Partial(out.to(first.out.dtype), lse)

@@ -33,6 +33,14 @@ def coalesce(runs: Iterable[Run]) -> RankRuns:
     return tuple(joined)
 
 
+def sees_any(query_runs: Iterable[Run], key_runs: Iterable[Run]) -> bool:
+    """Whether any query is at or after the position of any key of its request."""
+    latest: dict[int, int] = {}
+    for run in query_runs:
+        latest[run.request] = max(run.last_position, latest.get(run.request, -1))
+    return any(run.count > 0 and run.first_position <= latest.get(run.request, -1) for run in key_runs)
+
+
 def _continues(run: Run, last: Run) -> bool:
     adjacent = run.request == last.request and run.first_position == last.last_position + 1
     return adjacent and run.step == last.step == 1

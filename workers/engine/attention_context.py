@@ -1,39 +1,53 @@
 """What a model's attention layers talk to during one step: K and V go in, attention comes out, CP stays hidden."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.attention.interface import AttentionBackend
+from workers.attention.interface import AttentionBackend, RowAttention
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.gather import KvGather, gather_rows
+from workers.context_parallel.gather import RowGather, gather_rows
+from workers.context_parallel.merge import Partial, merge
+from workers.context_parallel.ring import Ring
+from workers.context_parallel.runs import Run, sees_any
 from workers.engine.batch import StepBatch
+from workers.parallel.collectives import Communicator
 
 
-class PagedAttentionContext:
+class CpExchange:
+    """The ways in which the ranks of one CP group exchange rows, with their buffers; one for a worker."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+        self.kv_gather = RowGather(group)
+        self.query_gather = RowGather(group)
+        self.ring = Ring(group)
+
+
+class StepContext(ABC):
     """Implements the AttentionContext of workers.models.interface for one step on one rank.
 
     Every rank of the CP group makes the same calls for the same step, also one that has no token in it.
     """
 
-    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, gather: KvGather) -> None:
+    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         assert batch.page_size == pool.page_size, f"pages of {batch.page_size} and of {pool.page_size} tokens"
-        self._batch = batch
-        self._pool = pool
-        self._gather = gather
-        self._attention = backend.prepare(batch.runs, batch.page_tables, batch.page_size)
+        self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
+        self.kv_first = exchange.group.in_background and not batch.plan.replicated
 
+    @abstractmethod
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Exchange this rank's ``k`` and ``v [tokens, kv_heads, dim]`` over the group, and store all of them."""
-        self._pool.write(layer, self._batch.slots, self._gather.gather(self._batch.plan, k, v))
+        """Begin to exchange this rank's ``k`` and ``v [tokens, kv_heads, dim]`` over the group."""
 
+    @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Causal attention of ``q [tokens, heads, dim]`` over cached prefix and new tokens; after ``put``."""
-        return self._attention.attend(q, *self._pool.layer_view(layer)).out
+        """Causal attention of ``q [tokens, heads, dim]`` over cached prefix and new tokens, and store the new KV."""
 
     def join_last(self, hidden: Tensor) -> Tensor:
         """The last token of every sampled row, ``[R, hidden]``, on every rank; ``hidden [tokens, hidden]`` is local."""
-        batch = self._batch
+        batch = self.batch
         if batch.plan.replicated:
             return hidden[[owner.offset for owner in batch.sampled]]
         counts: Counter[int] = Counter()
@@ -43,5 +57,32 @@ class PagedAttentionContext:
             counts[owner.cp_rank] += 1
         most = max(counts.values(), default=0)
         mine = [owner.offset for owner in batch.sampled if owner.cp_rank == batch.cp_rank]
-        gathered = gather_rows(self._gather.group, hidden[mine], most)
+        gathered = gather_rows(self.exchange.group, hidden[mine], most)
         return gathered[[cp_rank * most + place for cp_rank, place in places]]
+
+    def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:
+        """This rank's queries over rows of keys; None if no query sees any of them."""
+        runs = self.batch.runs
+        return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
+
+    def joined(self, q: Tensor, partials: Sequence[Partial]) -> Tensor:
+        """Attention of this rank's queries from all partials; there are none only where there is no query."""
+        return merge(partials).out if len(q) else q
+
+    def owned_rows(self, cp_rank: int) -> "OwnedRows":
+        """Which of the rows that a rank computes belong into this rank's pages."""
+        slots = self.batch.slots_of(cp_rank)
+        rows = (slots != self.pool.trash_slot).nonzero()[:, 0]
+        return OwnedRows(self.pool, rows, slots[rows])
+
+
+class OwnedRows:
+    """Rows of one rank that another, or the same, stores in every layer."""
+
+    def __init__(self, pool: PagePool, rows: Tensor, slots: Tensor) -> None:
+        self._pool, self._rows, self._slots = pool, rows, slots
+
+    def store(self, layer: int, kv: Tensor) -> None:
+        """``kv [tokens of that rank, 2, heads, dim]``."""
+        if len(self._rows):
+            self._pool.write(layer, self._slots, kv[self._rows])

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.spec.kv import pages_for
 from cluster.spec.strategy import Strategy
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
@@ -22,7 +23,8 @@ class BatchRow:
     prefix_len: int
     """Tokens already in the pages."""
     pages: Sequence[int] | NDArray[np.int64]
-    """Pages of the request in order of position; enough for prefix and extend."""
+    """Pages of the request in order of position; enough for prefix and extend. Page p of a pool that is divided
+    over n owners is the page p // n of owner p mod n."""
     sampled: bool
     """The logits after the last token are wanted (not so in the earlier chunks of a prompt)."""
 
@@ -39,9 +41,12 @@ class StepBatch:
     positions: Tensor
     """``[tokens]`` int64, position of each local token in its request."""
     slots: Tensor
-    """``[gathered rows]`` int64: where K and V of each gathered row go; padding goes to the trash slot."""
+    """``[gathered rows]`` int64: where K and V of each gathered row go on this rank; to the trash slot goes padding,
+    and what other ranks own."""
     page_tables: tuple[Tensor, ...]
-    """Per request, int64."""
+    """Per request, int64: pages on this rank, those that it owns alone, in order of position."""
+    prefix_shares: tuple[tuple[int, ...], ...]
+    """Per owner and request: tokens of the prefix that are in the owner's pages."""
     sampled: tuple[Owner, ...]
     """Per sampled row, in row order: the rank and local offset of its last token."""
 
@@ -49,6 +54,23 @@ class StepBatch:
     def runs(self) -> tuple[Run, ...]:
         """This rank's query runs, in local order."""
         return self.plan.runs[self.cp_rank]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Each rank holds only the pages that it owns."""
+        return len(self.prefix_shares) > 1
+
+    @property
+    def prefix_share(self) -> tuple[int, ...]:
+        """Per request: tokens of the prefix that are in this rank's pages."""
+        return self.prefix_shares[self.cp_rank % len(self.prefix_shares)]
+
+    def slots_of(self, cp_rank: int) -> Tensor:
+        """``slots`` of the rows that a rank computes, in its local order."""
+        if self.plan.replicated:
+            return self.slots
+        begin = cp_rank * self.plan.padded_len
+        return self.slots[begin : begin + self.plan.lens[cp_rank]]
 
 
 def build_step_batch(
@@ -60,14 +82,20 @@ def build_step_batch(
     page_size: int,
     trash_slot: int,
     device: torch.device,
+    owners: int = 1,
 ) -> StepBatch:
-    """Cut a step's rows for one CP rank; every rank of the group derives the same plan from the same rows."""
+    """Cut a step's rows for one CP rank; every rank of the group derives the same plan from the same rows.
+
+    ``owners`` is cp where the pool is divided over the ranks, and 1 where each holds all.
+    """
     plan = make_shard_plan(strategy, [len(row.token_ids) for row in rows], [row.prefix_len for row in rows], cp)
     local = plan.local(cp_rank)
     token_ids = _concatenate([row.token_ids for row in rows])
     positions = _concatenate([np.arange(row.prefix_len, row.prefix_len + len(row.token_ids)) for row in rows])
     tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
-    slots = np.append(_slots(plan, positions, tables, page_size), trash_slot)[plan.gathered_index]
+    part = cp_rank % owners
+    pages, places = _pages(plan, positions, tables, page_size), positions % page_size
+    slots = np.where(pages % owners == part, pages // owners * page_size + places, trash_slot)
 
     def tensor(values: Indices) -> Tensor:
         return torch.from_numpy(values).to(device)
@@ -78,20 +106,32 @@ def build_step_batch(
         page_size=page_size,
         token_ids=tensor(token_ids[local]),
         positions=tensor(positions[local]),
-        slots=tensor(slots),
-        page_tables=tuple(tensor(table) for table in tables),
+        slots=tensor(np.append(slots, trash_slot)[plan.gathered_index]),
+        page_tables=tuple(tensor(table[table % owners == part] // owners) for table in tables),
+        prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
         sampled=tuple(plan.owner(plan.last_token(request)) for request, row in enumerate(rows) if row.sampled),
     )
 
 
-def _slots(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
-    """Slot of every token of the flattened batch."""
+def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
+    """Page of every token of the flattened batch."""
     for request, table in enumerate(tables):
-        needed = -(-(plan.prefix_lens[request] + plan.extend_lens[request]) // page_size)
+        needed = pages_for(plan.prefix_lens[request] + plan.extend_lens[request], page_size)
         assert len(table) >= needed, f"request {request} has {len(table)} pages and needs {needed}"
     first_entries = np.cumsum([0, *map(len, tables)])[:-1]
     entry = np.repeat(first_entries, plan.extend_lens) + positions // page_size
-    return _concatenate(tables)[entry] * page_size + positions % page_size
+    return _concatenate(tables)[entry]
+
+
+def _prefix_shares(
+    prefix_lens: Sequence[int], tables: Sequence[Indices], page_size: int, owners: int
+) -> tuple[tuple[int, ...], ...]:
+    """Only the last page of a prefix may be filled in part."""
+    shares = np.zeros((owners, len(tables)), dtype=np.int64)
+    for request, (prefix_len, table) in enumerate(zip(prefix_lens, tables, strict=True)):
+        held = np.clip(prefix_len - np.arange(len(table)) * page_size, 0, page_size)
+        np.add.at(shares[:, request], table % owners, held)
+    return tuple(tuple(int(share) for share in of_owner) for of_owner in shares)
 
 
 def _concatenate(parts: Sequence[Sequence[int] | Indices]) -> Indices:

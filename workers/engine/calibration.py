@@ -9,7 +9,9 @@ from torch import Tensor
 
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.cost_model import ModelShape, Rates, attended_pairs
+from workers.context_parallel.estimate import computed_pairs
+from workers.context_parallel.merge import Partial, merge
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
@@ -18,9 +20,11 @@ _SAMPLE_S = 0.02
 """What takes this long is not repeated, and nothing larger is measured."""
 _REPEATS = 5
 _FEW_TOKENS, _MOST_TOKENS = 16, 256
-_QUERIES, _PREFIX = 64, 960
+_QUERIES, _PREFIX = 128, 896
 _SHORT_RUNS = 8
 _ROWS = (16, 512)
+_PAUSES = 3
+"""Work behind which a collective may hide, in its own times."""
 _FALLBACK = Rates()
 
 
@@ -34,7 +38,7 @@ def calibrate(
     with torch.inference_mode():
         floor_s, linear_flops_per_s = _measure_linear(model, shape)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
-        exchange_s, exchange_bytes_per_s = _measure_exchange(model, group, shape)
+        exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
         head_s = _least_s(lambda: model.logits(_hidden(model, 1)))
         row_s = _measure_store(model, pool)
     return Rates(
@@ -43,13 +47,17 @@ def calibrate(
         attention_flops_per_s=attention_flops_per_s,
         run_s=run_s,
         row_s=row_s,
+        merge_row_s=_measure_merge(model),
         exchange_s=exchange_s,
         exchange_bytes_per_s=exchange_bytes_per_s,
+        hidden_share=hidden_share,
     )
 
 
 class _NoAttention:
     """An AttentionContext that leaves only the linear part of a layer to be timed."""
+
+    kv_first = False
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
@@ -93,30 +101,49 @@ def _measure_attention(
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
     long = Run(0, _PREFIX, _QUERIES, 1)
-    flops = attended_pairs(long) * shape.attention_flops
+    flops = computed_pairs(long) * shape.attention_flops
     return run_s, _rate(flops, runs_s([long]) - run_s, _FALLBACK.attention_flops_per_s)
 
 
-def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShape) -> tuple[float, float]:
-    """Latency of one collective and bytes received per second; nothing is moved in a group of one."""
-    if group.size == 1:
-        return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s
+def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShape) -> tuple[float, float, float]:
+    """Latency of one collective, bytes received per second, and the share that passes behind other work.
 
-    def gather_s(num_rows: int) -> float:
+    Nothing is moved in a group of one.
+    """
+    if group.size == 1:
+        return _FALLBACK.exchange_s, _FALLBACK.exchange_bytes_per_s, _FALLBACK.hidden_share
+
+    def gather_s(num_rows: int, pause_s: float = 0.0) -> float:
         row = (2, model.config.num_kv_heads, model.config.head_dim)
         send = torch.zeros(num_rows, *row, dtype=model.dtype)
         receive = torch.zeros(group.size * num_rows, *row, dtype=model.dtype)
-        group.barrier()
-        seconds = []
-        for _ in range(_REPEATS):
-            start_s = time.perf_counter()
-            group.all_gather(receive, send)
-            seconds.append(time.perf_counter() - start_s)
-        return min(seconds)
+        return min(_exposed_s(group, receive, send, pause_s) for _ in range(_REPEATS))
 
     few_s, many_s = (gather_s(num_rows) for num_rows in _ROWS)
     received = (group.size - 1) * (_ROWS[1] - _ROWS[0]) * shape.kv_row_bytes
-    return few_s, _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
+    bytes_per_s = _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
+    if not group.in_background:
+        return few_s, bytes_per_s, 0.0
+    hidden_s = many_s - gather_s(_ROWS[1], pause_s=_PAUSES * many_s)
+    return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
+
+
+def _exposed_s(group: Communicator, receive: Tensor, send: Tensor, pause_s: float) -> float:
+    """Time spent in an all-gather whose wait begins ``pause_s`` after its start, on ranks that start together."""
+    group.barrier()
+    waited_before_s = group.waited_s
+    pending = group.start_all_gather(receive, send)
+    if pause_s:
+        time.sleep(pause_s)
+    pending.wait()
+    return group.waited_s - waited_before_s
+
+
+def _measure_merge(model: DecoderModel) -> float:
+    """Seconds that one partial of one token costs."""
+    shape = (_MOST_TOKENS, model.config.num_heads)
+    partial = Partial(torch.zeros(*shape, model.config.head_dim, dtype=model.dtype), torch.zeros(shape))
+    return _least_s(lambda: merge([partial, partial])) / (2 * _MOST_TOKENS)
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:

@@ -1,65 +1,71 @@
-"""What requests change in their logits before a token is drawn: bias, bans, then penalties.
+"""What requests change in their logits before a token is drawn: allowed tokens, bias and bans, then penalties.
 
-Rows that ask for nothing cost nothing, and no row depends on another.
+Work is proportional to the tokens that are named: rows that ask for nothing cost nothing. No row depends on another.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.sampling_state import SamplingState
+from workers.engine.token_counts import TokenCounts
+
+Numbers = NDArray[np.float32]
+Index = tuple[Tensor, Tensor]
+"""Rows and columns of single logits, each once."""
 
 
 def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
     """Change logits ``[num_rows, vocab_size]`` in place. positions: each row's output position."""
-    _add_bias(logits, states)
-    _ban(logits, states, positions)
-    _penalise(logits, states)
+    asking = {row: state for row, state in enumerate(states) if state.asks}
+    _forbid_others(logits, {row: state.allowed for row, state in asking.items() if len(state.allowed)})
+    shifts = {row: state.shifts(positions[row]) for row, state in asking.items()}
+    _shift(logits, {row: shift for row, shift in shifts.items() if len(shift[0])})
+    _penalise(logits, states, {row: state.counts for row, state in asking.items() if state.counts is not None})
 
 
-def _add_bias(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    biased = {index: state.bias for index, state in enumerate(states) if state.bias is not None}
-    if biased:
-        logits[list(biased)] += torch.stack(list(biased.values()))
+def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> None:
+    if allowed:
+        index = _index(allowed, logits)
+        kept = logits[index]
+        logits[list(allowed)] = -math.inf
+        logits[index] = kept
 
 
-def _ban(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
-    """Forbid tokens; a row that would be left without any keeps them, since a token must be drawn."""
-    bans = [(index, token_id) for index, state in enumerate(states) for token_id in state.banned(positions[index])]
-    if not bans:
-        return
-    rows = sorted({index for index, _ in bans})
-    before = logits[rows]
-    indices = torch.tensor(bans, device=logits.device).T
-    logits[indices[0], indices[1]] = -math.inf
-    after = logits[rows]
-    is_empty = after.amax(dim=-1, keepdim=True) == -math.inf
-    logits[rows] = torch.where(is_empty, before, after)
+def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers]]) -> None:
+    if shifts:
+        index = _index({row: ids for row, (ids, _) in shifts.items()}, logits)
+        logits[index] += _tensor([values for _, values in shifts.values()], logits)
 
 
-def _penalise(logits: Tensor, states: Sequence[SamplingState]) -> None:
+def _penalise(logits: Tensor, states: Sequence[SamplingState], counted: Mapping[int, TokenCounts]) -> None:
     """Repetition as Keskar et al. 2019 (arXiv:1909.05858), then frequency and presence as OpenAI's API."""
-    rows = [index for index, state in enumerate(states) if state.sampling.has_penalties]
-    if not rows:
+    if not counted:
         return
-    counts = torch.stack([_known(states[index].output_counts) for index in rows])
-    in_output = counts > 0
-    seen = in_output | torch.stack([_known(states[index].in_prompt) for index in rows])
-    settings = [states[index].sampling for index in rows]
-    repetition = _column([row.repetition_penalty for row in settings], logits)
-    frequency = _column([row.frequency_penalty for row in settings], logits)
-    presence = _column([row.presence_penalty for row in settings], logits)
-    before = logits[rows]
+
+    def spread(setting: str) -> Tensor:
+        """A setting of each row for every token of the row."""
+        values = [getattr(states[row].sampling, setting) for row in counted]
+        return _tensor(
+            [np.repeat(np.array(values, np.float32), [len(known.ids) for known in counted.values()])], logits
+        )
+
+    index = _index({row: known.ids for row, known in counted.items()}, logits)
+    counts = _tensor([known.counts for known in counted.values()], logits)
+    repetition = spread("repetition_penalty")
+    before = logits[index]
     scaled = torch.where(before > 0, before / repetition, before * repetition)
-    logits[rows] = torch.where(seen, scaled, before) - frequency * counts - presence * in_output
+    logits[index] = scaled - spread("frequency_penalty") * counts - spread("presence_penalty") * (counts > 0)
 
 
-def _known(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a request with penalties counts its tokens"
-    return tensor
+def _index(ids: Mapping[int, NDArray[np.int64]], like: Tensor) -> Index:
+    rows = np.repeat(np.array(list(ids), np.int64), [len(part) for part in ids.values()])
+    return torch.from_numpy(rows).to(like.device), torch.from_numpy(np.concatenate(list(ids.values()))).to(like.device)
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _tensor(parts: Sequence[Numbers], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(like.device)

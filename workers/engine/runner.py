@@ -7,13 +7,15 @@ import torch
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, Sampled, StepPlan
-from cluster.spec.strategy import Strategy
+from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.registry import KvOwnership
+from cluster.spec.sampling import Sampled
+from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.gather import KvGather
-from workers.engine.attention_context import PagedAttentionContext
+from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.contexts import make_context
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
@@ -26,6 +28,7 @@ class KnownRequest:
 
     admit: Admit
     pages: list[int] = field(default_factory=list)
+    """In order of position; page p of a sharded pool is the page p // cp of CP rank p mod cp."""
     sampling: SamplingState | None = None
     """Where tokens are drawn, from the first draw on."""
 
@@ -33,13 +36,21 @@ class KnownRequest:
 class ModelRunner:
     """Computes steps. Every rank of a replica runs the same plans in the same order."""
 
-    def __init__(self, model: DecoderModel, pool: PagePool, backend: AttentionBackend, cp_group: Communicator) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        pool: PagePool,
+        backend: AttentionBackend,
+        cp_group: Communicator,
+        ownership: KvOwnership = KvOwnership.REPLICATED,
+    ) -> None:
         self.requests: dict[Room, KnownRequest] = {}
+        self._is_sharded = ownership is KvOwnership.SHARDED
         self._model = model
         self._pool = pool
         self._backend = backend
         self._cp_group = cp_group
-        self._gather = KvGather(cp_group)
+        self._exchange = CpExchange(cp_group)
 
     def warm_up(self) -> None:
         """Run one small step into the trash page, so that the first request finds libraries and groups ready.
@@ -47,10 +58,14 @@ class ModelRunner:
         Every rank of the replica calls this.
         """
         num_tokens = self._cp_group.size
-        trash_pages = [self._pool.num_pages] * pages_for(num_tokens, self._pool.page_size)
+        trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
-            self._model.logits(self._compute([row], Strategy.CONTIGUOUS))
+            self._model.logits(self._compute([row], Strategy.CONTIGUOUS, None))
+
+    @property
+    def _owners(self) -> int:
+        return self._cp_group.size if self._is_sharded else 1
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Compute a step; returns the token of every sampled row on CP rank 0, and nothing on the others."""
@@ -70,11 +85,11 @@ class ModelRunner:
         rows = [
             BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples) for row in plan.rows
         ]
-        last = self._compute(rows, plan.strategy)
+        last = self._compute(rows, plan.strategy, plan.passing)
         sampled = [row for row in plan.rows if row.samples]
         return self._sample(sampled, last) if sampled and self._cp_group.rank == 0 else {}
 
-    def _compute(self, rows: Sequence[BatchRow], strategy: Strategy) -> torch.Tensor:
+    def _compute(self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None) -> torch.Tensor:
         """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token, on every rank."""
         batch = build_step_batch(
             rows,
@@ -84,8 +99,9 @@ class ModelRunner:
             page_size=self._pool.page_size,
             trash_slot=self._pool.trash_slot,
             device=self._model.device,
+            owners=self._owners,
         )
-        context = PagedAttentionContext(batch, self._pool, self._backend, self._gather)
+        context = make_context(batch, passing, self._pool, self._backend, self._exchange)
         return context.join_last(self._model(batch.token_ids, batch.positions, context))
 
     def _sample(self, rows: Sequence[Row], hidden: torch.Tensor) -> dict[Room, Sampled]:
@@ -96,5 +112,5 @@ class ModelRunner:
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]
         if known.sampling is None:
-            known.sampling = SamplingState(known.admit, self._model.config.vocab_size, self._model.device)
+            known.sampling = SamplingState(known.admit, self._model.config.vocab_size)
         return known.sampling

@@ -7,9 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster.spec.messages import Sampled, Sampling, TokenLogprobs
+from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures that leave nothing but the likeliest token, and would divide by zero in fp32 at last."""
+
+_ROUNDING = 1e-4
+"""Logits in fp32 that differ by less may be equals."""
+
+_NUM_RANKED = 1024
+"""Tokens that are ranked at first; few rows must look further to know where their top-p ends."""
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
@@ -35,11 +44,11 @@ def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """One token id a row.
 
-    temperature 0 takes the likeliest token (the first of equals). Otherwise temperature, top-k, top-p and min-p apply
-    in this order, each to what the one before left.
+    A temperature below 1e-5, or a top-k of 1, takes the likeliest token (the first of equals). Otherwise temperature,
+    top-k, top-p and min-p apply in this order, each to what the one before left.
     """
     chosen = logits.argmax(dim=-1)
-    drawn = [index for index, row in enumerate(rows) if row.temperature > 0]
+    drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
     if drawn:
         uniforms = [uniform(rows[index].seed, positions[index]) for index in drawn]
         chosen[drawn] = _draw(logits[drawn], [rows[index] for index in drawn], uniforms)
@@ -71,24 +80,44 @@ def _draw(logits: Tensor, rows: Sequence[Sampling], uniforms: Sequence[float]) -
     if sorting:
         scores[sorting] = _keep_likeliest(scores[sorting], [rows[index] for index in sorting])
     floor = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows], logits)
-    weights = scores.masked_fill(scores < floor, -math.inf).exp().double()
-    cumulative = weights.cumsum(dim=-1)
+    weights = scores.masked_fill(scores < floor, -math.inf).exp()
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
 
 
 def _keep_likeliest(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
-    """Scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf."""
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    """Scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf.
+
+    Equals of the last token that is kept are kept too, so that neither an order among them nor rounding, which may
+    differ with the company in the batch, changes what is drawn.
+    """
     vocab_size = scores.shape[-1]
-    top_k = _column([row.top_k or vocab_size for row in rows], scores)
-    outside = torch.arange(vocab_size, device=scores.device) >= top_k
-    ranked = ranked.masked_fill(outside, -math.inf)
-    likelihoods = ranked.softmax(dim=-1, dtype=torch.float64)
-    mass_before = likelihoods.cumsum(dim=-1) - likelihoods
-    beyond = mass_before >= torch.tensor([[row.top_p] for row in rows], dtype=torch.float64, device=scores.device)
-    beyond[:, 0] = False
-    return torch.empty_like(scores).scatter_(-1, order, ranked.masked_fill(beyond, -math.inf))
+    cutoffs, is_sure = _cutoffs(scores, rows, min(vocab_size, _NUM_RANKED))
+    unsure = (~is_sure).nonzero().squeeze(-1).tolist()
+    if unsure:
+        cutoffs[unsure], _ = _cutoffs(scores[unsure], [rows[index] for index in unsure], vocab_size)
+    rounding = _column([_ROUNDING / row.temperature for row in rows], scores)
+    return scores.masked_fill(scores < cutoffs - rounding, -math.inf)
+
+
+def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple[Tensor, Tensor]:
+    """Each row's least score to keep ``[num_rows, 1]``, and whether that many likeliest tokens suffice to know it.
+
+    Scores are at most 0, and 0 for the likeliest.
+    """
+    ranked = scores.topk(num_ranked, dim=-1).values
+    top_k = torch.tensor([[row.top_k or scores.shape[-1]] for row in rows], device=scores.device)
+    top_p = torch.tensor([[row.top_p] for row in rows], dtype=torch.float64, device=scores.device)
+    is_outside = torch.arange(num_ranked, device=scores.device) >= top_k
+    weights = ranked.exp().double().masked_fill(is_outside, 0.0)
+    total = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    total = torch.where(top_k <= num_ranked, weights.sum(dim=-1, keepdim=True), total)
+    is_beyond = (weights.cumsum(dim=-1) - weights >= top_p * total) & (top_p < 1)
+    is_beyond[:, 0] = False
+    num_kept = num_ranked - (is_outside | is_beyond).sum(dim=-1, keepdim=True)
+    is_sure = (top_k <= num_ranked) | is_beyond[:, -1:] | (num_ranked == scores.shape[-1])
+    return ranked.gather(-1, num_kept - 1), is_sure.squeeze(-1)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -2,54 +2,57 @@
 
 import math
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.spec.messages import Admit
+from workers.engine.token_counts import TokenCounts
+
+Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Token ids, each once, and what is added to their logits; -inf forbids."""
 
 
 class SamplingState:
-    """One request's Sampling and, as far as that looks back, its tokens. Tensors are ``[vocab_size]``."""
+    """One request's Sampling and, as far as that looks back, its tokens."""
 
-    def __init__(self, admit: Admit, vocab_size: int, device: torch.device) -> None:
-        self.sampling = admit.sampling
-        self._tokens = list(admit.history)
-        prompt, output = admit.history[: admit.prompt_len], admit.history[admit.prompt_len :]
-        self.bias = self._make_bias(vocab_size, device)
-        """fp32, added to the logits; -inf forbids. None adds nothing."""
-        self.in_prompt: Tensor | None = None
-        """bool; only where there are penalties."""
-        self.output_counts: Tensor | None = None
-        """fp32, how often each token is in the output; only where there are penalties."""
-        if self.sampling.has_penalties:
-            self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.in_prompt[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
-            counts = torch.bincount(torch.tensor(output, dtype=torch.int64, device=device), minlength=vocab_size)
-            self.output_counts = counts.float()
+    def __init__(self, admit: Admit, vocab_size: int) -> None:
+        self.sampling = row = admit.sampling
+        self.asks = row.looks_back or bool(row.logit_bias or row.allowed_ids or row.min_tokens)
+        """Logits may have to be changed."""
+        self._vocab_size = vocab_size
+        self._tokens = list(admit.history) if row.bad_words else []
+        self._bias = _shifts_of(row.logit_bias)
+        self.allowed = np.array(sorted(row.allowed_ids), dtype=np.int64)
+        """Only these can be drawn; none means all."""
+        self.counts: TokenCounts | None = None
+        """Where there are penalties."""
+        if row.has_penalties:
+            prompt = admit.history[: admit.prompt_len] if row.repetition_penalty != 1 else []
+            self.counts = TokenCounts(prompt, admit.history[admit.prompt_len :])
 
-    def banned(self, position: int) -> set[int]:
-        """Tokens that cannot be drawn at this output position."""
-        banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
-        for word in self.sampling.bad_words:
-            before = word[:-1]
-            if not before or self._tokens[-len(before) :] == before:
-                banned.add(word[-1])
-        return banned
+    def shifts(self, position: int) -> Shifts:
+        """Bias and bans at this output position."""
+        if banned := self._banned(position):
+            return _shifts_of(self.sampling.logit_bias | dict.fromkeys(banned, -math.inf))
+        return self._bias
 
     def append(self, token_id: int) -> None:
         """A token was drawn."""
         if self.sampling.bad_words:
             self._tokens.append(token_id)
-        if self.output_counts is not None:
-            self.output_counts[token_id] += 1
+        if self.counts is not None:
+            self.counts.add(token_id)
 
-    def _make_bias(self, vocab_size: int, device: torch.device) -> Tensor | None:
-        row = self.sampling
-        if not row.logit_bias and not row.allowed_ids:
-            return None
-        bias = torch.zeros(vocab_size, device=device)
-        if row.allowed_ids:
-            bias.fill_(-math.inf)
-            bias[list(row.allowed_ids)] = 0.0
-        bias[list(row.logit_bias)] += torch.tensor(list(row.logit_bias.values()), device=device)
-        return bias
+    def _banned(self, position: int) -> set[int]:
+        """Bans that would leave nothing are lifted: some token must be drawn."""
+        banned = set(self.sampling.ending_ids) if position < self.sampling.min_tokens else set()
+        for word in self.sampling.bad_words:
+            before = word[:-1]
+            if not before or self._tokens[-len(before) :] == before:
+                banned.add(word[-1])
+        left = self.sampling.allowed_ids - banned if self.sampling.allowed_ids else self._vocab_size > len(banned)
+        return banned if left else set()
+
+
+def _shifts_of(shifts: dict[int, float]) -> Shifts:
+    return np.fromiter(shifts.keys(), dtype=np.int64), np.fromiter(shifts.values(), dtype=np.float32)

@@ -14,7 +14,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.sizes = (q_size, kv_size, kv_size)
+        self.q_size = q_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.output_bias)
@@ -23,10 +23,23 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         """x [num_tokens, hidden_size] -> the same shape."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.sizes, dim=-1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        context.put(self.layer, rotation.apply(k), v)
-        attended = context.attend(self.layer, rotation.apply(q))
+        if context.kv_first:
+            self._put(self.qkv_proj.project(x, slice(self.q_size, None)), rotation, context)
+            q = self.qkv_proj.project(x, slice(self.q_size))
+        else:
+            q, kv = self.qkv_proj(x).tensor_split((self.q_size,), dim=-1)
+            self._put(kv, rotation, context)
+        attended = context.attend(self.layer, rotation.apply(_normed(self.q_norm, self._split_heads(q))))
         out: Tensor = self.o_proj(attended.flatten(1))
         return out
+
+    def _put(self, kv: Tensor, rotation: Rotation, context: AttentionContext) -> None:
+        k, v = self._split_heads(kv).chunk(2, dim=1)
+        context.put(self.layer, rotation.apply(_normed(self.k_norm, k)), v)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.view(len(x), x.shape[1] // self.head_dim, self.head_dim)
+
+
+def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

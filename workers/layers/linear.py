@@ -27,6 +27,11 @@ class FusedLinear(Linear):
         super().__init__(in_size, sum(out_sizes.values()), bias=bias)
         self.out_sizes = dict(out_sizes)
 
+    def project(self, x: Tensor, outputs: slice) -> Tensor:
+        """Some of the outputs alone."""
+        bias = None if self.bias is None else self.bias[outputs]
+        return functional.linear(x, self.weight[outputs], bias)
+
     def named_parts(self) -> Iterator[tuple[str, Tensor]]:
         """Every part's weight and bias under its checkpoint name, as views into this layer's parameters."""
         names, sizes = list(self.out_sizes), list(self.out_sizes.values())

@@ -12,6 +12,9 @@ class AttentionContext(Protocol):
     requests in the order of the model's `token_ids`; there may be none, and the calls are made all the same.
     """
 
+    kv_first: bool
+    """Keys and values travel to other ranks after `put`, so that queries are better projected after it."""
+
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Hand over a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
 

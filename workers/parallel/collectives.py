@@ -1,8 +1,8 @@
 """Collectives over one group of ranks behind one small class; a group of one does nothing and needs no library."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -22,7 +22,10 @@ class Work(Protocol):
 
 
 class Backend(Protocol):
-    """The part of torch.distributed's process group backends that we use."""
+    """The part of torch.distributed's process group backends that we use, and what they are by nature."""
+
+    in_background: bool
+    """See Communicator."""
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work: ...
 
@@ -30,11 +33,33 @@ class Backend(Protocol):
 
     def barrier(self) -> Work: ...
 
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work: ...
+
+
+class Pending:
+    """A collective that was started: its tensors are not to be touched until ``wait`` returns."""
+
+    def __init__(self, work: Work | None, translated: Callable[[], AbstractContextManager[None]]) -> None:
+        self._work = work
+        self._translated = translated
+
+    def wait(self) -> None:
+        """Return once it is done; CollectiveError as from Communicator. Again: returns at once."""
+        work, self._work = self._work, None
+        if work is not None:
+            with self._translated():
+                work.wait()
+
+
+Observe = Callable[[str, float, float], None]
+"""(call, start, end) of a collective, in seconds of ``time.monotonic``."""
+
 
 class Communicator:
     """One group as one of its members sees it. Every member makes the same calls in the same order.
 
-    Every call raises CollectiveError when a peer is gone or does not answer within the group's timeout.
+    Every call raises CollectiveError when a peer is gone or does not answer within the group's timeout. What was
+    started is waited for in the order of the starts.
     """
 
     def __init__(self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None) -> None:
@@ -43,40 +68,66 @@ class Communicator:
         self.rank = rank
         self.size = size
         self.waited_s = 0.0
-        """Time that this member has spent inside calls, waiting for the other members included."""
+        """Time that this member has spent inside calls, starting, copying and waiting: what nothing else has hidden."""
+        self.in_background = backend is not None and backend.in_background
+        """What was started goes on while this member computes; if not, it does all of the work itself, in the calls."""
+        self.observe: Observe | None = None
+        """Told of every call when it ends."""
         self._backend = backend
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]`` by rank; both contiguous."""
+        self.start_all_gather(out, tensor).wait()
+
+    def start_all_gather(self, out: Tensor, tensor: Tensor) -> Pending:
+        """Begin an ``all_gather``."""
         assert len(out) == self.size * len(tensor), f"{out.shape} cannot hold {self.size} of {tensor.shape}"
-        if self._backend is None:
+        backend = self._backend
+        if backend is None:
             out.copy_(tensor)
-        elif tensor.numel():
-            with self._translated("all_gather"):
-                self._backend._allgather_base(out, tensor).wait()
+        if backend is None or not tensor.numel():
+            return Pending(None, nullcontext)
+        return self._start("all_gather", lambda: backend._allgather_base(out, tensor))
+
+    def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
+        """Begin to send ``tensor`` to the member ``distance`` ranks on, and to fill ``out`` from as far back.
+
+        Ranks wrap around. Both are contiguous; lengths may differ from rank to rank and be zero.
+        """
+        backend = self._backend
+        if backend is None or distance % self.size == 0:
+            out.copy_(tensor)
+            return Pending(None, nullcontext)
+        return self._start("shift", lambda: backend.shift(out, tensor, distance))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with that of the member whose rank in the group is ``root``."""
-        if self._backend is not None:
-            with self._translated("broadcast"):
-                self._backend.broadcast(tensor, root).wait()
+        backend = self._backend
+        if backend is not None:
+            self._start("broadcast", lambda: backend.broadcast(tensor, root)).wait()
 
     def barrier(self) -> None:
         """Return once every member has called this."""
         if self._backend is not None:
-            with self._translated("barrier"):
-                self._backend.barrier().wait()
+            self._start("barrier", self._backend.barrier).wait()
 
     def destroy(self) -> None:
         """Close the connections; only a group of one can be used after it."""
         self._backend = None
 
+    def _start(self, call: str, begin: Callable[[], Work]) -> Pending:
+        with self._translated(call):
+            return Pending(begin(), lambda: self._translated(call))
+
     @contextmanager
     def _translated(self, call: str) -> Iterator[None]:
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         try:
             yield
         except RuntimeError as exc:
             raise CollectiveError(f"{call} in group {self.name}, rank {self.rank} of {self.size}: {exc}") from exc
         finally:
-            self.waited_s += time.perf_counter() - start_s
+            end_s = time.monotonic()
+            self.waited_s += end_s - start_s
+            if self.observe is not None:
+                self.observe(call, start_s, end_s)

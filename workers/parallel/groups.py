@@ -3,12 +3,12 @@
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
+from workers.parallel.gloo import GlooBackend
 from workers.parallel.same_host import meet_on_one_host
 
 ReplicaStore = TCPStore
@@ -62,16 +62,8 @@ def join_group(
     scope = PrefixStore(name, store)
     scope.set_timeout(timeout)
     try:
-        shared = meet_on_one_host(PrefixStore("same_host", scope), rank, size, timeout)
-        backend = shared or gloo_backend(scope, rank, size, host=host, timeout=timeout)
+        backend: Backend | None = meet_on_one_host(PrefixStore("same_host", scope), rank, size, timeout)
+        backend = backend or GlooBackend(scope, rank, size, host, timeout)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
     return Communicator(name, rank, size, backend)
-
-
-def gloo_backend(scope: Store, rank: int, size: int, *, host: str, timeout: timedelta) -> Backend:
-    """Collectives over TCP, bound to one local address, since a machine's own name need not resolve."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timeout
-    return cast(Backend, dist.ProcessGroupGloo(scope, rank, size, options))

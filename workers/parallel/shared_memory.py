@@ -6,16 +6,15 @@ never used takes no memory. Needs a machine whose stores become visible in order
 
 import mmap
 import os
-import select
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from workers.parallel.peer_flags import Flag, PeerFlags
 
 Bytes = NDArray[np.uint8]
 
@@ -23,13 +22,8 @@ PIECE_BYTES = 64 << 20
 """Largest part of a rank moved at once; larger ones go in several pieces. A power of two."""
 _SLOTS = 2
 """Pieces of a rank that exist at once: one is filled while peers still read the one before."""
-_LINE = 8
-"""Flags a rank, each 8 bytes: a cache line, so that ranks do not slow each other down."""
-_PUBLISHED, _CONSUMED, _LEFT = range(3)
-_SPINS = 300
-"""Looks at a flag before the core is offered to others: some 20 microseconds."""
-_YIELD_S = 200e-6
-_LONGEST_PAUSE_S = 1e-3
+_MAX_PIECES = 1 << 20
+"""Of one call; a piece's number is call * _MAX_PIECES + its place in the call."""
 
 
 class SharedMemoryWork:
@@ -49,31 +43,29 @@ class SharedMemoryWork:
 class SharedMemoryBackend:
     """One rank's end of a group.
 
-    Pieces are numbered alike on all ranks. A rank publishes a piece by writing its number after the data, and
-    consumes it by writing the number after reading; a slot is filled again when all have consumed what it held.
-    One collective is in flight at a time: starting the next one finishes the one before.
+    Calls are numbered alike on all ranks, pieces within a call; a rank may have more of them than another. A rank
+    publishes a piece by writing its number after the data, and writes the number after reading such pieces of all
+    ranks that it reads from, at the end of a call that of the last possible one. A slot is filled again when all
+    have come past what it held. One collective is in flight at a time: starting the next finishes the one before.
     """
+
+    in_background = False
 
     def __init__(
         self, descriptor: int, rank: int, pids: Sequence[int], timeout_s: float, piece_bytes: int = PIECE_BYTES
     ) -> None:
         """Map ``descriptor``, a file of ``num_bytes`` zeros, and own it from now on; ``pids`` are by rank."""
         self._descriptor, self._piece_bytes = descriptor, piece_bytes
-        self._rank, self._size, self._timeout_s = rank, len(pids), timeout_s
-        self._peers = [peer for peer in range(self._size) if peer != rank]
-        self._pids = pids
+        self._rank, self._size = rank, len(pids)
         memory = mmap.mmap(descriptor, self.num_bytes(self._size))
-        self._data_offset = _data_offset(self._size)
-        self._flags = memoryview(memory)[: self._size * _LINE * 8].cast("q")
+        self._flags = PeerFlags(memoryview(memory), rank, pids, timeout_s)
         self._data: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._data_offset = _data_offset(self._size)
         self._reserved = [0] * _SLOTS
-        self._number = 0
+        self._held = [0] * _SLOTS
+        self._call = 0
         self._pending: SharedMemoryWork | None = None
-        self._watch = select.poll()
-        self._watched = {os.pidfd_open(pids[peer]): peer for peer in self._peers}
-        for watched in self._watched:
-            self._watch.register(watched, select.POLLIN)
-        weakref.finalize(self, _leave, self._flags, rank, [descriptor, *self._watched])
+        weakref.finalize(self, os.close, descriptor)
 
     @staticmethod
     def num_bytes(size: int) -> int:
@@ -83,49 +75,65 @@ class SharedMemoryBackend:
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> SharedMemoryWork:
         mine, parts = _bytes_of(tensor), _bytes_of(output).reshape(self._size, -1)
         np.copyto(parts[self._rank], mine)
-        return self._start(mine, [(peer, parts[peer]) for peer in self._peers], mine.size)
+        return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
     def broadcast(self, tensor: Tensor, root: int, /) -> SharedMemoryWork:
         data = _bytes_of(tensor)
-        if self._rank == root:
-            return self._start(data, [], data.size)
-        return self._start(data[:0], [(root, data)], data.size)
+        return self._start(data, []) if self._rank == root else self._start(data[:0], [(root, data)])
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> SharedMemoryWork:
+        return self._start(_bytes_of(tensor), [((self._rank - distance) % self._size, _bytes_of(output))])
 
     def barrier(self) -> SharedMemoryWork:
         nothing = np.empty(0, dtype=np.uint8)
-        return self._start(nothing, [(peer, nothing) for peer in self._peers], 0)
+        return self._start(nothing, [(peer, nothing) for peer in self._flags.peers])
 
-    def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]], num_bytes: int) -> SharedMemoryWork:
+    def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]]) -> SharedMemoryWork:
         """Publish the first piece of ``mine``; the work does the rest. ``theirs`` are (rank, where its part goes)."""
         if self._pending is not None:
             self._pending.wait()
-        begins = range(0, max(num_bytes, 1), self._piece_bytes)
-        self._publish(mine[: self._piece_bytes])
+        self._call += 1
+        self._publish(mine, 0)
 
         def finish() -> None:
             self._pending = None
-            for begin in begins:
-                if begin:
-                    self._publish(mine[begin : begin + self._piece_bytes])
-                self._consume(theirs, begin)
+            for place in range(max(map(self._num_pieces, (mine, *(part for _, part in theirs))))):
+                if 0 < place < self._num_pieces(mine):
+                    self._publish(mine, place)
+                self._consume(theirs, place)
+            self._flags.set(Flag.CONSUMED, self._number(_MAX_PIECES - 1))
 
         self._pending = SharedMemoryWork(finish)
         return self._pending
 
-    def _publish(self, piece: Bytes) -> None:
-        self._number += 1
-        self._wait_for(_CONSUMED, self._peers, self._number - _SLOTS)
-        slot = self._number % _SLOTS
+    def _publish(self, mine: Bytes, place: int) -> None:
+        piece, slot = self._piece(mine, place), self._slot_of(place)
+        self._flags.wait_for(Flag.CONSUMED, self._flags.peers, self._held[slot])
         self._reserve(slot, piece.size)
         np.copyto(self._slot(self._rank, slot)[: piece.size], piece)
-        self._flags[self._rank * _LINE + _PUBLISHED] = self._number
+        self._held[slot] = self._number(place)
+        self._flags.set(Flag.PUBLISHED, self._held[slot])
 
-    def _consume(self, theirs: Sequence[tuple[int, Bytes]], begin: int) -> None:
+    def _consume(self, theirs: Sequence[tuple[int, Bytes]], place: int) -> None:
         for peer, part in theirs:
-            self._wait_for(_PUBLISHED, [peer], self._number)
-            piece = part[begin : begin + self._piece_bytes]
-            np.copyto(piece, self._slot(peer, self._number % _SLOTS)[: piece.size])
-        self._flags[self._rank * _LINE + _CONSUMED] = self._number
+            if place < self._num_pieces(part):
+                self._flags.wait_for(Flag.PUBLISHED, [peer], self._number(place))
+                piece = self._piece(part, place)
+                np.copyto(piece, self._slot(peer, self._slot_of(place))[: piece.size])
+        self._flags.set(Flag.CONSUMED, self._number(place))
+
+    def _number(self, place: int) -> int:
+        return self._call * _MAX_PIECES + place
+
+    def _num_pieces(self, part: Bytes) -> int:
+        """At least one, so that nothing is waited for as well."""
+        return max(-(-part.size // self._piece_bytes), 1)
+
+    def _piece(self, part: Bytes, place: int) -> Bytes:
+        return part[place * self._piece_bytes : (place + 1) * self._piece_bytes]
+
+    def _slot_of(self, place: int) -> int:
+        return (self._call + place) % _SLOTS
 
     def _slot(self, rank: int, slot: int) -> Bytes:
         begin = self._data_offset + (rank * _SLOTS + slot) * self._piece_bytes
@@ -140,60 +148,12 @@ class SharedMemoryBackend:
         try:
             os.posix_fallocate(self._descriptor, begin, wanted)
         except OSError as error:
-            raise self._failure(f"no room for {wanted} bytes of shared memory: {error.strerror}") from error
+            raise self._flags.failure(f"no room for {wanted} bytes of shared memory: {error.strerror}") from error
         self._reserved[slot] = wanted
-
-    def _wait_for(self, flag: int, peers: Iterable[int], number: int) -> None:
-        flags = self._flags
-        for peer in peers:
-            place = peer * _LINE + flag
-            if flags[place] < number:
-                for _ in range(_SPINS):
-                    if flags[place] >= number:
-                        break
-                else:
-                    self._wait_slowly(place, peer, number)
-
-    def _wait_slowly(self, place: int, peer: int, number: int) -> None:
-        """Let others run: yield at first, then sleep a tenth of the time waited so far."""
-        begin_s = time.monotonic()
-        for turn in count():
-            if self._flags[place] >= number:
-                return
-            waited_s = time.monotonic() - begin_s
-            if waited_s < _YIELD_S:
-                os.sched_yield()
-                continue
-            if turn % 8 == 0 or waited_s > 0.01:
-                self._check(place, number)
-            if waited_s > self._timeout_s:
-                raise self._failure(f"{self._described(peer)} did not answer in {self._timeout_s} s")
-            time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
-
-    def _check(self, place: int, number: int) -> None:
-        """RuntimeError if a peer has left, unless what is awaited came before that."""
-        gone = [self._watched[watched] for watched, _ in self._watch.poll(0)]
-        gone += [peer for peer in self._peers if self._flags[peer * _LINE + _LEFT]]
-        if gone and self._flags[place] < number:
-            raise self._failure(f"{self._described(gone[0])} is gone")
-
-    def _failure(self, reason: str) -> RuntimeError:
-        """Numbers no longer agree after a failure, so this rank leaves and peers need not wait for it."""
-        self._flags[self._rank * _LINE + _LEFT] = 1
-        return RuntimeError(reason)
-
-    def _described(self, peer: int) -> str:
-        return f"rank {peer} (process {self._pids[peer]})"
 
 
 def _data_offset(size: int) -> int:
-    return -(-size * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _leave(flags: memoryview, rank: int, descriptors: Sequence[int]) -> None:
-    flags[rank * _LINE + _LEFT] = 1
-    for descriptor in descriptors:
-        os.close(descriptor)
+    return -(-PeerFlags.num_bytes(size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:

@@ -4,7 +4,6 @@ A request waits for pages, sends prefill one ticket for them, joins the running 
 and gives pages back only when nobody can still write to them.
 """
 
-from collections import deque
 from collections.abc import Mapping
 
 from cluster.spec.ids import Room
@@ -20,36 +19,45 @@ from cluster.spec.messages import (
     Refused,
     Result,
     Revoke,
-    Sampled,
     StepPlan,
     Submit,
     TableUpdate,
     Ticket,
-    TokenLogprobs,
 )
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled, TokenLogprobs
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
+from workers.scheduler.waiting import Waiting
+from workers.timeline import Recorder
 
 
 class DecodeLeader(LeaderCore):
     """See the module's first lines; the methods are those of ``Leader``."""
 
-    def __init__(self, settings: DecodeSettings, steps: StepScheduler, allocator: PageAllocator) -> None:
-        super().__init__(settings.me)
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        steps: StepScheduler,
+        allocator: PageAllocator,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(settings.me, recorder)
         self._settings = settings
         self._steps = steps
         self._allocator = allocator
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue: deque[DecodeRequest] = deque()
+        self._queue = Waiting[DecodeRequest]()
+        self._num_arrivals = 0
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+        self._now_s = now_s
         match message:
             case Submit():
                 self._on_submit(message)
@@ -67,6 +75,7 @@ class DecodeLeader(LeaderCore):
 
     def tick(self, now_s: float) -> None:
         """Revoke tickets whose transfer took too long; let bytes settle."""
+        self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
@@ -82,6 +91,7 @@ class DecodeLeader(LeaderCore):
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens; end the requests that have their last one."""
+        self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
             logprobs = sampled[sequence.room].logprobs
             self._emit(self._requests[sequence.room], sequence, [logprobs] if logprobs is not None else [])
@@ -114,28 +124,46 @@ class DecodeLeader(LeaderCore):
         if submit.decode.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        request = DecodeRequest(
-            submit, page_keys=page_keys(submit.prompt_ids, self._settings.layout.page_size, submit.cache_salt)
-        )
+        request = DecodeRequest(submit, arrival=self._num_arrivals)
+        self._num_arrivals += 1
+        if self._allocator.is_caching:
+            request.page_keys = page_keys(submit.prompt_ids, self._settings.layout.page_size, submit.cache_salt)
         self._requests[submit.room] = request
-        self._queue.append(request)
+        self.record_arrival(submit, request.state.value)
+        self._queue.add(request)
         if self.draining:
             self._refuse(request, f"{self.me.replica} is draining", retryable=True)
         elif reason := self.too_large(self._pages_for(submit), self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
 
     def _reserve(self, now_s: float) -> None:
-        """Ticket queued requests in order while pages last; a retracted sequence goes first."""
-        while self._queue and not self._steps.num_waiting:
-            request = self._queue[0]
-            needed, held = self._pages_for(request.submit), self._allocator.find(request.page_keys)
-            if not self._allocator.can_allocate(needed, held):
-                return
-            self._queue.popleft()
-            request.pages = self._allocator.allocate(needed, held)
-            request.num_held = len(held)
-            self._move(request, DecodeState.RECEIVING, "pages")
-            self._send_ticket(request, now_s)
+        """Ticket queued requests by priority while pages last; a retracted sequence goes first.
+
+        Where one does not fit the next may, as far as the oldest one is not put off for ever.
+        """
+        if self._steps.num_waiting:
+            return
+        for request in self._queue.candidates():
+            needed, num_passing = self._pages_for(request.submit), self._count_passing(request)
+            assert self._queue.oldest is not None
+            if not self._queue.may_pass(num_passing, self._pages_for(self._queue.oldest.submit)):
+                continue
+            held = self._allocator.find(request.page_keys)
+            if self._allocator.can_allocate(needed, held):
+                self._queue.note_passed(num_passing)
+                self._queue.remove(request.room)
+                request.pages = self._allocator.allocate(needed, held)
+                request.num_held = len(held)
+                self._move(request, DecodeState.RECEIVING, "pages")
+                self._send_ticket(request, now_s)
+
+    def _count_passing(self, request: DecodeRequest) -> int:
+        """Pages that the oldest queued request might have to wait for if this one took them: none if both fit."""
+        oldest = self._queue.oldest
+        assert oldest is not None
+        needed = self._pages_for(request.submit)
+        fit = needed + self._pages_for(oldest.submit) <= self._allocator.num_free
+        return 0 if request is oldest or fit else needed
 
     def _send_ticket(self, request: DecodeRequest, now_s: float) -> None:
         submit = request.submit
@@ -193,7 +221,9 @@ class DecodeLeader(LeaderCore):
             stopping=submit.stopping,
             max_len=self._allocator.num_pages * self._settings.layout.page_size,
             computed_len=len(submit.prompt_ids),
+            priority=submit.priority,
             cache_salt=submit.cache_salt,
+            timed=submit.timed,
             page_keys=request.page_keys,
             pages=pages,
         )
@@ -226,14 +256,14 @@ class DecodeLeader(LeaderCore):
         if cancel.incarnation != self.me.incarnation:
             self.drop(cancel)
         elif request is None:
-            self.ended.add(cancel.room)
+            self.ended.add(cancel.room, "the request was cancelled")
         else:
             self._stop(request, "the request was cancelled", now_s)
 
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
         """Nobody wants the rest of a request."""
         if request.state is DecodeState.QUEUED:
-            self._queue.remove(request)
+            self._queue.remove(request.room)
             self._end(request, reason)
         elif request.state is DecodeState.RUNNING:
             self._steps.retire(request.submit.room)
@@ -254,7 +284,7 @@ class DecodeLeader(LeaderCore):
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
         """Fail a request that holds nothing yet."""
-        self._queue.remove(request)
+        self._queue.remove(request.room)
         self.send_failure(request.submit, reason, retryable=retryable)
         self._end(request, reason)
 
@@ -262,7 +292,7 @@ class DecodeLeader(LeaderCore):
         self._move(request, DecodeState.ENDED, event)
         self._allocator.free(request.pages)
         request.pages = []
-        self.ended.add(request.submit.room)
+        self.ended.add(request.submit.room, event)
         del self._requests[request.submit.room]
 
     def _pages_for(self, submit: Submit) -> int:
@@ -270,3 +300,4 @@ class DecodeLeader(LeaderCore):
 
     def _move(self, request: DecodeRequest, target: DecodeState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
+        self.recorder.enter(request.submit.room, None if target is DecodeState.ENDED else target.value, self._now_s)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from cluster.spec.ids import Room
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.messages import Peer, Submit
 from transfer.receiver_session import ReceiverSession
@@ -49,6 +50,8 @@ class DecodeRequest:
     """One request in decode."""
 
     submit: Submit
+    arrival: int = 0
+    """Its number in the order of coming."""
     state: DecodeState = DecodeState.QUEUED
     pages: list[int] = field(default_factory=list)
     """While RECEIVING or STOPPING; later the step scheduler holds them."""
@@ -57,3 +60,13 @@ class DecodeRequest:
     page_keys: list[bytes] = field(default_factory=list)
     """Of the prompt's full pages."""
     session: ReceiverSession | None = None
+
+    @property
+    def room(self) -> Room:
+        """What it is told apart by."""
+        return self.submit.room
+
+    @property
+    def priority(self) -> int:
+        """Lower values have their turn earlier."""
+        return self.submit.priority

@@ -20,7 +20,7 @@ class PageHolders:
         self._page_size = page_size
         self._num_arrivals = 0
         self._releases: list[Room] = []
-        self.waiting = Waiting()
+        self.waiting = Waiting[Sequence]()
         self.running: list[Sequence] = []
         """In the order in which they got their pages."""
         self.num_retractions = 0
@@ -58,20 +58,22 @@ class PageHolders:
         """Whether a waiting sequence can have its pages, and they are not kept for the oldest waiting one."""
         needed, oldest = self._pages_of(sequence), self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} does not wait"
-        num_passing = self._count_passing(sequence, oldest)
-        if num_passing and self.waiting.num_passed_pages + num_passing > self._pages_of(oldest):
+        if not self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)):
             return False
-        return self._allocator.can_allocate(needed) or self._allocator.can_allocate(needed, self._find_cached(sequence))
+        allocator, base = self._allocator, sequence.owner_base
+        return allocator.can_allocate(needed, (), base) or allocator.can_allocate(
+            needed, self._find_cached(sequence), base
+        )
 
     def start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages, if it can have them."""
         if not self.can_start(sequence):
             return False
         assert self.waiting.oldest is not None
-        self.waiting.num_passed_pages += self._count_passing(sequence, self.waiting.oldest)
+        self.waiting.note_passed(self._count_passing(sequence, self.waiting.oldest))
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
-        sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached)
+        sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)
         sequence.computed_len = sequence.cached_len = len(cached) * self._page_size
         self.running.append(sequence)
         return True
@@ -79,13 +81,14 @@ class PageHolders:
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Make room for more tokens; retracts the newest sequences if it must, this one last."""
         needed = pages_for(sequence.computed_len + count, self._page_size) - len(sequence.pages)
-        while needed > 0 and not self._allocator.can_allocate(needed):
+        next_owner = sequence.owner_base + len(sequence.pages)
+        while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
             newest = self.running[-1]
             self._retract(newest)
             if newest is sequence:
                 return False
         if needed > 0:
-            sequence.pages += self._allocator.allocate(needed)
+            sequence.pages += self._allocator.allocate(needed, (), next_owner)
         return True
 
     def share(self, sequence: Sequence) -> None:
@@ -124,14 +127,14 @@ class PageHolders:
 
         None when both fit now, or will once those that are older than the oldest waiting one have ended.
         """
-        needed, reserved = self._pages_of(sequence), self._pages_of(oldest)
-        if sequence is oldest or needed + reserved <= self._allocator.num_free:
+        needed, reserved = self._pages_of(sequence), (self._pages_of(oldest), oldest.owner_base)
+        if sequence is oldest or self._allocator.can_allocate_all([(needed, sequence.owner_base), reserved]):
             return 0
         cached = self._find_cached(sequence)
         younger = [other for other in self.running if other.arrival > oldest.arrival]
         taken = set(cached).union(*(other.pages for other in younger))
-        fits = len(taken) + needed - len(cached) + reserved <= self._allocator.num_pages
-        return 0 if fits else needed
+        rest = (needed - len(cached), sequence.owner_base + len(cached))
+        return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
 
     def _retract(self, sequence: Sequence) -> None:
         assert sequence.target is None, f"room {sequence.room} is being sent and cannot be retracted"

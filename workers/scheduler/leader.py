@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Failure, Message, Peer, Sampled, StepPlan, Submit
+from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
+from workers.timeline import Recorder
 
 _REMEMBERED_ROOMS = 100_000
 
@@ -53,17 +55,26 @@ class Leader(Protocol):
 class LeaderCore:
     """What both leaders are made of: who they are, what they have to say, and which rooms have ended."""
 
-    def __init__(self, me: Peer) -> None:
+    def __init__(self, me: Peer, recorder: Recorder | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
         self.me = me
+        self.recorder = recorder or Recorder()
+        self._now_s = 0.0
+        """Clock time of the event at hand."""
         self.draining = False
         self.ended = Tombstones()
 
     def send(self, address: str, message: Message) -> None:
         """Leave a message for the loop to take."""
         self.outgoing.append((address, message))
+
+    def record_arrival(self, submit: Submit, state: str) -> None:
+        """A request is here, in its first state; if it is timed, its states are recorded from now on."""
+        if submit.timed:
+            self.recorder.follow(submit.room)
+        self.recorder.enter(submit.room, state, self._now_s)
 
     def send_failure(self, submit: Submit, reason: str, *, retryable: bool) -> None:
         """Tell the router that this leg cannot finish the request."""
@@ -95,13 +106,17 @@ class Tombstones:
     """Rooms that have ended, so that a late message cannot bring one back. Remembers the most recent ones."""
 
     def __init__(self) -> None:
-        self._rooms: OrderedDict[Room, None] = OrderedDict()
+        self._rooms: OrderedDict[Room, str] = OrderedDict()
 
-    def add(self, room: Room) -> None:
-        """Remember that this room has ended."""
-        self._rooms[room] = None
+    def add(self, room: Room, reason: str) -> None:
+        """Remember that this room has ended, and why."""
+        self._rooms[room] = reason
         if len(self._rooms) > _REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
 
     def __contains__(self, room: Room) -> bool:
         return room in self._rooms
+
+    def why(self, room: Room) -> str:
+        """The reason for which a room ended that is in here."""
+        return self._rooms[room]

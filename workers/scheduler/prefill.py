@@ -16,7 +16,6 @@ from cluster.spec.messages import (
     Message,
     Peer,
     Revoke,
-    Sampled,
     SendReport,
     SendState,
     StepPlan,
@@ -27,6 +26,7 @@ from cluster.spec.messages import (
 )
 from cluster.spec.page_key import owner_base
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
@@ -35,21 +35,26 @@ from workers.scheduler.prefill_answers import drained, refused, result_of
 from workers.scheduler.prefill_request import MOVES, PrefillRequest, PrefillSettings, PrefillState
 from workers.scheduler.sequence import Sequence as TokenSequence
 from workers.scheduler.steps import StepScheduler
+from workers.timeline import Recorder
 
 
 class PrefillLeader(LeaderCore):
     """See the module's first lines; the methods are those of ``Leader``."""
 
-    def __init__(self, settings: PrefillSettings, steps: StepScheduler, allocator: PageAllocator) -> None:
-        super().__init__(settings.me)
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        steps: StepScheduler,
+        allocator: PageAllocator,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(settings.me, recorder)
         self._settings = settings
         self._steps = steps
         self._allocator = allocator
         self._requests: dict[Room, PrefillRequest] = {}
         self._early_tickets: dict[Room, tuple[Ticket, float]] = {}
         self._table: TableSnapshot | None = None
-        self._now_s = 0.0
-        """Clock time of the event at hand."""
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -83,8 +88,9 @@ class PrefillLeader(LeaderCore):
         for room, (ticket, deadline_s) in list(self._early_tickets.items()):
             if now_s >= deadline_s:
                 del self._early_tickets[room]
-                self.ended.add(room)
-                self._refuse(ticket, "the request itself never reached prefill")
+                reason = "the request itself never reached prefill"
+                self.ended.add(room, reason)
+                self._refuse(ticket, reason)
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
@@ -138,6 +144,7 @@ class PrefillLeader(LeaderCore):
             return
         request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)
         self._requests[room] = request
+        self.record_arrival(submit, request.state.value)
         pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         ticket, _ = self._early_tickets.pop(room, (None, 0.0))
         if self.draining:
@@ -152,7 +159,7 @@ class PrefillLeader(LeaderCore):
         if ticket.prefill_incarnation != self.me.incarnation:
             self.drop(ticket)
         elif ticket.room in self.ended:
-            self._refuse(ticket, "the request has ended in prefill")
+            self._refuse(ticket, self.ended.why(ticket.room))
         elif request is None:
             self._early_tickets.setdefault(ticket.room, (ticket, self._now_s + self._settings.ticket_timeout_s))
         elif request.ticket is None:
@@ -215,6 +222,7 @@ class PrefillLeader(LeaderCore):
             max_len=len(submit.prompt_ids) + 1,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
+            timed=submit.timed,
             owner_base=owner_base(submit.prompt_ids, self._settings.layout.page_size, self._settings.row.sizes.cp),
             target=Target(
                 generation=ticket.generation,
@@ -232,7 +240,7 @@ class PrefillLeader(LeaderCore):
         request = self._requests.get(revoke.room)
         self._early_tickets.pop(revoke.room, None)
         if request is None:
-            self.ended.add(revoke.room)
+            self.ended.add(revoke.room, "decode revoked its ticket")
             self.send(revoke.decode.address, drained(self.me, revoke))
             return
         request.revoked = True
@@ -250,7 +258,7 @@ class PrefillLeader(LeaderCore):
         if request is not None:
             self._stop(request, "the request was cancelled")
             return
-        self.ended.add(cancel.room)
+        self.ended.add(cancel.room, "the request was cancelled")
         ticket, _ = self._early_tickets.pop(cancel.room, (None, 0.0))
         if ticket is not None:
             self._refuse(ticket, "the request was cancelled")
@@ -319,11 +327,12 @@ class PrefillLeader(LeaderCore):
         self._move(request, PrefillState.ENDED, event)
         self._allocator.keep(request.pages, request.page_keys)
         request.pages = []
-        self.ended.add(request.submit.room)
+        self.ended.add(request.submit.room, request.stop_reason or event)
         del self._requests[request.submit.room]
 
     def _move(self, request: PrefillRequest, target: PrefillState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
+        self.recorder.enter(request.submit.room, None if target is PrefillState.ENDED else target.value, self._now_s)
 
     def _refuse(self, ticket: Ticket, reason: str) -> None:
         self.send(ticket.decode.address, refused(self.me, ticket, reason))

@@ -1,6 +1,7 @@
 """What prefill says to decode: the messages that end a ticket."""
 
-from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Sampled, Ticket
+from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Ticket
+from cluster.spec.sampling import Sampled
 from transfer.plan import is_sender
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
 

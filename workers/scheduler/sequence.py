@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import FinishReason, Sampling, Stopping, Target
+from cluster.spec.messages import Target
 from cluster.spec.page_key import extend_page_keys
+from cluster.spec.sampling import FinishReason, Sampling, Stopping
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +21,7 @@ class Sequence:
     max_len: int
     """Most tokens this sequence may reach."""
     owner_base: int = 0
+    """Owner of page 0 where pages are divided over CP ranks."""
     target: Target | None = None
     """Where KV is sent while it is computed."""
     priority: int = 0
@@ -38,6 +40,8 @@ class Sequence:
     """Leading pages that the ranks already know of; 0 again after a retraction."""
     announced: bool = False
     """The ranks know this room."""
+    timed: bool = False
+    """The ranks keep a timeline of it."""
 
     @property
     def pending_len(self) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Row, Sampled, StepPlan
+from cluster.spec.messages import Admit, Row, StepPlan
+from cluster.spec.sampling import Sampled
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
 from workers.scheduler.holders import PageHolders
@@ -23,7 +24,7 @@ class StepLimits:
     chunk_tokens: int
     max_requests: int
     oldest_share: float = 0.25
-    """Part of the tokens that belongs to the oldest sequence."""
+    """Part of a step's time that belongs to the oldest sequence."""
 
 
 class StepScheduler:
@@ -32,7 +33,7 @@ class StepScheduler:
     def __init__(
         self, allocator: PageAllocator, limits: StepLimits, choose: Choose, chunk: Chunk | None = None
     ) -> None:
-        """Without ``chunk``, a token counts the same whatever its prefix."""
+        """Without ``chunk``, a token takes the same time whatever its prefix."""
         self._holders = PageHolders(allocator, limits.page_size)
         self._limits = limits
         self._choose = choose
@@ -104,6 +105,7 @@ class StepScheduler:
             rows=rows,
             releases=self._holders.take_releases(),
             estimate_s=choice.estimate_s,
+            passing=choice.passing,
         )
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[Sequence]:
@@ -172,7 +174,7 @@ class StepScheduler:
             arrival=sequence.arrival,
             prefix_len=prefix_len,
             pending_len=len(sequence.tokens) - prefix_len,
-            chunk_tokens=self._limits.chunk_tokens,
+            chunk_tokens=min(self._chunk(prefix_len), self._limits.chunk_tokens),
         )
 
     def _keys_of_row(self, sequence: Sequence, budget: Budget) -> list[bytes]:
@@ -207,4 +209,5 @@ def _admit(sequence: Sequence) -> Admit:
         sampling=sequence.sampling,
         history=list(sequence.tokens) if sequence.sampling.looks_back else [],
         target=sequence.target,
+        timed=sequence.timed,
     )

@@ -1,8 +1,8 @@
 """Whose turn it is in a step, and for how many tokens. Pure.
 
-A step has a budget of tokens. A share of it belongs to the oldest sequence, however long and unimportant it is: so the
-work that was there before a sequence bounds its end, and nothing that comes later does. The rest goes round by rank,
-and nothing is left over while somebody wants it.
+A step has a budget of tokens and of time. A share of the time belongs to the oldest sequence, however long and
+unimportant it is: so the work that was there before a sequence bounds its end, and nothing that comes later does. The
+rest goes round by rank, and nothing is left over while somebody wants it.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,10 @@ WINDOW = 32
 """Consecutive arrivals among which a longer prefix goes first; it overtakes fewer than so many of its like."""
 
 Chunk = Callable[[int], int]
-"""From the prefix length of a row to the tokens of such a row that fill a step: at least 1, at most the budget."""
+"""From a prefix length to the tokens behind it that take a whole step's time; at least 1."""
+
+_ROUNDING = 1e-6
+"""Of a token: what sums of parts of a step may be short of it."""
 
 Rank = tuple[int, int, int, int, int]
 """Sorts sequences by turn: no two have the same."""
@@ -30,11 +33,12 @@ def rank(*, priority: int, arrival: int, prefix_len: int, pending_len: int, chun
 
 
 class Budget:
-    """The tokens and rows of one step, given away turn by turn."""
+    """The tokens, the time and the rows of one step, given away turn by turn."""
 
     def __init__(self, num_tokens: int, num_rows: int, chunk: Chunk) -> None:
-        """A row takes the part of the step that its tokens are of its ``chunk``."""
-        self._num_tokens = self._left = num_tokens
+        """A row takes the part of the step's time that its tokens are of their ``chunk``."""
+        self._num_left = num_tokens
+        self._time_left = 1.0
         self._num_rows = num_rows
         self._chunk = chunk
         self.granted: dict[Room, int] = {}
@@ -42,21 +46,22 @@ class Budget:
 
     def is_open(self, room: Room) -> bool:
         """Whether the room can still get tokens."""
-        return self._left > 0 and (room in self.granted or len(self.granted) < self._num_rows)
+        has_row = room in self.granted or len(self.granted) < self._num_rows
+        return has_row and self._num_left > 0 and self._time_left > 0
 
     def grant(self, room: Room, prefix_len: int, wanted: int) -> None:
-        """Add as many tokens as are wanted and left to the room's row."""
-        self._take(room, prefix_len, wanted, self._left)
+        """Bring the room's row to as many tokens as are wanted, as far as there are some left."""
+        chunk = self._chunk(prefix_len)
+        self._add(room, min(wanted - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING)), chunk)
 
     def grant_share(self, room: Room, prefix_len: int, wanted: int, share: float) -> None:
-        """The same up to a share of the step; at least one token."""
-        one_token = -(-self._num_tokens // self._chunk(prefix_len))
-        self._take(room, prefix_len, wanted, min(self._left, max(one_token, int(share * self._num_tokens))))
-
-    def _take(self, room: Room, prefix_len: int, wanted: int, offered: int) -> None:
+        """Begin the room's row with a share of the step; one token at least."""
         chunk = self._chunk(prefix_len)
-        assert 0 < chunk <= self._num_tokens, f"a chunk of {chunk} tokens in a step of {self._num_tokens}"
-        count = min(wanted, offered * chunk // self._num_tokens)
+        self._add(room, min(wanted, max(1, int(share * min(chunk, self._num_left)))), chunk)
+
+    def _add(self, room: Room, count: int, chunk: int) -> None:
+        count = min(count, self._num_left)
         if count and self.is_open(room):
-            self._left -= -(-count * self._num_tokens // chunk)
+            self._num_left -= count
+            self._time_left = max(0.0, self._time_left - count / chunk)
             self.granted[room] = self.granted.get(room, 0) + count

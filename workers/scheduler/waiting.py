@@ -1,52 +1,87 @@
-"""The sequences that wait for pages, in the order in which they came; and what the first of them is spared."""
+"""Those that wait for pages, in the order in which they came; and what the first of them is spared."""
 
-import heapq
 from bisect import insort
 from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
 
 from cluster.spec.ids import Room
-from workers.scheduler.sequence import Sequence
 
 LOOKAHEAD = 256
-"""Most sequences that are looked at in one step, however many wait."""
+"""Most that are looked at at once, however many wait."""
 
 
-class Waiting:
+class Waiter(Protocol):
+    """A request or a sequence without pages."""
+
+    @property
+    def room(self) -> Room:
+        """What it is told apart by."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Lower values have their turn earlier."""
+        ...
+
+    @property
+    def arrival(self) -> int:
+        """Its number in the order of coming."""
+        ...
+
+
+W = TypeVar("W", bound=Waiter)
+
+
+class Waiting(Generic[W]):
     """A retracted sequence comes back to where it was."""
 
     def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-        self.num_passed_pages = 0
-        """Pages that others took though the oldest sequence may have to wait for them."""
+        self._by_arrival: list[W] = []
+        self._by_priority: list[W] = []
+        self._num_passed_pages = 0
+        """Pages that others took though the oldest one may have to wait for them."""
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._by_arrival)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+    def __iter__(self) -> Iterator[W]:
+        return iter(self._by_arrival)
 
     @property
-    def oldest(self) -> Sequence | None:
+    def oldest(self) -> W | None:
         """The first to come."""
-        return self._sequences[0] if self._sequences else None
+        return self._by_arrival[0] if self._by_arrival else None
 
-    def add(self, sequence: Sequence) -> None:
-        """Take in a sequence."""
+    def add(self, waiter: W) -> None:
+        """Take one in."""
         oldest = self.oldest
-        insort(self._sequences, sequence, key=lambda other: other.arrival)
+        insort(self._by_arrival, waiter, key=lambda other: other.arrival)
+        insort(self._by_priority, waiter, key=lambda other: (other.priority, other.arrival))
         self._spare_anew(oldest)
 
     def remove(self, room: Room) -> None:
-        """Forget a sequence, if it waits."""
+        """Forget one, if it waits."""
         oldest = self.oldest
-        self._sequences = [sequence for sequence in self._sequences if sequence.room != room]
+        self._by_arrival = [waiter for waiter in self._by_arrival if waiter.room != room]
+        self._by_priority = [waiter for waiter in self._by_priority if waiter.room != room]
         self._spare_anew(oldest)
 
-    def candidates(self) -> list[Sequence]:
-        """Those that may have their turn now: the oldest and the first by priority."""
-        first = heapq.nsmallest(LOOKAHEAD, self._sequences, key=lambda sequence: sequence.priority)
-        return first if not first or self.oldest in first else [self._sequences[0], *first]
+    def candidates(self) -> list[W]:
+        """Those that may have their turn now: the first by priority, and the oldest."""
+        first = self._by_priority[:LOOKAHEAD]
+        return first if not first or self.oldest in first else [*first, self._by_arrival[0]]
 
-    def _spare_anew(self, oldest: Sequence | None) -> None:
+    def may_pass(self, num_pages: int, oldest_pages: int) -> bool:
+        """Whether so many pages may be taken from the oldest one, which waits for ``oldest_pages``.
+
+        No more pages pass it than it wants itself.
+        """
+        return num_pages == 0 or self._num_passed_pages + num_pages <= oldest_pages
+
+    def note_passed(self, num_pages: int) -> None:
+        """So many pages were taken that the oldest one may have to wait for."""
+        self._num_passed_pages += num_pages
+
+    def _spare_anew(self, oldest: W | None) -> None:
         if self.oldest is not oldest:
-            self.num_passed_pages = 0
+            self._num_passed_pages = 0

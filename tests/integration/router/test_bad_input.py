@@ -1,5 +1,6 @@
 """What clients get wrong is answered with OpenAI's errors, in words."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,32 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("top_p", 0, "Input should be greater than 0, got 0"),
     ("top_p", 1.5, "Input should be less than or equal to 1, got 1.5"),
     ("top_k", -2, "Input should be greater than or equal to -1, got -2"),
+    ("top_k", 2**70, "Input should be less than 2147483648, got 1180591620717411303424"),
+    ("stop_token_ids[0]", [2**31], "Input should be less than 2147483648, got 2147483648"),
     ("min_p", 2, "Input should be less than or equal to 1, got 2"),
     ("seed", 1.5, "Input should be a valid integer, got 1.5"),
     ("stop", [""], WRONG_STOP),
     ("stop", ["x"] * 17, WRONG_STOP),
     ("stream", "yes", "Input should be a valid boolean, got 'yes'"),
     ("stream_options", {}, "only allowed when stream is true"),
-    ("n", 2, "not supported, got 2; allowed: null or 1"),
-    ("n", True, "not supported, got true; allowed: null or 1"),
+    ("n", 0, "Input should be greater than or equal to 1, got 0"),
+    ("n", 129, "Input should be less than or equal to 128, got 129"),
+    ("n", True, "Input should be a valid integer, got True"),
     ("best_of", 3, "not supported, got 3; allowed: null or 1"),
-    ("logprobs", 0, "not supported, got 0; allowed: null or false"),
-    ("echo", True, "not supported, got true; allowed: null or false"),
-    ("presence_penalty", 0.5, "not supported, got 0.5; allowed: null or 0"),
-    ("logit_bias", {"1": 2}, 'not supported, got {"1":2}; allowed: null or {}'),
+    ("logprobs", True, "Input should be a valid integer, got True"),
+    ("logprobs", 21, "Input should be less than or equal to 20, got 21"),
+    ("echo", 1, "Input should be a valid boolean, got 1"),
+    ("presence_penalty", 2.5, "Input should be less than or equal to 2, got 2.5"),
+    ("frequency_penalty", -3, "Input should be greater than or equal to -2, got -3"),
+    ("repetition_penalty", 0, "Input should be greater than or equal to 0.01, got 0"),
+    ("temperature", 101, "Input should be less than or equal to 100, got 101"),
+    ("logit_bias", {"258": 2}, "there is no token 258; allowed: 0 to 257"),
+    ("logit_bias.7", {"7": 101}, "Input should be less than or equal to 100, got 101"),
+    ("logit_bias.x", {"x": 1}, "Input should be a valid integer, unable to parse string as an integer, got 'x'"),
+    ("allowed_token_ids", [], "List should have at least 1 item after validation, not 0, got []"),
+    ("allowed_token_ids", [1, 999], "there is no token 999; allowed: 0 to 257"),
+    ("bad_words[0]", [""], "String should have at least 1 character, got ''"),
+    ("min_tokens", 17, "must be at most max_tokens, 16, got 17"),
 ]
 BAD_CHATS: list[tuple[str, Any, str]] = [
     ("messages", MISSING, "field required"),
@@ -64,7 +78,9 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("messages[0].role", [{"role": "king", "content": "x"}], f"Input should be {ROLES}, got 'king'"),
     ("messages[0].content", [{"role": "user", "content": [{"type": "image_url"}]}], WRONG_CONTENT),
     ("messages", [{"role": "user", "content": "x" * 600}], f"the prompt has 619 tokens; {CONTEXT_IS}"),
-    ("tools", [{}], "not supported, got [{}]; allowed: null or []"),
+    ("tools", [{}], 'not supported, got [{}]; allowed: null or [], or anything beside "tool_choice": "none"'),
+    ("top_logprobs", 2, "only allowed when logprobs is true"),
+    ("logprobs", 5, "Input should be a valid boolean, got 5"),
     (
         "response_format",
         {"type": "json_object"},
@@ -86,7 +102,7 @@ BAD = [
 class TestBadInput:
     @pytest.mark.parametrize(("path", "param", "value", "message"), BAD)
     def test_field(self, shared: RouterCluster, path: str, param: str, value: Any, message: str) -> None:
-        body = GOOD_BODIES[path] | {param.split("[")[0]: value}
+        body = GOOD_BODIES[path] | {re.split(r"[\[.]", param)[0]: value}
         reply = shared.http.post(path, json={name: given for name, given in body.items() if given is not MISSING})
         error = reply.json()["error"]
         assert (reply.status_code, error["param"], error["message"]) == (400, param, f"{param}: {message}")
@@ -132,6 +148,19 @@ class TestBadInput:
     def test_context_errors_have_openais_code(self, shared: RouterCluster) -> None:
         error = shared.post("/v1/completions", prompt=[1] * 600).json()["error"]
         assert error["code"] == "context_length_exceeded"
+
+    def test_choices_of_all_prompts_are_limited_together(self, shared: RouterCluster) -> None:
+        error = shared.post("/v1/completions", prompt=["x"] * 103, n=10).json()["error"]
+        assert error["message"] == "n: at most 1024 choices in one request, got 103 prompts with n = 10"
+
+    def test_a_minimum_that_allows_only_ends(self, shared: RouterCluster) -> None:
+        body = {"prompt": "x", "min_tokens": 2, "allowed_token_ids": [97], "stop_token_ids": [97, 98]}
+        error = shared.post("/v1/completions", **body).json()["error"]
+        assert error["message"] == "min_tokens: every one of allowed_token_ids would end the answer"
+
+    def test_echo_has_no_logprobs(self, shared: RouterCluster) -> None:
+        error = shared.post("/v1/completions", prompt="x", echo=True, logprobs=1).json()["error"]
+        assert error["message"] == "logprobs: not supported together with echo; leave one of them out"
 
     def test_a_model_without_chat_template(self, tmp_path: Path) -> None:
         folder = write_model_folder(tmp_path / "plain", template=None)

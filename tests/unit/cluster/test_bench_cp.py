@@ -7,15 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 import cluster.bench.cp
-from cluster.bench.cp import CpBench, CpResult, ModelSize, summarize
+from cluster.bench.cp import CpBench, ModelSize
+from cluster.bench.cp_result import CpResult, summarize
 from cluster.cli.bench_cp import parse_list
 from cluster.cli.main import app
 from cluster.spec.errors import UserError
-from cluster.spec.strategy import Strategy, StrategySetting
-from workers.bench_step import StepTime
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from workers.bench_step import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Choice
-
-ONE = CpBench(prompt_lens=(8,), cps=(1,), strategies=(StrategySetting.ZIGZAG,))
 
 
 @pytest.fixture
@@ -58,7 +57,9 @@ def test_the_default_is_the_qwen3_shape_with_contiguous_as_control(asked: list[C
         (["--prompt-len", "0"], "prompt_lens: got 0, must be at least 1"),
         (["--cp", "0"], "cps: got 0, must be at least 1"),
         (["--rounds", "0"], "num_rounds: got 0, must be at least 1"),
-        (["--prefix-len", "-1"], "prefix_len is -1, must be at least 0"),
+        (["--mode", "rings"], "--mode: got 'rings'; allowed: gather, ring"),
+        (["--passing", "q"], "--passing: got 'q'; allowed: auto, pass_kv, pass_q"),
+        (["--prefix-len", "-1"], "prefix_lens: got -1, must be at least 0"),
     ],
 )
 def test_nonsense_is_refused_in_words(options: list[str], words: str, asked: list[CpBench]) -> None:
@@ -77,32 +78,49 @@ def test_lists_keep_their_order() -> None:
     assert parse_list("--cp", "4,1 ,2", int, "numbers") == (4, 1, 2)
 
 
-def test_one_rank_comes_first_and_once() -> None:
-    strategies = (StrategySetting.NONE, StrategySetting.AUTO)
-    bench = CpBench(prompt_lens=(8,), cps=(4, 1, 2), strategies=strategies)
-    assert bench.entries() == [
-        (1, StrategySetting.NONE),
-        (2, StrategySetting.NONE),
-        (2, StrategySetting.AUTO),
-        (4, StrategySetting.NONE),
-        (4, StrategySetting.AUTO),
+def test_one_rank_comes_first_and_once_and_passings_belong_to_the_ring() -> None:
+    bench = CpBench(
+        prompt_lens=(8,),
+        cps=(4, 1, 2),
+        strategies=(StrategySetting.NONE, StrategySetting.AUTO),
+        modes=(CpMode.GATHER, CpMode.RING),
+        passings=(PassingSetting.PASS_KV, PassingSetting.PASS_Q),
+    )
+    ways = [(way.cp, way.mode, way.passing, way.strategy) for way in bench.ways()]
+    assert ways[0] == (1, "gather", None, "none")
+    assert ways[1:7] == [
+        (2, mode, passing, strategy)
+        for mode, passing in (("gather", None), ("ring", "pass_kv"), ("ring", "pass_q"))
+        for strategy in ("none", "auto")
     ]
+    assert [way[0] for way in ways[7:]] == [4] * 6
+
+
+def test_every_prompt_is_measured_on_every_prefix() -> None:
+    bench = CpBench(prompt_lens=(8, 9), cps=(1,), strategies=(StrategySetting.NONE,), prefix_lens=(0, 5))
+    assert [(lens.prompt_len, lens.prefix_len) for lens in bench.lens] == [(8, 0), (9, 0), (8, 5), (9, 5)]
 
 
 def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> None:
-    choice = Choice(Strategy.ZIGZAG, 1.5, {Strategy.ZIGZAG: 1.5})
+    choice = Choice(Strategy.ZIGZAG, 1.5, {Strategy.ZIGZAG: 1.5}, Passing.PASS_Q)
+    way = Way(cp=2, mode=CpMode.RING, strategy=StrategySetting.AUTO, passing=PassingSetting.AUTO)
+    alone = [[_time(3.0, 0.0)], [_time(6.0, 0.0)], [_time(5.0, 0.0)]]
     rounds = [
         [_time(2.0, 1.0), _time(1.0, 0.5)],
         [_time(4.0, 2.0), _time(4.0, 0.0)],
         [_time(1.0, 0.2), _time(2.0, 0.2)],
     ]
-    fields: dict[str, Any] = summarize(ONE, (2, StrategySetting.AUTO), 8, choice, rounds)
+    fields: dict[str, Any] = summarize(way, StepLens(8, 16), choice, rounds, alone)
     assert fields["prefill_s"] == 2.0
+    assert fields["efficiency"] == 0.75
+    assert fields["attention_efficiency"] == 0.75
     assert fields["wait_shares"] == (0.5, 0.1)
     assert fields["exposed_comm_share"] == 0.1
     assert fields["cpu_s"] == 1.8
-    assert (fields["strategy"], fields["chosen"], fields["estimate_s"]) == ("auto", "zigzag", 1.5)
+    assert (fields["prompt_len"], fields["prefix_len"], fields["estimate_s"]) == (8, 16, 1.5)
+    assert (fields["strategy"], fields["passing"], fields["mode"]) == ("auto", "auto", "ring")
+    assert (fields["chosen"], fields["chosen_passing"]) == ("zigzag", "pass_q")
 
 
 def _time(seconds: float, waited_s: float) -> StepTime:
-    return StepTime(seconds=seconds, waited_s=waited_s, cpu_s=seconds - waited_s)
+    return StepTime(seconds=seconds, waited_s=waited_s, cpu_s=seconds - waited_s, attention_s=seconds / 2)

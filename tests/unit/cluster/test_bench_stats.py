@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.bench.sse import error_message, parse_line
 from cluster.bench.statistics import Quantiles, RequestRecord, quantiles_ms, summarize
-from cluster.bench.workload import Workload
+from cluster.bench.workload import RandomWorkload
 from cluster.spec.errors import UserError
 
 TWO_ANSWERS_AND_A_FAILURE = [
@@ -63,11 +63,11 @@ def test_quantiles_equal_numpys(values_s: list[float]) -> None:
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(11, 5000), st.integers(0, 3))
 def test_prompts_have_the_length_and_range_asked_for(count: int, length: int, vocab_size: int, seed: int) -> None:
     workload = _workload(num_requests=count, input_len=length, vocab_size=vocab_size, seed=seed)
-    prompts = list(workload.prompts())
+    prompts = [request.make_prompt() for request in workload.requests()]
     assert [len(prompt) for prompt in prompts] == [length] * count
     first = 300 if vocab_size > 300 else 10
     assert all(first <= token < vocab_size for prompt in prompts for token in prompt)
-    assert prompts == list(workload.prompts())
+    assert prompts == [request.make_prompt() for request in workload.requests()]
 
 
 def test_open_loop_arrivals_have_the_mean_rate() -> None:
@@ -129,6 +129,6 @@ def _values(quantiles: Quantiles | None) -> tuple[float, ...]:
     return dataclasses.astuple(quantiles)
 
 
-def _workload(**changes: object) -> Workload:
+def _workload(**changes: object) -> RandomWorkload:
     values: dict[str, object] = {"num_requests": 2, "input_len": 4, "output_len": 2, "concurrency": 1}
-    return Workload(**(values | changes))  # type: ignore[arg-type]
+    return RandomWorkload(**(values | changes))  # type: ignore[arg-type]

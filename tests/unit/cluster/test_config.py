@@ -12,7 +12,7 @@ from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.env import ALL, CACHE_DIR, TOKEN
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.loader import load_config, parse_config
-from cluster.spec.registry import TransferMode
+from cluster.spec.registry import KvOwnership, TransferMode
 from cluster.spec.strategy import Strategy
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -107,6 +107,30 @@ BAD_FILES = {
         "prefill: {parallel: {cp: 2, pp: 2, moe_dp: 2}}",
         ["prefill.parallel.moe_dp: got 2 with pp = 2; moe_dp and pp cannot both be more than 1"],
     ),
+    "passing without a ring": (
+        "prefill: {parallel: {cp: 2}, passing: pass_q}",
+        ["prefill.passing: got pass_q with prefill.mode = gather; allowed: auto, since only a ring passes"],
+    ),
+    "a ring that rank 0 should send": (
+        "prefill: {parallel: {cp: 2}, mode: ring}\ntransfer: {mode: rank0}",
+        [
+            "transfer.mode: got rank0 with prefill.mode = ring and cp = 2; "
+            "allowed: all_ranks, since rank 0 holds only its own pages"
+        ],
+    ),
+    "a ring with another filter": (
+        "prefill: {parallel: {cp: 4}, mode: ring, passing: pass_kv}\ntransfer: {page_filter: contiguous}",
+        [
+            "transfer.page_filter: got contiguous with prefill.mode = ring and cp = 4; "
+            "allowed: modular, since a page is sent by the rank that holds it"
+        ],
+    ),
+    "mode": ("prefill: {mode: rings}", ["prefill.mode: got 'rings'; allowed: gather, ring"]),
+    "passing": ("prefill: {passing: kv}", ["prefill.passing: got 'kv'; allowed: auto, pass_kv, pass_q"]),
+    "memory of one role": (
+        "decode: {kv_memory_gib: 0}",
+        ["decode.kv_memory_gib: got 0; allowed: a number over 0, 65536 at most"],
+    ),
     "lease": (
         "resources: {heartbeat_s: 2, lease_s: 2}",
         ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],
@@ -191,6 +215,27 @@ def test_defaults_and_values_are_read() -> None:
     assert (config.transfer.backend, config.transfer.mode) == (TransferBackendName.MOONCAKE, TransferMode.RANK0)
     assert (config.resources.device, config.resources.cpus_per_worker) == (Device.CUDA, 0.0)
     assert config.decode == DeployConfig().decode
+
+
+@pytest.mark.parametrize(
+    ("text", "ownership"),
+    [
+        ("prefill: {parallel: {cp: 2}}", KvOwnership.REPLICATED),
+        ("prefill: {parallel: {cp: 2}, mode: ring}", KvOwnership.SHARDED),
+        ("prefill: {mode: ring, passing: pass_q}\ntransfer: {mode: rank0}", KvOwnership.REPLICATED),
+    ],
+    ids=["gather", "ring", "a ring of one rank is no ring"],
+)
+def test_a_ring_shards_kv_over_its_ranks(text: str, ownership: KvOwnership) -> None:
+    config = parse_config(text, "f.yaml")
+    assert config.prefill.ownership is ownership
+    assert config.prefill.num_owners == (2 if ownership is KvOwnership.SHARDED else 1)
+    assert config.decode.ownership is KvOwnership.REPLICATED
+
+
+def test_each_role_may_have_memory_of_its_own() -> None:
+    config = parse_config("kv: {memory_gib: 2}\ndecode: {kv_memory_gib: 0.5}", "f.yaml")
+    assert (config.kv_memory_gib(config.prefill), config.kv_memory_gib(config.decode)) == (2, 0.5)
 
 
 def test_whole_number_is_a_number_of_seconds() -> None:

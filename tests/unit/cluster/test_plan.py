@@ -129,12 +129,48 @@ def test_given_dtype_wins_over_the_checkpoint(model_folder: Path) -> None:
 def test_pool_too_small_for_the_longest_request_fails_its_check(model_folder: Path) -> None:
     plan = plan_of(f"model: {{path: {model_folder}}}")
     assert failed(plan) == {
-        "every pool holds the longest request": "9280 tokens fit, a request may have 40960: "
+        "every replica holds the longest request": "9280 tokens fit, a request may have 40960: "
         "set kv.memory_gib to 4.38, or model.max_context to 9280"
     }
     text = f"model: {{path: {model_folder}}}\nkv: {{memory_gib: 4.3818359375}}"
     assert failed(plan_of(text)) == {}
     assert failed(plan_of(f"model: {{path: {model_folder}, max_context: 9280}}")) == {}
+
+
+def test_context_per_replica_grows_with_the_ranks_of_a_ring(model_folder: Path) -> None:
+    text = f"""
+        model: {{path: {model_folder}}}
+        prefill: {{parallel: {{cp: 4}}, mode: %s}}
+        decode: {{kv_memory_gib: 4.5}}
+    """
+    gather, ring = plan_of(text % "gather"), plan_of(text % "ring")
+    assert gather.kv is not None
+    assert ring.kv is not None
+    held = gather.kv.roles[Role.PREFILL]
+    assert held.tokens_per_replica == held.tokens_per_worker == 9280
+    assert ring.kv.roles[Role.PREFILL].tokens_per_worker == 9280
+    assert ring.kv.roles[Role.PREFILL].tokens_per_replica == 4 * 9280
+    assert failed(gather) == {
+        "every replica holds the longest request": "9280 tokens fit, a request may have 40960: "
+        "set kv.memory_gib to 4.38, or model.max_context to 9280"
+    }
+    assert failed(ring) == {
+        "every replica holds the longest request": "37120 tokens fit, a request may have 40960: "
+        "set kv.memory_gib to 1.1, or model.max_context to 37120"
+    }
+    assert failed(plan_of(f"{text % 'ring'}\n        kv: {{memory_gib: 1.102}}")) == {}
+
+
+def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
+    plan = plan_of(f"model: {{path: {model_folder}}}\ndecode: {{kv_memory_gib: 2}}")
+    assert failed(plan) == {
+        "every replica holds the longest request": "9280 tokens fit, a request may have 40960: "
+        "set kv.memory_gib to 4.38 and decode.kv_memory_gib to 4.38, or model.max_context to 9280"
+    }
+    with pytest.raises(
+        ConfigError, match=r"decode\.kv_memory_gib: got 0\.01; a decode worker's 0\.01 GiB hold no page"
+    ):
+        plan_of(f"model: {{path: {model_folder}}}\ndecode: {{kv_memory_gib: 0.01}}")
 
 
 def test_axes_the_engine_does_not_run_fail_their_check_alone() -> None:

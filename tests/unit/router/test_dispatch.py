@@ -2,7 +2,9 @@
 
 import itertools
 import random
+from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from cluster.spec.errors import IllegalTransitionError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Cancel, Failure, FinishReason, Output, Peer, Sampling, Stopping, Submit
+from cluster.spec.messages import Cancel, Failure, Output, Peer, Submit
+from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from router.dispatch import Dispatch
 from router.flight import ENDS, MOVES, Action, Ask, Cause, Emit, Fail, Send, Stage
 from router.policies.candidate import Load
@@ -132,6 +135,17 @@ class TestWrongOutputs:
             Fail(room=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
         ]
         assert_empty(dispatch)
+
+    def test_logprobs_stay_with_their_tokens(self) -> None:
+        dispatch = make()
+        room, _ = dispatch.open(replace(ASK, sampling=Sampling(num_logprobs=0)), PREFILL, DECODE, 100.0)
+        told = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
+        dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=told[:2]))
+        (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=told[1:]))
+        assert emit == Emit(room=room, token_ids=[7], finish=None, logprobs=[told[2]])
+        fail = dispatch.on_output(output(room, 3, 6))[-1]
+        assert isinstance(fail, Fail)
+        assert fail.reason == "decode-0: 1 tokens came with log-probabilities of 0"
 
     @pytest.mark.parametrize("peer", [PREFILL, peer_of("decode-0", 2), peer_of("decode-1")])
     def test_from_somebody_else(self, peer: Peer) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import FinishReason
+from cluster.spec.sampling import FinishReason
 from router.errors import RequestFailedError
 from router.flight import Cause, Fail
 from router.stream import Part, Stream

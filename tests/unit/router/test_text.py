@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.messages import FinishReason
-from cluster.tokenizer import Detokenizer, Tokenizer
-from router.text import AnswerText, Piece, StopScanner
+from cluster.spec.sampling import FinishReason
+from cluster.tokenizer import Tokenizer
+from router.text import AnswerText, Piece, StopScanner, TextRules, join
 from tests.fakes.model_folder import EOS, write_model_folder
+from tests.fakes.replica import logprobs_of
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,51 @@ def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:
 
 
 def answer(tokenizer: Tokenizer, *stops: str) -> AnswerText:
-    return AnswerText(Detokenizer(tokenizer), stops, {EOS, 46})
+    return AnswerText(tokenizer, TextRules(stops=stops, stop_token_ids=frozenset({EOS, 46})))
+
+
+@given(
+    text=st.text("abc", max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=2),
+    min_tokens=st.integers(0, 14),
+    cuts=st.lists(st.integers(0, 12)),
+)
+def test_stop_strings_count_from_the_minimum_on(
+    tokenizer: Tokenizer, text: str, stops: list[str], min_tokens: int, cuts: list[int]
+) -> None:
+    start = max(min_tokens - 1, 0)
+    shown: list[Piece] = []
+    made = AnswerText(tokenizer, TextRules(stops=stops, min_tokens=min_tokens))
+    for part in pieces_of(text, cuts):
+        shown += made.push(list(part.encode()), None)
+        if shown[-1].finish:
+            break
+    else:
+        shown += made.push([], FinishReason.LENGTH)
+    assert join(shown).text == text[:start] + cut(text[start:], stops)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
+def test_what_stopped_the_text_is_shown_on_request(tokenizer: Tokenizer, include: bool, text: str) -> None:
+    by_string = AnswerText(tokenizer, TextRules(stops=["cd"], include_stop=include))
+    assert joined(by_string.push(list(b"abcde"), None)) == (text, FinishReason.STOP)
+    by_token = AnswerText(tokenizer, TextRules(stop_token_ids=frozenset({100}), include_stop=include))
+    assert join(by_token.push(list(b"abd"), FinishReason.STOP)).text == ("abd" if include else "ab")
+
+
+def test_special_tokens_are_shown_on_request(tokenizer: Tokenizer) -> None:
+    tokens = [97, EOS, 98]
+    assert join(AnswerText(tokenizer, TextRules()).push(tokens, FinishReason.LENGTH)).text == "ab"
+    shown = AnswerText(tokenizer, TextRules(skip_special_tokens=False)).push(tokens, FinishReason.LENGTH)
+    assert join(shown).text == "a</s>b"
+
+
+def test_offsets_and_logprobs_belong_to_their_tokens(tokenizer: Tokenizer) -> None:
+    tokens = [*"a€b".encode()]
+    told = [logprobs_of(token_id, 2) for token_id in tokens]
+    piece = join(AnswerText(tokenizer, TextRules(stops=["bX"])).push(tokens, FinishReason.LENGTH, told))
+    assert piece.offsets == (0, 1, 1, 1, 2)
+    assert piece.logprobs == tuple(told)
 
 
 def joined(pieces: list[Piece]) -> tuple[str, FinishReason | None]:
@@ -68,8 +113,9 @@ def joined(pieces: list[Piece]) -> tuple[str, FinishReason | None]:
 
 def test_the_stopping_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer)
-    assert joined(text.push([97, 46], FinishReason.STOP)) == ("a", FinishReason.STOP)
-    assert text.num_tokens == 2
+    pieces = text.push([97, 46], FinishReason.STOP)
+    assert joined(pieces) == ("a", FinishReason.STOP)
+    assert join(pieces).token_ids == (97, 46)
 
 
 def test_a_stop_token_in_the_middle_or_at_the_length_limit_is_shown(tokenizer: Tokenizer) -> None:
@@ -79,8 +125,7 @@ def test_a_stop_token_in_the_middle_or_at_the_length_limit_is_shown(tokenizer: T
 def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer, "cd")
     assert joined(text.push(list(b"abc"), None)) == ("ab", None)
-    assert text.push(list(b"defg"), None) == [Piece("", FinishReason.STOP, (100,))]
-    assert text.num_tokens == 4
+    assert text.push(list(b"defg"), None) == [Piece("", FinishReason.STOP, (100,), offsets=(3,))]
 
 
 def test_half_a_stop_string_and_half_a_character_come_out_at_the_end(tokenizer: Tokenizer) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow, TransferMode
+from cluster.spec.registry import Endpoint, KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
 from tests.unit.transfer.samples import geometry, pool, ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
@@ -24,6 +24,7 @@ def _row(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRow:
         geometry=geometry(),
         layout=pool(2, range(4), range(2)),
         transfer_mode=TransferMode.ALL_RANKS,
+        page_filter=PageFilter.MODULAR,
         ownership=KvOwnership.REPLICATED,
         build="1",
     )
@@ -75,6 +76,27 @@ def test_unequal_settings_are_refused() -> None:
     )
     assert refusal(_row("prefill-0"), _row("decode-1", transfer_mode=TransferMode.RANK0)) == (
         "prefill-0 has transfer mode all_ranks, decode-1 has rank0; they must be equal"
+    )
+
+
+def test_sharded_prefill_fits_whole_decode() -> None:
+    assert refusal(_row("prefill-0", cp=4, ownership=KvOwnership.SHARDED), _row("decode-1")) is None
+
+
+def test_sharded_kv_that_cannot_be_sent_is_refused() -> None:
+    sharded = _row("prefill-0", cp=2, ownership=KvOwnership.SHARDED)
+    rank0 = {"transfer_mode": TransferMode.RANK0}
+    assert refusal(msgspec.structs.replace(sharded, **rank0), _row("decode-1", **rank0)) == (
+        "prefill-0 has transfer mode rank0 and sharded KV, which only all_ranks can send"
+    )
+    assert refusal(msgspec.structs.replace(sharded, page_filter=PageFilter.CONTIGUOUS), _row("decode-1")) == (
+        "prefill-0 has page filter contiguous and sharded KV, which only modular can send"
+    )
+
+
+def test_sharded_decode_is_refused() -> None:
+    assert refusal(_row("prefill-0"), _row("decode-1", ownership=KvOwnership.SHARDED)) == (
+        "decode-1 has sharded KV; each rank of a decode replica must hold all pages"
     )
 
 

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.kv import PoolLayout
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from tests.fakes.rows import make_row, sizes
 from tests.unit.transfer.samples import pool
 from transfer import layout
-from transfer.plan import Span, batches, is_sender, make_spans, owned_pages, total_bytes
+from transfer.plan import Span, batches, is_sender, local_page, make_spans, owned_pages, total_bytes
+from workers.cache.page_allocator import PageAllocator
 
 ALL = TransferMode.ALL_RANKS
 
@@ -52,6 +54,33 @@ def test_modular_owner_does_not_depend_on_length_or_start(total: int, cp: int, b
     for rank in range(cp):
         pages = owned_pages(PageFilter.MODULAR, ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=first)
         assert list(pages) == [page for page in range(first, total) if (base + page) % cp == rank]
+
+
+@given(st.integers(0, 200), st.integers(1, 9), st.integers(0, 8), st.integers(0, 30))
+def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
+    total: int, cp: int, base: int, held: int
+) -> None:
+    """Through the allocator: pages by id, where they lie, and the counts that the ranks tell decode."""
+    allocator = PageAllocator(200, num_owners=cp)
+    table = allocator.allocate(total, first_owner=base)
+    sent = []
+    for rank in range(cp):
+        row = make_row("prefill-0", rank, sizes(cp=cp), ownership=KvOwnership.SHARDED)
+        places = owned_pages(
+            PageFilter.MODULAR, ALL, num_pages=total, cp_rank=rank, cp_size=cp, base=base, first=min(held, total)
+        )
+        local = [local_page(row, table[place]) for place in places]
+        assert len(set(local)) == len(local)
+        assert all(0 <= page < 200 for page in local)
+        sent += places
+    assert sorted(sent) == list(range(min(held, total), total))
+
+
+def test_a_rank_of_a_ring_cannot_find_the_page_of_another() -> None:
+    row = make_row("prefill-0", 1, sizes(cp=3), ownership=KvOwnership.SHARDED)
+    assert local_page(row, 7) == 2
+    with pytest.raises(AssertionError, match="page 6 is not one of cp_rank 1"):
+        local_page(row, 6)
 
 
 def test_rank0_sends_everything_and_the_others_are_dummies() -> None:

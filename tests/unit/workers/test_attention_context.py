@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
 from tests.fakes.thread_group import on_thread_ranks
-from workers.context_parallel.gather import KvGather, join_rows
+from workers.context_parallel.gather import RowGather, join_rows
 from workers.context_parallel.shard_plan import Owner, make_shard_plan
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
 
@@ -59,36 +59,44 @@ scenarios = st.integers(1, 4).flatmap(
         chunks=st.lists(st.tuples(*[st.integers(0, 11)] * num_requests), min_size=1, max_size=3).map(tuple),
         strategy=st.sampled_from(Strategy),
         cp=st.integers(1, 4),
+        passing=st.sampled_from([None, *Passing]),
         page_size=st.sampled_from([1, 4, 8]),
         seed=st.integers(0, 99),
     )
 )
 
 
-@settings(deadline=None, max_examples=60)
-@given(scenarios)
-def test_any_chunks_strategy_and_cp_equal_the_oracle(scenario: Scenario) -> None:
-    check_scenario(scenario, on_thread_ranks(scenario.cp, lambda group: ScenarioRun(scenario, group).run()))
+@settings(deadline=None, max_examples=150)
+@given(scenarios, st.booleans())
+def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario, in_background: bool) -> None:
+    results = on_thread_ranks(
+        scenario.cp, lambda group: ScenarioRun(scenario, group).run(), in_background=in_background
+    )
+    check_scenario(scenario, results)
 
 
+@pytest.mark.parametrize("passing", [None, *Passing])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", Strategy)
-def test_bf16_with_prefixes_and_single_tokens(strategy: Strategy, cp: int) -> None:
-    scenario = Scenario(((9, 1, 0), (8, 1, 3), (1, 1, 1)), strategy, cp, dtype=torch.bfloat16)
+def test_bf16_with_prefixes_and_single_tokens(strategy: Strategy, cp: int, passing: Passing | None) -> None:
+    scenario = Scenario(((9, 1, 0), (8, 1, 3), (1, 1, 1)), strategy, cp, passing, dtype=torch.bfloat16)
     check_scenario(scenario, on_thread_ranks(cp, lambda group: ScenarioRun(scenario, group).run()))
 
 
 def test_gather_buffers_serve_steps_of_changing_size_shape_and_dtype() -> None:
     plans = [make_shard_plan(Strategy.CONTIGUOUS, [length], [0], 2) for length in (5, 9, 2, 0)]
 
-    def gather_all(group_gather: KvGather) -> list[torch.Tensor]:
+    def gather_all(gather: RowGather) -> list[torch.Tensor]:
         out = []
         for plan, dtype in zip(plans, (torch.float32, torch.bfloat16, torch.float32, torch.float32), strict=True):
-            rows = torch.from_numpy(plan.local(group_gather.group.rank)).to(dtype)[:, None, None].expand(-1, 1, 2)
-            out.append(group_gather.gather(plan, rows, -rows)[torch.from_numpy(plan.inverse)])
+            rows = torch.from_numpy(plan.local(gather.group.rank)).to(dtype)[:, None, None].expand(-1, 1, 2)
+            gathered = gather.start(plan, rows, -rows)
+            everything = gathered.wait()[torch.from_numpy(plan.inverse)]
+            assert torch.equal(torch.cat([gathered.of_rank(0), gathered.of_rank(1)]), everything)
+            out.append(everything)
         return out
 
-    for results in on_thread_ranks(2, lambda group: gather_all(KvGather(group))):
+    for results in on_thread_ranks(2, lambda group: gather_all(RowGather(group))):
         for plan, gathered in zip(plans, results, strict=True):
             assert gathered[:, 0, 0, 0].tolist() == list(range(plan.num_tokens))
             assert gathered[:, 1, 0, 1].tolist() == [-token for token in range(plan.num_tokens)]

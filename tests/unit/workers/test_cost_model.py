@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.strategy import Strategy, StrategySetting
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.context_parallel.cost_model import (
     MIN_GAIN,
     Choice,
-    ModelShape,
-    Rates,
     StrategyChooser,
-    attended_pairs,
     choose,
-    estimate_step_s,
+    choose_passing,
     fixed,
 )
+from workers.context_parallel.estimate import TILE, attended_pairs, computed_pairs, estimate_step_s
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import make_shard_plan
 
-SHAPE = ModelShape(num_layers=8, linear_flops=6_300_000, attention_flops=2048, kv_row_bytes=1024)
+SHAPE = ModelShape(num_layers=8, linear_flops=6_300_000, attention_flops=2048, kv_row_bytes=1024, q_row_bytes=1024)
 RATES = Rates()
+PASSINGS = st.none() | st.sampled_from(Passing)
 LENS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=6)
 
 
@@ -33,8 +33,17 @@ def estimate(
     cp: int,
     rates: Rates = RATES,
     shape: ModelShape = SHAPE,
+    passing: Passing | None = None,
 ) -> float:
-    return estimate_step_s(make_shard_plan(strategy, extends, prefixes, cp), shape, rates)
+    return estimate_step_s(make_shard_plan(strategy, extends, prefixes, cp), shape, rates, passing)
+
+
+@given(st.integers(0, 50), st.integers(1, 2 * TILE), st.integers(1, 5))
+def test_a_triangle_smaller_than_a_tile_costs_a_square(first: int, count: int, step: int) -> None:
+    in_vain = computed_pairs(Run(0, first, count, step)) - attended_pairs(Run(0, first, count, step))
+    assert 0 <= in_vain <= step * count * TILE / 2
+    if step == 1 and first == 0 and count <= TILE:
+        assert attended_pairs(Run(0, 0, count, 1)) + in_vain == count * count
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 5))
@@ -43,33 +52,49 @@ def test_pairs_are_counted_query_by_query(first: int, count: int, step: int) -> 
     assert attended_pairs(Run(0, first, count, step)) == sum(position + 1 for position in positions)
 
 
-@given(st.sampled_from(Strategy), st.integers(1, 5), LENS, st.integers(0, 5), st.integers(1, 999), st.booleans())
+@given(
+    st.sampled_from(Strategy),
+    PASSINGS,
+    st.integers(1, 5),
+    LENS,
+    st.integers(0, 5),
+    st.integers(1, 999),
+    st.booleans(),
+)
 def test_more_tokens_never_take_less_time(
-    strategy: Strategy, cp: int, lens: list[tuple[int, int]], at: int, more: int, longer_prefix: bool
+    strategy: Strategy,
+    passing: Passing | None,
+    cp: int,
+    lens: list[tuple[int, int]],
+    at: int,
+    more: int,
+    longer_prefix: bool,
 ) -> None:
     extends, prefixes = [extend for extend, _ in lens] or [1], [prefix for _, prefix in lens] or [0]
-    before_s = estimate(strategy, extends, prefixes, cp)
+    before_s = estimate(strategy, extends, prefixes, cp, passing=passing)
     grown = prefixes if longer_prefix else extends
     grown[at % len(grown)] += more
     # Whole requests go to ranks greedily, which is within 4/3 of the best division and may jump inside of it.
     slack = 4 / 3 if strategy is Strategy.WHOLE_REQUEST else 1.0
-    run_of_its_own_s = 2 * cp * SHAPE.num_layers * RATES.run_s
-    assert estimate(strategy, extends, prefixes, cp) * slack + run_of_its_own_s >= before_s
+    run_of_its_own_s = 2 * cp * (2 * cp + 1) * SHAPE.num_layers * RATES.run_s
+    assert estimate(strategy, extends, prefixes, cp, passing=passing) * slack + run_of_its_own_s >= before_s
 
 
 @given(
     st.sampled_from(Strategy),
     st.integers(1, 5),
     LENS,
-    st.sampled_from([field.name for field in dataclasses.fields(Rates)]),
+    st.sampled_from([field.name for field in dataclasses.fields(Rates) if field.name != "hidden_share"]),
+    PASSINGS,
 )
 def test_a_slower_part_never_makes_a_step_faster(
-    strategy: Strategy, cp: int, lens: list[tuple[int, int]], name: str
+    strategy: Strategy, cp: int, lens: list[tuple[int, int]], name: str, passing: Passing | None
 ) -> None:
     factor = 0.5 if name.endswith("_per_s") else 2.0
     slower = dataclasses.replace(RATES, **{name: factor * getattr(RATES, name)})
     extends, prefixes = [extend for extend, _ in lens], [prefix for _, prefix in lens]
-    assert estimate(strategy, extends, prefixes, cp, slower) >= estimate(strategy, extends, prefixes, cp)
+    before_s = estimate(strategy, extends, prefixes, cp, passing=passing)
+    assert estimate(strategy, extends, prefixes, cp, slower, passing=passing) >= before_s
 
 
 @given(st.integers(4096, 200_000), st.integers(0, 4096), st.integers(2, 8))
@@ -81,11 +106,12 @@ def test_contiguous_is_worse_than_zigzag_for_long_prompts(length: int, prefix: i
 
 
 def test_attention_alone_puts_contiguous_where_its_formula_does() -> None:
-    """Of two ranks the second has 3/4 of the causal pairs: efficiency 2/3."""
-    free = Rates(step_s=0, linear_flops_per_s=1e30, run_s=0, row_s=0, exchange_s=0, exchange_bytes_per_s=1e30)
+    """Of two ranks the second has 3/4 of the causal pairs: efficiency 2/3, but for partly seen tiles."""
+    free = Rates(step_s=0, linear_flops_per_s=1e30, run_s=0, row_s=0, merge_row_s=0, exchange_s=0)
+    free = dataclasses.replace(free, exchange_bytes_per_s=1e30)
     alone_s = estimate(Strategy.NONE, [1 << 16], [0], 1, free)
-    assert alone_s / (2 * estimate(Strategy.CONTIGUOUS, [1 << 16], [0], 2, free)) == pytest.approx(2 / 3, rel=1e-3)
-    assert alone_s / (2 * estimate(Strategy.ZIGZAG, [1 << 16], [0], 2, free)) == pytest.approx(1, rel=1e-3)
+    assert alone_s / (2 * estimate(Strategy.CONTIGUOUS, [1 << 16], [0], 2, free)) == pytest.approx(2 / 3, rel=3e-3)
+    assert alone_s / (2 * estimate(Strategy.ZIGZAG, [1 << 16], [0], 2, free)) == pytest.approx(1, rel=3e-3)
 
 
 @given(st.integers(1, 4), st.integers(2, 8))
@@ -130,3 +156,59 @@ def test_every_strategy_can_be_asked_for() -> None:
 
 def test_a_fixed_choice_has_no_estimate() -> None:
     assert fixed(Strategy.ZIGZAG)([5], [0]) == Choice(Strategy.ZIGZAG, None, {})
+
+
+@pytest.mark.parametrize("passing", [None, *Passing])
+def test_an_exchange_behind_work_is_free_as_far_as_it_can_be_hidden(passing: Passing | None) -> None:
+    costs = [
+        estimate(Strategy.ZIGZAG, [9000], [4000], 4, dataclasses.replace(RATES, hidden_share=share), passing=passing)
+        for share in (0.1, 0.5, 1.0)
+    ]
+    free = dataclasses.replace(RATES, exchange_s=0.0, exchange_bytes_per_s=1e30, hidden_share=1.0)
+    free_s = estimate(Strategy.ZIGZAG, [9000], [4000], 4, free, passing=passing)
+    assert costs[0] > costs[1] > costs[2] >= free_s
+    assert costs[2] - RATES.exchange_s == pytest.approx(free_s)
+
+
+def test_what_need_not_be_hidden_is_attended_in_one_call() -> None:
+    unmerged = dataclasses.replace(RATES, merge_row_s=1.0)
+    assert estimate(Strategy.ZIGZAG, [9000], [0], 2, unmerged) < 10
+    overlapped = dataclasses.replace(unmerged, hidden_share=0.1)
+    assert estimate(Strategy.ZIGZAG, [9000], [0], 2, overlapped) > 9000
+
+
+def test_each_passing_is_estimated_cheaper_where_it_moves_less() -> None:
+    """Few queries on a long prefix, then many on none; queries and KV of a token are of one size here."""
+    few = {passing: estimate(Strategy.ZIGZAG, [64], [60_000], 4, passing=passing) for passing in Passing}
+    many = {passing: estimate(Strategy.ZIGZAG, [30_000], [30_000], 4, passing=passing) for passing in Passing}
+    assert few[Passing.PASS_Q] < few[Passing.PASS_KV]
+    assert many[Passing.PASS_KV] < many[Passing.PASS_Q]
+
+
+def test_the_passing_follows_the_published_thresholds() -> None:
+    """Hk / Hq = 1/8, 16-bit elements: the worked case of the paper, where bytes alone turn at a miss rate of 1/4."""
+    shape = ModelShape(num_layers=1, linear_flops=1, attention_flops=4 * 1024, kv_row_bytes=512, q_row_bytes=2048)
+    rates = Rates(attention_flops_per_s=1e12, exchange_bytes_per_s=1e9)
+    enough = 4 * 1e12 * 512 / (4096 * 1e9)
+    assert choose_passing(int(enough), 10**9, 4, shape, rates) is Passing.PASS_KV
+    assert choose_passing(int(enough) - 1, 10**9, 4, shape, rates) is Passing.PASS_Q
+    assert choose_passing(100, 200, 4, shape, rates) is Passing.PASS_KV
+    assert choose_passing(100, 500, 4, shape, rates) is Passing.PASS_Q
+
+
+@pytest.mark.parametrize("setting", PassingSetting)
+def test_a_passing_is_named_in_ring_mode_alone(setting: PassingSetting) -> None:
+    def chosen(mode: CpMode, cp: int, rates: Rates = RATES) -> Passing | None:
+        chooser = StrategyChooser(
+            setting=StrategySetting.AUTO, cp=cp, shape=SHAPE, rates=rates, mode=mode, passing=setting
+        )
+        return chooser([5], [5000]).passing
+
+    assert chosen(CpMode.GATHER, 4) is chosen(CpMode.RING, 1) is None
+    if setting is PassingSetting.AUTO:
+        hidden = dataclasses.replace(RATES, hidden_share=0.5)
+        assert chosen(CpMode.RING, 4, hidden) is choose_passing(5, 5000, 4, SHAPE, RATES)
+        slow_links = dataclasses.replace(RATES, exchange_bytes_per_s=1e6)
+        assert chosen(CpMode.RING, 4, slow_links) is Passing.PASS_Q
+    else:
+        assert chosen(CpMode.RING, 4) == setting

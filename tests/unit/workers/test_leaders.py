@@ -5,18 +5,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.ids import ROUTER, Incarnation
-from cluster.spec.messages import FinishReason, TableUpdate
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.messages import Cancel, Drained, TableUpdate, Ticket
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.sampling import FinishReason
 from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token, sampled_of
+
+SENDING = [
+    *((KvOwnership.REPLICATED, mode, page_filter) for mode in TransferMode for page_filter in PageFilter),
+    (KvOwnership.SHARDED, TransferMode.ALL_RANKS, PageFilter.MODULAR),
+]
+"""Where a prefill rank's KV lives, and what of it a rank sends."""
 
 
 def answer_of(client: Client, num_pages: int) -> list[int]:
-    """The tokens that the fake model gives, as far as a pool of so many pages lets it."""
+    """The tokens that the fake model gives, as far as a pool of so many pages lets it; the first needs no room."""
     tokens = list(client.prompt)
     for _ in range(client.max_tokens):
         tokens.append(next_token(tokens))
-    return tokens[len(client.prompt) : num_pages * PAGE_SIZE]
+    return tokens[len(client.prompt) : max(num_pages * PAGE_SIZE, len(client.prompt) + 1)]
 
 
 def check(world: World, num_pages: int) -> None:
@@ -40,28 +47,31 @@ def check(world: World, num_pages: int) -> None:
 @given(
     seed=st.integers(0, 2**32),
     cp=st.integers(1, 3),
-    mode=st.sampled_from(TransferMode),
-    page_filter=st.sampled_from(PageFilter),
-    num_pages=st.integers(8, 20),
+    sending=st.sampled_from(SENDING),
+    num_pages=st.integers(9, 20),
     chunk_tokens=st.integers(1, 16),
     lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=6),
     cancels=st.lists(st.integers(0, 200), max_size=3),
+    priorities=st.lists(st.integers(-2, 2), min_size=6, max_size=6),
     prefix_cache=st.booleans(),
 )
 def test_every_request_ends_right_and_nothing_is_left(
     seed: int,
     cp: int,
-    mode: TransferMode,
-    page_filter: PageFilter,
+    sending: tuple[KvOwnership, TransferMode, PageFilter],
     num_pages: int,
     chunk_tokens: int,
     lengths: list[tuple[int, int]],
     cancels: list[int],
+    priorities: list[int],
     prefix_cache: bool,
 ) -> None:
+    ownership, mode, page_filter = sending
+    num_pages -= num_pages % cp
     world = World(
         seed=seed,
         cp=cp,
+        ownership=ownership,
         mode=mode,
         page_filter=page_filter,
         num_pages=num_pages,
@@ -69,7 +79,7 @@ def test_every_request_ends_right_and_nothing_is_left(
         prefix_cache=prefix_cache,
     )
     rooms = [
-        world.submit([(7 * index + place) % 100 for place in range(length)], max_tokens)
+        world.submit([(7 * index + place) % 100 for place in range(length)], max_tokens, priority=priorities[index])
         for index, (length, max_tokens) in enumerate(lengths)
     ]
     for number, moment in enumerate(sorted(cancels)):
@@ -86,9 +96,8 @@ def test_every_request_ends_right_and_nothing_is_left(
 @given(
     seed=st.integers(0, 2**32),
     cp=st.integers(1, 3),
-    mode=st.sampled_from(TransferMode),
-    page_filter=st.sampled_from(PageFilter),
-    num_pages=st.integers(8, 24),
+    sending=st.sampled_from(SENDING),
+    num_pages=st.integers(9, 24),
     chunk_tokens=st.integers(1, 16),
     turns=st.lists(
         st.tuples(st.integers(0, 8), st.integers(0, 24), st.integers(0, 6), st.integers(1, 8), st.integers(0, 60)),
@@ -100,15 +109,24 @@ def test_every_request_ends_right_and_nothing_is_left(
 def test_prompts_that_begin_alike_share_pages_and_nothing_else(
     seed: int,
     cp: int,
-    mode: TransferMode,
-    page_filter: PageFilter,
+    sending: tuple[KvOwnership, TransferMode, PageFilter],
     num_pages: int,
     chunk_tokens: int,
     turns: list[tuple[int, int, int, int, int]],
     cancels: list[int],
 ) -> None:
     """Each prompt begins with part of an earlier prompt and its answer; requests overlap, wait and are retracted."""
-    world = World(seed=seed, cp=cp, mode=mode, page_filter=page_filter, num_pages=num_pages, chunk_tokens=chunk_tokens)
+    ownership, mode, page_filter = sending
+    num_pages -= num_pages % cp
+    world = World(
+        seed=seed,
+        cp=cp,
+        ownership=ownership,
+        mode=mode,
+        page_filter=page_filter,
+        num_pages=num_pages,
+        chunk_tokens=chunk_tokens,
+    )
     whole: list[list[int]] = [list(range(1, 25))]
     for turn, (earlier, shared_len, own_len, max_tokens, moment) in enumerate(turns):
         own = [1000 + 10 * turn + place for place in range(own_len)]
@@ -123,10 +141,11 @@ def test_prompts_that_begin_alike_share_pages_and_nothing_else(
     check(world, num_pages)
 
 
-def quiet_world(num_pages: int = 40) -> World:
+def quiet_world(num_pages: int = 40, ownership: KvOwnership = KvOwnership.REPLICATED) -> World:
     return World(
         seed=1,
         cp=2,
+        ownership=ownership,
         mode=TransferMode.ALL_RANKS,
         page_filter=PageFilter.MODULAR,
         num_pages=num_pages,
@@ -137,6 +156,7 @@ def quiet_world(num_pages: int = 40) -> World:
 PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
 
 
+@pytest.mark.parametrize("ownership", KvOwnership)
 @pytest.mark.parametrize(
     ("prompt", "cached_pages", "sent_pages"),
     [
@@ -148,8 +168,10 @@ PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
     ],
     ids=["longer", "the same", "one token less", "parts in a page", "another beginning"],
 )
-def test_a_prefix_is_neither_computed_nor_sent_again(prompt: list[int], cached_pages: int, sent_pages: int) -> None:
-    world = quiet_world()
+def test_a_prefix_is_neither_computed_nor_sent_again(
+    prompt: list[int], cached_pages: int, sent_pages: int, ownership: KvOwnership
+) -> None:
+    world = quiet_world(ownership=ownership)
     world.submit(PROMPT, 1)
     world.run()
     sent_before = world.num_pages_sent
@@ -256,12 +278,42 @@ def test_pages_are_shared_only_under_the_same_salt() -> None:
     assert [world.clients[room].cached_tokens for room in rooms] == [0, 0, 0, 3 * PAGE_SIZE]
 
 
-def test_what_is_cached_gives_way_to_what_is_needed() -> None:
-    world = quiet_world(num_pages=8)
+@pytest.mark.parametrize("ownership", KvOwnership)
+def test_what_is_cached_gives_way_to_what_is_needed(ownership: KvOwnership) -> None:
+    world = quiet_world(8, ownership)
     for first in range(0, 1000, 100):
         world.submit(list(range(first, first + 7 * PAGE_SIZE)), 4)
         world.run()
         check(world, 8)
+
+
+@pytest.mark.parametrize(
+    ("mode", "page_filter", "words"),
+    [
+        (TransferMode.RANK0, PageFilter.MODULAR, "transfer mode rank0 and sharded KV, which only all_ranks can send"),
+        (
+            TransferMode.ALL_RANKS,
+            PageFilter.CONTIGUOUS,
+            "page filter contiguous and sharded KV, which only modular can send",
+        ),
+    ],
+)
+def test_sharded_kv_that_cannot_be_sent_is_refused_when_the_pair_meets(
+    mode: TransferMode, page_filter: PageFilter, words: str
+) -> None:
+    world = World(
+        seed=0,
+        cp=2,
+        ownership=KvOwnership.SHARDED,
+        mode=mode,
+        page_filter=page_filter,
+        num_pages=8,
+        chunk_tokens=8,
+    )
+    room = world.submit(PROMPT, 4)
+    world.run()
+    assert (world.clients[room].failure or "").endswith(f"prefill-0 has {words}")
+    assert all(leader.is_idle() for leader in world.leaders.values())
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_in_words() -> None:
@@ -275,3 +327,65 @@ def test_a_prompt_larger_than_the_pool_is_refused_in_words() -> None:
         "the prompt needs 5 pages, decode-0 has 4",
     )
     assert all(leader.is_idle() for leader in world.leaders.values())
+
+
+def tickets_of(world: World) -> list[Room]:
+    """Rooms that the decode leader has sent a ticket for, in order; Submits are delivered and nothing else happens."""
+    tickets = []
+    for message in world.queues[ROUTER, "decode/0"]:
+        leader = world.leaders["decode/0"]
+        leader.on_message(message, 0.0)
+        tickets += [sent.room for _, sent in leader.outgoing if isinstance(sent, Ticket)]
+        leader.outgoing.clear()
+    world.queues[ROUTER, "decode/0"].clear()
+    return tickets
+
+
+def decode_only(num_pages: int) -> World:
+    return World(
+        seed=0,
+        cp=1,
+        mode=TransferMode.RANK0,
+        page_filter=PageFilter.MODULAR,
+        num_pages=num_pages,
+        chunk_tokens=16,
+        prefix_cache=False,
+    )
+
+
+def test_short_prompts_pass_a_long_one_that_waits_for_decode_pages_until_as_many_passed_as_it_wants() -> None:
+    world = decode_only(20)
+    world.submit([1] * 10 * PAGE_SIZE, 1)
+    world.submit([2] * 12 * PAGE_SIZE, 1)
+    assert len(tickets_of(world)) == 1
+    for _ in range(6):
+        short = world.submit([3] * 2 * PAGE_SIZE, 1)
+        assert tickets_of(world) == [short]
+        drain(world, short)
+        world.leaders["decode/0"].outgoing.clear()
+    world.submit([3] * 2 * PAGE_SIZE, 1)
+    assert tickets_of(world) == []
+
+
+def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_put_off_for_ever() -> None:
+    world = decode_only(10)
+    first = world.submit([1] * 10 * PAGE_SIZE, 1)
+    assert tickets_of(world) == [first]
+    usual, urgent = world.submit([2] * 8 * PAGE_SIZE, 1), world.submit([3] * 8 * PAGE_SIZE, 1, priority=-1)
+    others = [world.submit([4] * 8 * PAGE_SIZE, 1, priority=-1) for _ in range(2)]
+    order = tickets_of(world)
+    world.queues[ROUTER, "prefill/0"].clear()
+    leader = world.leaders["decode/0"]
+    for ended in (first, urgent, usual):
+        drain(world, ended)
+        order += [sent.room for _, sent in leader.outgoing if isinstance(sent, Ticket)]
+        leader.outgoing.clear()
+    assert order == [urgent, usual, others[0]]
+
+
+def drain(world: World, room: Room) -> None:
+    """The request is cancelled, and prefill says that it writes no more."""
+    leader = world.leaders["decode/0"]
+    leader.on_message(Cancel(room=room, incarnation=Incarnation(1)), 0.0)
+    drained = Drained(room=room, generation=1, prefill=world.prefill_peer, decode_incarnation=Incarnation(1))
+    leader.on_message(drained, 0.0)

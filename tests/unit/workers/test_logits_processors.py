@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Sampling
+from cluster.spec.messages import Admit
+from cluster.spec.sampling import Sampling
 from workers.engine.logits_processors import process
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
@@ -32,7 +33,7 @@ OUTPUT = [7, 11, 11, 12]
 def state_of(sampling: Sampling, prompt: list[int] = PROMPT, output: list[int] = OUTPUT) -> SamplingState:
     history = [*prompt, *output] if sampling.looks_back else []
     admit = Admit(room=Room(1), prompt_len=len(prompt), owner_base=0, sampling=sampling, history=history, target=None)
-    return SamplingState(admit, VOCAB_SIZE, torch.device("cpu"))
+    return SamplingState(admit, VOCAB_SIZE)
 
 
 def some_logits(num_rows: int, seed: int = 0) -> Tensor:

@@ -53,8 +53,10 @@ def _inference() -> Any:
         yield
 
 
-def our_logits(model: DecoderModel, token_ids: Tensor, chunk_lens: list[int] | None = None) -> Tensor:
-    context, start, rows = DenseAttention(), 0, []
+def our_logits(
+    model: DecoderModel, token_ids: Tensor, chunk_lens: list[int] | None = None, *, kv_first: bool = False
+) -> Tensor:
+    context, start, rows = DenseAttention(kv_first=kv_first), 0, []
     for chunk_len in chunk_lens or [len(token_ids)]:
         positions = torch.arange(start, start + chunk_len)
         rows.append(model.logits(model(token_ids[start : start + chunk_len], positions, context)))
@@ -67,6 +69,14 @@ def assert_same_logits(pair: Pair, token_ids: Tensor, atol: float = 1e-4) -> Non
     ours, theirs = our_logits(pair[0], token_ids), pair[1](token_ids[None]).logits[0].float()
     assert theirs.std() > 1, "logits must be spread for this comparison to mean anything"
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_projected_after_keys_and_values_give_the_same_logits(
+    pair_of: Callable[..., Pair], family: str
+) -> None:
+    model = pair_of(family)[0]
+    torch.testing.assert_close(our_logits(model, PROMPT, kv_first=True), our_logits(model, PROMPT), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

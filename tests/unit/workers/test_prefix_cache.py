@@ -1,5 +1,7 @@
 """Allocator and prefix tree against a model that remembers whole prefixes and the time each was last used."""
 
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +22,8 @@ def prefixes_of(tokens: list[int]) -> list[Prefix]:
 class Model:
     """Slow and plain: prefixes of tokens, no keys, no tree, no order."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, num_owners: int) -> None:
+        self.num_pages, self.num_owners = num_pages, num_owners
         self.cached: dict[Prefix, int] = {}
         self.used_at: dict[Prefix, int] = {}
         self.sequences: list[tuple[list[int], list[int]]] = []
@@ -33,9 +35,14 @@ class Model:
     def idle(self) -> list[Prefix]:
         return [prefix for prefix, page in self.cached.items() if not self.holders(page)]
 
-    def num_unused(self) -> int:
+    def unused(self) -> set[int]:
         held = {page for _, pages in self.sequences for page in pages}
-        return self.num_pages - len(held | set(self.cached.values()))
+        return set(range(self.num_pages)) - held - set(self.cached.values())
+
+    def count(self, pages: Iterable[int]) -> list[int]:
+        """By owner."""
+        owners = [page % self.num_owners for page in pages]
+        return [owners.count(owner) for owner in range(self.num_owners)]
 
     def find(self, tokens: list[int]) -> list[int]:
         pages = []
@@ -45,14 +52,17 @@ class Model:
             pages.append(self.cached[prefix])
         return pages
 
-    def evict(self, count: int) -> None:
-        for _ in range(count):
-            leaves = [
-                prefix
-                for prefix in self.idle()
-                if not any(other[: len(prefix)] == prefix for other in self.cached if len(other) > len(prefix))
-            ]
-            del self.cached[min(leaves, key=lambda prefix: self.used_at[prefix])]
+    def evict(self, counts: list[int]) -> None:
+        """For each owner in turn, its oldest idle prefix with all that begins like it, until there are enough."""
+        before = self.count(self.cached.values())
+        for owner, count in enumerate(counts):
+            while before[owner] - self.count(self.cached.values())[owner] < count:
+                own = [prefix for prefix in self.idle() if self.cached[prefix] % self.num_owners == owner]
+                oldest = min(own, key=lambda prefix: (self.used_at[prefix], -len(prefix)))
+                below = [prefix for prefix in self.cached if prefix[: len(oldest)] == oldest]
+                assert set(below) <= set(self.idle())
+                for prefix in below:
+                    del self.cached[prefix]
 
     def share(self, number: int) -> None:
         tokens, pages = self.sequences[number]
@@ -73,25 +83,28 @@ class Model:
 class Pair:
     """The real thing and its model, driven together."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.allocator = PageAllocator(num_pages, PrefixTree())
-        self.model = Model(num_pages)
+    def __init__(self, pages_per_owner: int, num_owners: int) -> None:
+        self.allocator = PageAllocator(pages_per_owner, PrefixTree(num_owners), num_owners)
+        self.model = Model(pages_per_owner * num_owners, num_owners)
 
     def start(self, tokens: list[int]) -> None:
         allocator, model = self.allocator, self.model
+        base = owner_base(tokens, PAGE_SIZE, model.num_owners)
         shared = allocator.find(page_keys(tokens, PAGE_SIZE))
         assert shared == model.find(tokens)
         needed = -(-len(tokens) // PAGE_SIZE)
-        num_idle = sum(model.cached[prefix] not in shared for prefix in model.idle())
-        can = needed - len(shared) <= model.num_unused() + num_idle
-        assert allocator.can_allocate(needed, shared) == can
+        new = model.count(base + place for place in range(len(shared), needed))
+        unused = model.count(model.unused())
+        idle = model.count(page for prefix in model.idle() if (page := model.cached[prefix]) not in shared)
+        can = all(wanted <= there for wanted, there in zip(new, map(sum, zip(unused, idle, strict=True)), strict=True))
+        assert allocator.can_allocate(needed, shared, base) == can
         if not can:
             return
-        pages = allocator.allocate(needed, shared)
+        pages = allocator.allocate(needed, shared, base)
         assert pages[: len(shared)] == shared
-        num_evicted = max(0, needed - len(shared) - model.num_unused())
+        assert all(page % model.num_owners == (base + place) % model.num_owners for place, page in enumerate(pages))
         model.sequences.append((tokens, shared))
-        model.evict(num_evicted)
+        model.evict([max(0, wanted - there) for wanted, there in zip(new, unused, strict=True)])
         assert not any(page in model.cached.values() or model.holders(page) for page in pages[len(shared) :])
         model.sequences[-1] = (tokens, pages)
 
@@ -112,7 +125,8 @@ class Pair:
         allocator, model = self.allocator, self.model
         allocator.check_integrity([page for _, pages in model.sequences for page in pages])
         assert allocator.num_cached == len(model.cached)
-        assert allocator.num_free == model.num_unused() + len(model.idle())
+        idle = [model.cached[prefix] for prefix in model.idle()]
+        assert allocator.num_free == model.num_owners * min(model.count([*model.unused(), *idle]))
         for prefix in model.cached:
             assert allocator.find(page_keys(prefix, PAGE_SIZE)) == model.find(list(prefix))
         for page in range(model.num_pages):
@@ -120,13 +134,16 @@ class Pair:
 
 
 @given(
-    num_pages=st.integers(1, 12),
+    pages_per_owner=st.integers(1, 12),
+    num_owners=st.integers(1, 4),
     events=st.lists(
         st.one_of(TOKENS, st.tuples(st.integers(0, 9), st.sampled_from(["share", "keep", "free"]))), max_size=40
     ),
 )
-def test_cache_and_model_agree_on_every_page(num_pages: int, events: list[list[int] | tuple[int, str]]) -> None:
-    pair = Pair(num_pages)
+def test_cache_and_model_agree_on_every_page(
+    pages_per_owner: int, num_owners: int, events: list[list[int] | tuple[int, str]]
+) -> None:
+    pair = Pair(pages_per_owner, num_owners)
     for event in events:
         if isinstance(event, list):
             pair.start(event)
@@ -140,7 +157,7 @@ def test_cache_and_model_agree_on_every_page(num_pages: int, events: list[list[i
     while pair.model.sequences:
         pair.let_go(0, kept=True)
         pair.check()
-    assert pair.allocator.num_free == num_pages
+    assert pair.allocator.num_free == pair.allocator.num_pages
 
 
 def test_without_a_tree_nothing_is_kept() -> None:
@@ -159,6 +176,55 @@ def test_a_page_that_somebody_reads_is_not_evicted() -> None:
     assert allocator.num_free == 1
     assert not allocator.can_allocate(2)
     assert set(allocator.allocate(1)).isdisjoint(reader)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=6), st.integers(1, 4))
+def test_every_owner_holds_its_part_of_each_request(requests: list[tuple[int, int]], num_owners: int) -> None:
+    """The memory of one rank is 1 / n of the whole, but for one page a request."""
+    allocator = PageAllocator(240, num_owners=num_owners)
+    held: list[int] = []
+    for count, base in requests:
+        pages = allocator.allocate(count // 2, first_owner=base)
+        pages += allocator.allocate(count - count // 2, first_owner=base + len(pages))
+        assert [page % num_owners for page in pages] == [(base + place) % num_owners for place in range(count)]
+        for owner in range(num_owners):
+            local = [page // num_owners for page in pages if page % num_owners == owner]
+            assert abs(len(local) - count / num_owners) < 1
+            assert len(set(local)) == len(local)
+            assert all(0 <= page < 240 for page in local)
+        held += pages
+        allocator.check_integrity(held)
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 8), st.integers(1, 60))
+def test_an_empty_pool_takes_what_its_owners_hold_together(
+    pages_per_owner: int, num_owners: int, base: int, count: int
+) -> None:
+    allocator = PageAllocator(pages_per_owner, num_owners=num_owners)
+    assert allocator.can_allocate(count, first_owner=base) == (count <= pages_per_owner * num_owners)
+
+
+def test_an_owner_evicts_its_own_oldest_page_and_what_hangs_below() -> None:
+    allocator = PageAllocator(3, PrefixTree(2), 2)
+    old, new = page_keys([1, 2, 3, 4, 5, 6], PAGE_SIZE), page_keys([7, 8, 9, 10], PAGE_SIZE)
+    allocator.keep(allocator.allocate(3), old)
+    allocator.keep(allocator.allocate(2), new)
+    held = allocator.allocate(1, first_owner=1)
+    assert (len(allocator.find(old)), len(allocator.find(new))) == (3, 2)
+    held += allocator.allocate(1, first_owner=1)
+    assert (len(allocator.find(old)), len(allocator.find(new))) == (1, 2)
+    assert allocator.num_free == 2
+    held += allocator.allocate(1, first_owner=0)
+    assert (len(allocator.find(old)), len(allocator.find(new))) == (1, 2)
+    allocator.check_integrity(held)
+
+
+def test_a_request_waits_for_the_owner_who_has_least() -> None:
+    allocator = PageAllocator(2, num_owners=2)
+    allocator.allocate(1, first_owner=1)
+    assert allocator.num_free == 2
+    assert not allocator.can_allocate(3, first_owner=1)
+    assert allocator.can_allocate(3, first_owner=0)
 
 
 def test_letting_go_of_what_is_not_held_is_our_own_bug() -> None:

@@ -1,5 +1,6 @@
 """Sampling: greedy, the filters against transformers', and draws that depend on seed and position alone."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers import TopPLogitsWarper as TransformersTopP
 
-from cluster.spec.messages import Sampling
+from cluster.spec.sampling import Sampling
+from workers.engine import sampler
 from workers.engine.sampler import draw, uniform
 
 VOCAB_SIZE = 40
@@ -56,6 +58,43 @@ def test_draws_follow_the_likelihoods_transformers_computes(name: str) -> None:
     assert ((observed - expected).abs() <= 5 * (expected * (1 - expected) / NUM_DRAWS).sqrt() + 1e-6).all()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    top_k=st.sampled_from([0, 2, 5, 39, 40, 100]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    levels=st.sampled_from([3, 1000]),
+    num_ranked=st.integers(1, VOCAB_SIZE),
+    seed=st.integers(0, 99),
+)
+def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: int, num_ranked: int, seed: int) -> None:
+    """However few tokens are ranked at first, and also where many are equal."""
+    scores = (some_logits(4, seed) * levels).round() / levels
+    scores -= scores.amax(dim=-1, keepdim=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_NUM_RANKED", num_ranked)
+        kept = sampler._keep_likeliest(scores, [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)] * 4) > -torch.inf
+    for row in range(4):
+        ranked = sorted(scores[row].double().tolist(), reverse=True)[: top_k or None]
+        mass, total, least = 0.0, sum(map(math.exp, ranked)), ranked[0]
+        for score in ranked:
+            if top_p < 1 and mass >= top_p * total:
+                break
+            least, mass = score, mass + math.exp(score)
+        assert kept[row].tolist() == (scores[row] >= least).tolist()
+
+
+@pytest.mark.parametrize("row", [Sampling(temperature=50.0, top_p=0.5), Sampling(temperature=1.0, top_k=7)])
+def test_rounding_does_not_change_which_equals_are_kept(row: Sampling) -> None:
+    rows = [replace(row, seed=seed) for seed in range(50)]
+    exact = torch.zeros(50, VOCAB_SIZE)
+    rounded = exact + 1e-5 * some_logits(50)
+    assert draw(exact, rows, [0] * 50) == draw(rounded, rows, [0] * 50)
+
+
+def test_top_k_of_one_is_greedy_among_equals() -> None:
+    assert draw(torch.zeros(20, VOCAB_SIZE), [Sampling(temperature=1.0, top_k=1)] * 20, range(20)) == [0] * 20
+
+
 def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 5.0, 1.0], [-9.0, -8.0, -7.0]])
     assert draw(logits, [Sampling()] * 3, [0, 5, 9]) == [1, 0, 2]
@@ -71,7 +110,7 @@ def test_no_rows() -> None:
     assert draw(torch.empty(0, VOCAB_SIZE), [], []) == []
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-30, 1e-320])
 def test_a_tiny_temperature_is_greedy_without_overflow(temperature: float) -> None:
     logits = 1000 * some_logits(8)
     rows = [Sampling(temperature=temperature, top_p=0.9, seed=seed) for seed in range(8)]

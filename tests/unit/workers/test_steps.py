@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Sampled, Sampling, StepPlan, Stopping
+from cluster.spec.messages import StepPlan
+from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import fixed
@@ -18,7 +19,7 @@ def next_token(tokens: list[int]) -> int:
     return (sum(tokens) * 31 + len(tokens)) % 1009
 
 
-def sequence(room: int, prompt: list[int], max_tokens: int) -> Sequence:
+def sequence(room: int, prompt: list[int], max_tokens: int, owner_base: int = 0) -> Sequence:
     return Sequence(
         room=Room(room),
         tokens=list(prompt),
@@ -26,6 +27,7 @@ def sequence(room: int, prompt: list[int], max_tokens: int) -> Sequence:
         sampling=Sampling(),
         stopping=Stopping(max_tokens=max_tokens),
         max_len=1000,
+        owner_base=owner_base,
     )
 
 
@@ -63,15 +65,16 @@ class Ranks:
     num_pages=st.integers(10, 30),
     chunk_tokens=st.integers(1, 16),
     max_requests=st.integers(1, 4),
+    num_owners=st.integers(1, 3),
 )
 def test_outputs_do_not_depend_on_chunks_batches_or_retractions(
-    prompts: list[list[int]], max_tokens: int, num_pages: int, chunk_tokens: int, max_requests: int
+    prompts: list[list[int]], max_tokens: int, num_pages: int, chunk_tokens: int, max_requests: int, num_owners: int
 ) -> None:
-    allocator = PageAllocator(num_pages)
+    allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
     steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, chunk_tokens, max_requests), fixed(Strategy.NONE))
     ranks = Ranks()
     for room, prompt in enumerate(prompts):
-        steps.add(sequence(room, prompt, max_tokens))
+        steps.add(sequence(room, prompt, max_tokens, owner_base=room % num_owners))
     finished: dict[int, list[int]] = {}
     for _ in range(5000):
         plan = steps.next_plan()
@@ -90,7 +93,23 @@ def test_outputs_do_not_depend_on_chunks_batches_or_retractions(
         for _ in range(max_tokens):
             expected.append(next_token(expected))
         assert finished[room] == expected
-    assert allocator.num_free == num_pages
+    assert allocator.num_free == allocator.num_pages
+
+
+def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_owner() -> None:
+    """There are pages enough for all of them, but not with the owner whose pages all of them begin with."""
+    allocator = PageAllocator(4, num_owners=4)
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    steps.add(sequence(1, [1], 1))
+    assert steps.next_plan() is not None
+    steps.add(sequence(0, [1] * 13 * PAGE_SIZE, 1))
+    for room in range(2, 40):
+        steps.add(sequence(room, [1], 1))
+        plan = steps.next_plan()
+        if plan is not None and any(row.room == 0 for row in plan.rows):
+            return
+        allocator.free(steps.remove(Room(room - 1)))
+    raise AssertionError("the large request was passed every time")
 
 
 def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> None:

@@ -1,0 +1,67 @@
+"""From a request's fields to how its tokens are drawn, what ends it, and what of it becomes text."""
+
+import dataclasses
+import secrets
+
+import msgspec
+
+from cluster.spec.sampling import Sampling
+from cluster.tokenizer import Tokenizer
+from router.api.requests import GenerationRequest
+from router.flight import Ask
+from router.service import Service
+from router.text import TextRules
+
+_SEED_MASK = 2**63 - 1
+
+
+def stop_token_ids(service: Service, body: GenerationRequest) -> frozenset[int]:
+    """Tokens that end the answer."""
+    ended_by = frozenset[int]() if body.ignore_eos else service.tokenizer.eos_ids
+    return ended_by | frozenset(body.stop_token_ids or ())
+
+
+def text_rules(service: Service, body: GenerationRequest) -> TextRules:
+    """How the tokens of every choice become text."""
+    return TextRules(
+        stops=body.stops,
+        stop_token_ids=stop_token_ids(service, body),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def make_sampling(tokenizer: Tokenizer, body: GenerationRequest, ending_ids: frozenset[int]) -> Sampling:
+    """How tokens are drawn; a seed is made up where none is given."""
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        allowed_ids=frozenset(body.allowed_token_ids or ()),
+        bad_words=_bad_words(tokenizer, body.bad_words or []),
+        min_tokens=body.min_tokens or 0,
+        ending_ids=frozenset(token_id for token_id in ending_ids if token_id < tokenizer.vocab_size)
+        if body.min_tokens
+        else frozenset(),
+        num_logprobs=body.num_logprobs,
+    )
+
+
+def choices_of(ask: Ask, num_choices: int) -> list[Ask]:
+    """The same so many times, but for the seeds."""
+    seeds = ((ask.sampling.seed + choice) & _SEED_MASK for choice in range(num_choices))
+    return [dataclasses.replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed)) for seed in seeds]
+
+
+def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+    """The tokens of each word at the beginning of a text and after a space; what the model cannot say needs no ban."""
+    spellings = (spelling for word in words for spelling in (word.lstrip() or word, f" {word.lstrip()}"))
+    encoded = (tuple(tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+    return [list(word) for word in dict.fromkeys(encoded) if word and max(word) < tokenizer.vocab_size]

@@ -1,0 +1,92 @@
+"""Local replicas for one case after another, reloaded only when they must be, and transformers' answers beside them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.sampling import Stopping
+from cluster.spec.strategy import CpMode, PassingSetting
+from workers.local import LocalCluster, Prompt
+
+
+class KvWay(NamedTuple):
+    """Where the CP ranks of a prefill replica keep KV, how it meets their queries, and who sends it."""
+
+    mode: CpMode = CpMode.GATHER
+    passing: PassingSetting = PassingSetting.AUTO
+    sends: TransferMode = TransferMode.ALL_RANKS
+    page_filter: PageFilter = PageFilter.MODULAR
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+KV_WAYS = [
+    KvWay(sends=TransferMode.RANK0),
+    KvWay(),
+    KvWay(page_filter=PageFilter.CONTIGUOUS),
+    KvWay(CpMode.RING, PassingSetting.PASS_KV),
+    KvWay(CpMode.RING, PassingSetting.PASS_Q),
+]
+"""Every one that `baton plan` allows."""
+
+
+class Oracle:
+    """transformers' own greedy tokens."""
+
+    def __init__(self, folder: Path, num_tokens: int) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._num_tokens = num_tokens
+        self._cached = cache(self._generate)
+
+    def tokens(self, prompt: Sequence[int]) -> list[int]:
+        """The answer to a prompt."""
+        return list(self._cached(tuple(prompt)))
+
+    def _generate(self, prompt: tuple[int, ...]) -> list[int]:
+        with torch.inference_mode():
+            tokens = self._model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=self._num_tokens,
+            )
+        answer: list[int] = tokens[0, len(prompt) :].tolist()
+        return answer
+
+
+class LocalEngine:
+    """A local cluster that keeps its processes, and what they loaded while model and layout stay the same."""
+
+    def __init__(self) -> None:
+        self._cluster = LocalCluster()
+        self._loaded: tuple[object, ...] | None = None
+
+    @contextmanager
+    def running(
+        self, folder: Path, config: DeployConfig, decode_config: DeployConfig | None = None
+    ) -> Iterator[LocalCluster]:
+        """The cluster with these settings, those of decode apart if given."""
+        layout = (folder, config.kv.page_size, config.prefill.parallel, config.prefill.mode, config.transfer.backend)
+        if self._loaded != layout:
+            self._loaded = None
+            self._cluster.load(config, folder)
+            self._loaded = layout
+        with self._cluster.running(config, decode_config) as running:
+            yield running
+
+    def close(self) -> None:
+        """End every process."""
+        self._cluster.close()
+
+
+def asked(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Prompt]:
+    """Greedy prompts for answers of a given length."""
+    return [Prompt(prompt, Stopping(max_tokens=num_tokens)) for prompt in prompts]

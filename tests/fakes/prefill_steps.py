@@ -1,0 +1,79 @@
+"""A step scheduler as prefill uses it, without ranks: a sequence ends with its first token and gives its pages back."""
+
+from cluster.spec.ids import Room
+from cluster.spec.messages import StepPlan
+from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.strategy import Strategy
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.context_parallel.cost_model import fixed
+from workers.scheduler.sequence import Sequence
+from workers.scheduler.steps import StepLimits, StepScheduler
+from workers.scheduler.turns import Chunk
+
+PAGE_SIZE = 4
+
+
+class PrefillSteps:
+    """``run_step`` until ``ended`` has what is waited for; every step is checked against the limits."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 2000,
+        chunk_tokens: int = 64,
+        max_requests: int = 64,
+        oldest_share: float = 0.25,
+        prefix_cache: bool = False,
+        chunk: Chunk | None = None,
+    ) -> None:
+        self.limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, oldest_share)
+        self.allocator = PageAllocator(num_pages, PrefixTree() if prefix_cache else None)
+        self.steps = StepScheduler(self.allocator, self.limits, fixed(Strategy.NONE), chunk)
+        self.ended: dict[Room, int] = {}
+        """The step in which each sequence ended."""
+        self.num_steps = 0
+        self.num_computed = 0
+        self._num_added = 0
+
+    def add(self, prompt: int | list[int], priority: int = 0) -> Room:
+        """A new sequence, of so many tokens that no other one begins with, or of the given ones."""
+        room = Room(self._num_added)
+        self._num_added += 1
+        tokens = [-1 - room] * prompt if isinstance(prompt, int) else list(prompt)
+        sequence = Sequence(
+            room=room,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=1),
+            max_len=len(tokens) + 1,
+            priority=priority,
+        )
+        self.steps.add(sequence)
+        return room
+
+    def run_step(self) -> StepPlan | None:
+        """One step; None when there is nothing to do."""
+        has_work = self.steps.has_work()
+        assert has_work or self.steps.num_waiting == 0, "everybody waits for pages that nobody holds"
+        plan = self.steps.next_plan()
+        assert has_work == (plan is not None)
+        if plan is None:
+            return None
+        self.num_steps += 1
+        num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        self.num_computed += num_tokens
+        assert num_tokens <= self.limits.chunk_tokens
+        assert len(plan.rows) <= self.limits.max_requests
+        for sequence in self.steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.rows if row.samples}):
+            self.ended[sequence.room] = self.num_steps
+            self.steps.retire(sequence.room)
+        self.steps.check_integrity()
+        self.allocator.check_integrity(self.steps.held_pages)
+        return plan
+
+    def run(self) -> None:
+        """Until nothing is left."""
+        while self.run_step() is not None:
+            continue

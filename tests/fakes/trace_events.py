@@ -1,0 +1,46 @@
+"""Reads Trace Event JSON as a viewer would, by the format's own rules."""
+
+from itertools import groupby
+from typing import Any
+
+ROUNDING_US = 0.01
+
+
+def complete_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events that have a duration."""
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def process_names(trace: dict[str, Any]) -> dict[int, str]:
+    """By process id."""
+    return {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+
+
+def check_trace(trace: dict[str, Any]) -> None:
+    """Every event is of a known kind, every process and thread has a name, and a thread's events are nested."""
+    named = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert {event["ph"] for event in trace["traceEvents"]} <= {"M", "X"}
+    for event in complete_events(trace):
+        assert isinstance(event["name"], str)
+        assert isinstance(event["ts"], int | float)
+        assert event["dur"] >= 0
+        assert event["pid"] in process_names(trace)
+        assert (event["pid"], event["tid"]) in named
+        assert isinstance(event["args"], dict)
+
+    def thread(event: dict[str, Any]) -> tuple[int, int]:
+        return event["pid"], event["tid"]
+
+    for _, events in groupby(sorted(complete_events(trace), key=thread), thread):
+        _check_nesting(sorted(events, key=lambda event: (event["ts"], -event["dur"])))
+
+
+def _check_nesting(events: list[dict[str, Any]]) -> None:
+    """Of one thread, by start: each ends before the one around it ends."""
+    open_ends_us: list[float] = []
+    for event in events:
+        while open_ends_us and open_ends_us[-1] <= event["ts"] + ROUNDING_US:
+            open_ends_us.pop()
+        end_us = event["ts"] + event["dur"]
+        assert not open_ends_us or end_us <= open_ends_us[-1] + ROUNDING_US, f"{event} overlaps its neighbour"
+        open_ends_us.append(end_us)

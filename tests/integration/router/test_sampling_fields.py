@@ -1,0 +1,179 @@
+"""What a request asks of sampling, and what comes back of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.spec.sampling import Sampling
+from tests.fakes.model_folder import BOS, EOS, write_json, write_model_folder
+from tests.fakes.router_cluster import CACHED_TOKENS, RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+class TestReplicasAreAsked:
+    def test_every_field(self, shared: RouterCluster) -> None:
+        shared.complete(
+            "x",
+            temperature=0.5,
+            top_p=0.9,
+            top_k=5,
+            min_p=0.1,
+            seed=4,
+            repetition_penalty=1.1,
+            frequency_penalty=-0.5,
+            presence_penalty=0.25,
+            logit_bias={"7": -100, "65": 1.5},
+            allowed_token_ids=[97, 98, 98],
+            bad_words=["ab", " c"],
+            min_tokens=3,
+            stop_token_ids=[9],
+            logprobs=2,
+        )
+        assert shared.last_submit().sampling == Sampling(
+            temperature=0.5,
+            top_p=0.9,
+            top_k=5,
+            min_p=0.1,
+            seed=4,
+            repetition_penalty=1.1,
+            frequency_penalty=-0.5,
+            presence_penalty=0.25,
+            logit_bias={7: -100.0, 65: 1.5},
+            allowed_ids=frozenset({97, 98}),
+            bad_words=[[97, 98], [32, 97, 98], [99], [32, 99]],
+            min_tokens=3,
+            ending_ids=frozenset({9, EOS}),
+            num_logprobs=2,
+        )
+
+    def test_nothing_that_was_not_asked_for(self, shared: RouterCluster) -> None:
+        shared.complete("x", temperature=0, seed=0, min_tokens=0, repetition_penalty=1.0, logit_bias={}, bad_words=[])
+        assert shared.last_submit().sampling == Sampling()
+
+    def test_tokens_that_the_model_does_not_have(self, tmp_path: Path) -> None:
+        folder = write_model_folder(tmp_path)
+        write_json(folder / "config.json", {"max_position_embeddings": 512, "vocab_size": 100})
+        for small in run_cluster(folder):
+            small.complete([97], min_tokens=2, stop_token_ids=[5, 100, 10**9], bad_words=["a", "d", "ad"], max_tokens=2)
+            sampling = small.last_submit().sampling
+            assert sampling.ending_ids == {5}
+            assert sampling.bad_words == [[97], [32, 97]]
+            reply = small.post("/v1/completions", prompt="d")
+            assert reply.json()["error"]["message"] == "prompt: there is no token 256; allowed: 0 to 99"
+
+    def test_chat_too(self, shared: RouterCluster) -> None:
+        messages = [{"role": "user", "content": "x"}]
+        body = {"messages": messages, "max_tokens": 2, "frequency_penalty": 1, "logprobs": True, "top_logprobs": 4}
+        assert shared.post("/v1/chat/completions", **body).status_code == 200
+        sampling = shared.last_submit().sampling
+        assert (sampling.frequency_penalty, sampling.num_logprobs) == (1.0, 4)
+
+    def test_no_likely_tokens_of_no_logprobs(self, shared: RouterCluster) -> None:
+        messages = [{"role": "user", "content": "x"}]
+        body = {"messages": messages, "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
+        choice = shared.post("/v1/chat/completions", **body).json()["choices"][0]
+        assert choice["logprobs"] is None
+        assert shared.last_submit().sampling.num_logprobs is None
+
+    def test_tools_that_must_not_be_called(self, shared: RouterCluster) -> None:
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "max_tokens": 1}
+        assert shared.post("/v1/chat/completions", tool_choice="none", **body).status_code == 200
+
+
+class TestText:
+    def test_stop_strings_wait_for_the_minimum(self, shared: RouterCluster) -> None:
+        choice = shared.complete("ab", max_tokens=9, stop=["ba"], min_tokens=4)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("aba", "stop")
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_stop_string_is_shown_on_request(self, shared: RouterCluster, stream: bool) -> None:
+        body: dict[str, Any] = {"prompt": "abcdef", "max_tokens": 99, "stop": "cde", "include_stop_str_in_output": True}
+        if stream:
+            assert text_of(shared.events("/v1/completions", **body)) == "abcde"
+        else:
+            assert shared.complete(**body)["choices"][0]["text"] == "abcde"
+
+    def test_special_tokens_are_shown_on_request(self, shared: RouterCluster) -> None:
+        body = {"prompt": [BOS, 97, EOS, 98], "max_tokens": 4, "skip_special_tokens": False}
+        assert shared.complete(ignore_eos=True, **body)["choices"][0]["text"] == "a</s>ba"
+        assert shared.complete(**body)["choices"][0]["text"] == "a"
+        assert shared.complete(include_stop_str_in_output=True, **body)["choices"][0]["text"] == "a</s>"
+
+
+class TestChoices:
+    def test_of_two_prompts(self, shared: RouterCluster) -> None:
+        reply = shared.complete(["ab", "cde"], max_tokens=4, n=3, seed=2**63 - 2)
+        assert [choice["text"] for choice in reply["choices"]] == ["abab"] * 3 + ["cdec"] * 3
+        assert [choice["index"] for choice in reply["choices"]] == list(range(6))
+        assert [submit.sampling.seed for submit in shared.decode.submits[-6:]] == [2**63 - 2, 2**63 - 1, 0] * 2
+        assert reply["usage"] == {
+            "prompt_tokens": 3 + 4,
+            "completion_tokens": 24,
+            "total_tokens": 31,
+            "prompt_tokens_details": {"cached_tokens": 2 * CACHED_TOKENS},
+        }
+
+    def test_as_a_stream(self, shared: RouterCluster) -> None:
+        messages = [{"role": "user", "content": "x"}]
+        texts = {0: "", 1: ""}
+        for event in shared.events("/v1/chat/completions", messages=messages, n=2, max_tokens=7):
+            texts[event["choices"][0]["index"]] += event["choices"][0]["delta"].get("content", "")
+        assert texts == {0: "<user>x", 1: "<user>x"}
+
+
+class TestEcho:
+    def test_whole(self, shared: RouterCluster) -> None:
+        reply = shared.complete(["ab", "c"], max_tokens=2, echo=True, n=2)
+        assert [choice["text"] for choice in reply["choices"]] == ["abab", "abab", "ccc", "ccc"]
+        assert reply["usage"]["completion_tokens"] == 8
+
+    def test_of_token_ids(self, shared: RouterCluster) -> None:
+        body = {"prompt": [BOS, 97, 98], "max_tokens": 2, "echo": True}
+        assert shared.complete(**body)["choices"][0]["text"] == "abab"
+        assert shared.complete(skip_special_tokens=False, **body)["choices"][0]["text"] == "<s>abab"
+
+    def test_stream(self, shared: RouterCluster) -> None:
+        events = shared.events("/v1/completions", prompt="xyz", max_tokens=3, echo=True)
+        assert [event["choices"][0]["text"] for event in events] == ["xyz", "x", "y", "z"]
+
+
+class TestLogprobs:
+    def test_bytes_make_characters_whole(self, shared: RouterCluster) -> None:
+        messages = [{"role": "user", "content": "€"}]
+        body = {"messages": messages, "max_tokens": 10, "logprobs": True, "return_token_ids": True}
+        choice = shared.post("/v1/chat/completions", **body).json()["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert (
+            b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"] == "<user>€\n"
+        )
+        assert len(content) == len(choice["token_ids"]) == 10
+        assert all(entry["top_logprobs"] == [] for entry in content)
+
+    def test_completions_tell_offsets_of_the_whole_text_in_a_stream(self, shared: RouterCluster) -> None:
+        events = shared.events("/v1/completions", prompt="a€b", max_tokens=6, logprobs=0)
+        told = [event["choices"][0]["logprobs"] for event in events]
+        assert [offset for part in told for offset in part["text_offset"]] == [0, 1, 1, 1, 2, 3]
+        assert [token for part in told for token in part["tokens"]] == ["a", "\ufffd", "\ufffd", "\ufffd", "b", "a"]
+        assert told[0] == {
+            "text_offset": [0],
+            "token_logprobs": [-0.097],
+            "tokens": ["a"],
+            "top_logprobs": [{"a": -0.097}],
+        }
+
+    def test_a_stop_string_ends_them_with_the_tokens(self, shared: RouterCluster) -> None:
+        choice = shared.complete("abcdef", max_tokens=30, stop="cd", logprobs=0, return_token_ids=True)["choices"][0]
+        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"]) == 4
+
+
+def test_usage_so_far_on_every_chunk(shared: RouterCluster) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = shared.events("/v1/completions", prompt="abc", max_tokens=5, stream_options=options)
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 5, 5]
+    assert all(event["usage"]["prompt_tokens"] == 4 for event in events)

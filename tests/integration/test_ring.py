@@ -1,0 +1,94 @@
+"""Ring mode divides the KV of a prefill replica over its ranks: what that leaves in each pool, and what then fits."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.kv import pages_for
+from cluster.spec.lifecycle import Role
+from cluster.spec.pool import GIB
+from cluster.spec.registry import RankRow
+from cluster.spec.strategy import CpMode
+from tests.fakes.checkpoints import SMALL, make_checkpoint
+from tests.fakes.local_engine import LocalEngine, Oracle, asked
+from tests.integration.test_engine_matrix import prompts_of
+from workers.local import RemoteError
+
+pytestmark = pytest.mark.integration
+
+PAGE_SIZE = 16
+PAGE_BYTES = 2 * SMALL["num_hidden_layers"] * SMALL["num_key_value_heads"] * SMALL["head_dim"] * PAGE_SIZE * 4
+NUM_TOKENS = 8
+LENGTHS = (300, 1, 47, 160, 5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "llama", "llama", seed=11)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine()
+    yield engine
+    engine.close()
+
+
+def config_of(cp: int, mode: CpMode, pages_per_rank: int) -> DeployConfig:
+    gib = (pages_per_rank + 1.5) * PAGE_BYTES / GIB
+    prefill = {"parallel": {"cp": cp}, "mode": mode, "kv_memory_gib": gib, "chunk_tokens": 100}
+    return DeployConfig.model_validate({"kv": {"page_size": PAGE_SIZE, "memory_gib": 0.02}, "prefill": prefill})
+
+
+def written_pages(row: RankRow) -> int:
+    """Pages of a rank's pool that hold anything; the shared-memory backend opens a pool by path and name."""
+    path, _ = row.endpoint.session.split()
+    memory = Path(path).read_bytes()
+    assert row.layout.page_bytes == PAGE_BYTES
+    pages = (memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in range(row.layout.num_pages))
+    return sum(any(page) for page in pages)
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_each_rank_of_a_ring_keeps_its_part_of_every_request(
+    cp: int, folder: Path, oracle: Oracle, engine: LocalEngine
+) -> None:
+    prompts = prompts_of(LENGTHS)
+    written = {}
+    for mode in CpMode:
+        with engine.running(folder, config_of(cp, mode, 100)) as cluster:
+            assert cluster.generate(asked(prompts, NUM_TOKENS)) == [oracle.tokens(prompt) for prompt in prompts]
+            written[mode] = [written_pages(row) for row in cluster.rows(Role.PREFILL)]
+    num_pages = sum(pages_for(length, PAGE_SIZE) for length in LENGTHS)
+    assert written[CpMode.GATHER] == [num_pages] * cp
+    assert sum(written[CpMode.RING]) == num_pages
+    assert all(abs(count - num_pages / cp) < len(LENGTHS) for count in written[CpMode.RING])
+
+
+def test_a_prompt_that_fits_into_no_rank_is_served_by_a_ring(folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
+    (prompt,) = prompts_of((500,))
+    with (
+        engine.running(folder, config_of(2, CpMode.GATHER, 20)) as cluster,
+        pytest.raises(RemoteError, match="the prompt needs 32 pages, prefill-0 has 20"),
+    ):
+        cluster.generate(asked([prompt], NUM_TOKENS))
+    with engine.running(folder, config_of(2, CpMode.RING, 20)) as cluster:
+        assert cluster.generate(asked([prompt], NUM_TOKENS)) == [oracle.tokens(prompt)]
+
+
+def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
+    """Three prompts that begin alike in turns with three that do not, in a pool for two of them."""
+    prefix, *others = prompts_of((170, 250, 180, 300))
+    alike = [[*prefix, *range(3, 3 + length)] for length in (5, 70, 100)]
+    prompts = [prompt for pair in zip(alike, others, strict=True) for prompt in pair]
+    with engine.running(folder, config_of(3, CpMode.RING, 14)) as cluster:
+        for prompt in [*prompts, *prompts]:
+            assert cluster.generate(asked([prompt], NUM_TOKENS)) == [oracle.tokens(prompt)]
+        assert cluster.generate(asked(prompts, NUM_TOKENS)) == [oracle.tokens(prompt) for prompt in prompts]

@@ -1,0 +1,121 @@
+"""What goes round a group of ranks: blocks of any lengths, and partials on their way home."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.fakes.thread_group import on_thread_ranks
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.pass_q import HomewardPartials
+from workers.context_parallel.ring import Ring
+from workers.parallel import collectives
+from workers.parallel.collectives import CollectiveError, Communicator
+
+LIKE = torch.empty(0)
+
+
+def block_of(rank: int, length: int, turn: int) -> Tensor:
+    return torch.arange(length * 2.0).view(length, 2) + 1000 * rank + 10000 * turn
+
+
+rounds = st.integers(1, 5).flatmap(
+    lambda size: st.lists(st.lists(st.integers(0, 6), min_size=size, max_size=size), min_size=1, max_size=4)
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rounds, st.integers(0, 3))
+def test_every_rank_sees_every_other_block_once_nearest_first(lens_of_rounds: list[list[int]], kept: int) -> None:
+    """``kept`` rows of a rank's own block stay where they are."""
+    size = len(lens_of_rounds[0])
+
+    def go_round(group: Communicator) -> list[list[tuple[int, Tensor]]]:
+        ring, seen = Ring(group), []
+        for turn, lens in enumerate(lens_of_rounds):
+            mine = lens[group.rank]
+            own = ring.own(mine + kept, lens, (2,), LIKE)
+            own[:mine], own[mine:] = block_of(group.rank, mine, turn), -1.0
+            ring.start()
+            assert torch.equal(own[:mine], block_of(group.rank, mine, turn))
+            seen.append([(rank, block.clone()) for rank, block in ring.others()])
+        return seen
+
+    for rank, rounds_seen in enumerate(on_thread_ranks(size, go_round)):
+        for turn, (lens, seen) in enumerate(zip(lens_of_rounds, rounds_seen, strict=True)):
+            others = [(rank - distance) % size for distance in range(1, size)]
+            assert [source for source, _ in seen] == [source for source in others if lens[source]]
+            assert all(torch.equal(block, block_of(source, lens[source], turn)) for source, block in seen)
+
+
+def test_nothing_is_sent_when_no_rank_has_anything() -> None:
+    ring = Ring(Communicator("cannot shift", 1, 3, _SlowWork()))  # type: ignore[arg-type]
+    ring.own(3, [0, 0, 0], (2,), LIKE)
+    ring.start()
+    assert list(ring.others()) == []
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+def test_partials_come_home_in_the_order_of_the_queries(counts: list[int]) -> None:
+    """Rank r finds 100 * r + query for each query."""
+    order = torch.randperm(sum(counts))
+    homes = order.split(counts)
+
+    def found_at_home(group: Communicator) -> list[Partial]:
+        lse = 100.0 * group.rank + torch.arange(float(sum(counts)))[:, None].expand(-1, 2)
+        out = lse[..., None].expand(-1, -1, 3).to(torch.bfloat16)
+        return list(HomewardPartials(group, Partial(out, lse), homes).wait())
+
+    for rank, partials in enumerate(on_thread_ranks(len(counts), found_at_home)):
+        assert len(partials) == len(counts)
+        for distance, (out, lse) in enumerate(partials):
+            source = (rank - distance) % len(counts)
+            expected = 100.0 * source + homes[rank].float()[:, None].expand(-1, 2)
+            assert torch.equal(lse, expected)
+            assert torch.equal(out, expected[..., None].expand(-1, -1, 3).bfloat16().float())
+
+
+class _SlowWork:
+    """A backend with nothing but a barrier, which takes 1 s to start and 5 s to wait for, on a clock of its own."""
+
+    in_background = True
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def barrier(self) -> "_SlowWork":
+        self.now_s += 1.0
+        return self
+
+    def wait(self) -> bool:
+        self.now_s += 5.0
+        return True
+
+
+def test_only_what_is_spent_inside_calls_counts_as_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _SlowWork()
+    monkeypatch.setattr(collectives.time, "monotonic", lambda: backend.now_s)
+    group = Communicator("slow", 0, 2, backend)  # type: ignore[arg-type]
+    pending = group._start("barrier", backend.barrier)
+    backend.now_s += 100.0
+    assert group.waited_s == 1.0
+    pending.wait()
+    pending.wait()
+    assert group.waited_s == 6.0
+
+
+class _Failing(_SlowWork):
+    def wait(self) -> bool:
+        self.now_s += 5.0
+        raise RuntimeError("the peer is gone")
+
+
+def test_a_failure_is_told_in_the_wait_and_its_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _Failing()
+    monkeypatch.setattr(collectives.time, "monotonic", lambda: backend.now_s)
+    group = Communicator("slow", 1, 2, backend)  # type: ignore[arg-type]
+    with pytest.raises(CollectiveError, match="barrier in group slow, rank 1 of 2: the peer is gone"):
+        group.barrier()
+    assert group.waited_s == 6.0

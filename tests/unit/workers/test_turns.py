@@ -1,0 +1,98 @@
+"""The order of turns and the budget of a step, apart from pages."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.ids import Room
+from workers.context_parallel.rates import ModelShape, Rates
+from workers.scheduler.step_time import even_chunk
+from workers.scheduler.turns import WINDOW, Budget, rank
+
+CHUNK = 64
+
+
+def order(sequences: list[tuple[int, int, int]]) -> list[int]:
+    """Arrivals by turn, of (priority, prefix, pending)."""
+    ranks = [
+        rank(priority=priority, arrival=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK)
+        for arrival, (priority, prefix, pending) in enumerate(sequences)
+    ]
+    assert len(set(ranks)) == len(ranks)
+    return sorted(range(len(ranks)), key=ranks.__getitem__)
+
+
+def test_equals_keep_the_order_in_which_they_came() -> None:
+    assert order([(0, 0, 10)] * 100) == list(range(100))
+    # Lengths of one power of two of steps are alike.
+    assert order([(0, 0, 60), (0, 0, 5), (0, 0, 64)]) == [0, 1, 2]
+    assert order([(0, 0, 3 * CHUNK), (0, 0, 2 * CHUNK)]) == [0, 1]
+
+
+def test_a_lower_priority_value_goes_before_less_work_and_that_before_a_longer_prefix() -> None:
+    assert order([(1, 50, 1), (0, 0, 1000)]) == [1, 0]
+    assert order([(0, 5000, 2 * CHUNK), (0, 0, CHUNK)]) == [1, 0]
+    assert order([(0, 0, CHUNK), (0, 8, CHUNK), (0, 4, CHUNK)]) == [1, 2, 0]
+
+
+@given(prefixes=st.lists(st.integers(0, 500), max_size=4 * WINDOW))
+def test_a_longer_prefix_overtakes_fewer_than_a_window(prefixes: list[int]) -> None:
+    turns = order([(0, prefix, 10) for prefix in prefixes])
+    for place, arrival in enumerate(turns):
+        assert sum(later > arrival for later in turns[:place]) < WINDOW
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    num_rows=st.integers(1, 6),
+    share=st.floats(0.01, 1.0),
+    wants=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 100)), min_size=1, max_size=10),
+    shrinks=st.booleans(),
+)
+def test_a_budget_is_used_up_and_never_exceeded(
+    num_tokens: int, num_rows: int, share: float, wants: list[tuple[int, int]], shrinks: bool
+) -> None:
+    def chunk(prefix_len: int) -> int:
+        return max(1, num_tokens - prefix_len) if shrinks else 2 * num_tokens
+
+    budget = Budget(num_tokens, num_rows, chunk)
+    first_prefix, first_wanted = wants[0]
+    budget.grant_share(Room(0), first_prefix, first_wanted, share)
+    assert 1 <= budget.granted[Room(0)] <= first_wanted
+    assert budget.granted[Room(0)] <= max(1, share * min(num_tokens, chunk(first_prefix)))
+    for number, (prefix, wanted) in enumerate(wants):
+        budget.grant(Room(number), prefix, wanted)
+    granted = list(budget.granted.values())
+    assert len(granted) <= num_rows
+    assert sum(granted) <= num_tokens
+    spent = sum(count / chunk(wants[room][0]) for room, count in budget.granted.items())
+    assert spent <= 1 + 1e-9
+    if not shrinks:
+        reached = [wanted for _, wanted in wants[:num_rows]]
+        assert sum(granted) == min(num_tokens, sum(reached))
+
+
+@given(
+    cp=st.integers(1, 8),
+    chunk_tokens=st.integers(1, 20_000),
+    prefix_len=st.integers(0, 2_000_000),
+    attention_flops=st.integers(1, 10**6),
+)
+def test_an_even_chunk_takes_as_long_behind_any_prefix(
+    cp: int, chunk_tokens: int, prefix_len: int, attention_flops: int
+) -> None:
+    shape = ModelShape(
+        num_layers=8, linear_flops=6_300_000, attention_flops=attention_flops, kv_row_bytes=1024, q_row_bytes=2048
+    )
+    rates = Rates()
+    chunk = even_chunk(shape, rates, cp, chunk_tokens)
+
+    def work_s(count: float, prefix: int) -> float:
+        linear_s = count * (shape.linear_flops / rates.linear_flops_per_s / cp + rates.row_s)
+        pairs = count * prefix + count * count / 2
+        return shape.num_layers * (linear_s + pairs * attention_flops / rates.attention_flops_per_s / cp)
+
+    full_s = max(work_s(chunk_tokens, 0), 20 * (rates.step_s + 8 * (rates.run_s + rates.exchange_s)))
+    count = chunk(prefix_len)
+    assert chunk(0) >= chunk_tokens
+    assert count == 1 or work_s(count - 0.51, prefix_len) <= full_s * (1 + 1e-9)
+    assert work_s(count + 0.51, prefix_len) >= full_s * (1 - 1e-9)

@@ -1,0 +1,108 @@
+"""How long a step takes with a plan. No torch, no I/O.
+
+A fixed part, and for each layer the slowest rank's linear and attention work, the rows it stores and merges, and what
+of the exchange is not hidden behind work. Ranks meet in every layer, so the slowest one sets the pace.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cluster.spec.strategy import Passing
+from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.runs import RankRuns, Run
+from workers.context_parallel.shard_plan import ShardPlan
+
+TILE = 256
+"""Queries and keys that a kernel takes together."""
+
+
+def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: Passing | None = None) -> float:
+    """Expected time of one step of one replica, from its plan to the last rank's result.
+
+    ``passing`` is how queries meet keys where KV is divided over the ranks; None where each has all.
+    """
+    exchanged = list(_exchanges(plan, shape, passing))
+    compute_s = max(_rank_s(plan, rank, shape, rates, passing) for rank in range(1 if plan.replicated else plan.cp))
+    hideable_s = compute_s / len(exchanged) if exchanged else 0.0
+    exposed_s = sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
+    join_s = 0.0 if plan.replicated else rates.exchange_s
+    return rates.step_s + shape.num_layers * (compute_s + exposed_s) + join_s
+
+
+def attended_pairs(run: Run) -> int:
+    """(query, key) pairs of a run: the query at position p sees the keys at 0..p."""
+    return run.count * (run.first_position + 1) + run.step * (run.count * (run.count - 1) // 2)
+
+
+def computed_pairs(run: Run) -> int:
+    """``attended_pairs``, and those that kernels compute in vain where a tile of queries and keys is seen in part.
+
+    A run of step n meets n triangles, one for each class of keys by position modulo n.
+    """
+    return attended_pairs(run) + run.step * (run.count * (min(run.count, TILE) - 1) // 2)
+
+
+class _Work(NamedTuple):
+    """What one rank does in one layer."""
+
+    tokens: int
+    pairs: float
+    calls: int
+    """Of attention, one at a time."""
+    partials: int
+    """Of each token; one is not merged."""
+    rows: float
+    """Rows of KV stored, or read to be sent."""
+
+
+def _rank_s(plan: ShardPlan, cp_rank: int, shape: ModelShape, rates: Rates, passing: Passing | None) -> float:
+    work = _work(plan, plan.runs[cp_rank], rates, passing)
+    merged = work.tokens * work.partials if work.partials > 1 else 0
+    return (
+        work.tokens * shape.linear_flops / rates.linear_flops_per_s
+        + work.pairs * shape.attention_flops / rates.attention_flops_per_s
+        + work.calls * rates.run_s
+        + work.rows * rates.row_s
+        + merged * rates.merge_row_s
+    )
+
+
+def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None) -> _Work:
+    tokens, pairs = sum(run.count for run in runs), sum(computed_pairs(run) for run in runs)
+    prefix, has_prefix, num_runs = sum(plan.prefix_lens), any(plan.prefix_lens), len(runs)
+    if passing is None:
+        if plan.replicated or not rates.hidden_share:
+            return _Work(tokens, pairs, sum(run.step for run in runs), 1, plan.num_tokens)
+        partials = plan.cp + has_prefix
+        return _Work(tokens, pairs, num_runs * partials, partials, plan.num_tokens)
+    stored = plan.num_tokens / plan.cp
+    if passing is Passing.PASS_KV:
+        return _Work(tokens, pairs, num_runs * plan.cp, plan.cp, stored + prefix / plan.cp)
+    own_prefix_pairs = sum(run.count * plan.prefix_lens[run.request] for run in runs)
+    prefix_pairs = sum(new * old for new, old in zip(plan.extend_lens, plan.prefix_lens, strict=True))
+    num_new = 1 if plan.replicated else plan.cp
+    # Every rank attends the queries of all ranks over its prefix, one call a request.
+    calls = num_runs * num_new + len(plan.extend_lens) * has_prefix
+    partials = num_new + plan.cp * has_prefix
+    return _Work(tokens, pairs - own_prefix_pairs + prefix_pairs / plan.cp, calls, partials, stored)
+
+
+def _exchanges(plan: ShardPlan, shape: ModelShape, passing: Passing | None) -> Iterator[float]:
+    """Bytes that one rank receives in each collective of a layer."""
+    others, prefix = plan.cp - 1, sum(plan.prefix_lens)
+    if passing is Passing.PASS_KV:
+        rows = prefix / plan.cp + (0 if plan.replicated else plan.padded_len)
+        yield from [rows * shape.kv_row_bytes] * (others if rows else 0)
+        return
+    if not plan.replicated:
+        yield others * plan.padded_len * shape.kv_row_bytes
+    if passing is Passing.PASS_Q and prefix:
+        if not plan.replicated:
+            yield others * plan.padded_len * shape.q_row_bytes
+        yield others * plan.padded_len * shape.partial_row_bytes
+
+
+def _exposed_s(num_bytes: float, hideable_s: float, rates: Rates) -> float:
+    """Of one collective, behind ``hideable_s`` of other work."""
+    exchange_s = rates.exchange_s + num_bytes / rates.exchange_bytes_per_s
+    return exchange_s - min(exchange_s * rates.hidden_share, hideable_s)

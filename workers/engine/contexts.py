@@ -1,0 +1,23 @@
+"""Which attention context a step runs with; the same on every rank, since it depends on the step plan alone."""
+
+from cluster.spec.strategy import Passing
+from workers.attention.interface import AttentionBackend
+from workers.cache.page_pool import PagePool
+from workers.engine.attention_context import CpExchange, StepContext
+from workers.engine.batch import StepBatch
+from workers.engine.gather_context import OverlappedContext, PagedContext
+from workers.engine.pass_kv_context import PassKvContext
+from workers.engine.pass_q_context import PassQContext
+
+
+def make_context(
+    batch: StepBatch, passing: Passing | None, pool: PagePool, backend: AttentionBackend, exchange: CpExchange
+) -> StepContext:
+    """``passing`` matters only where the pool is divided over ranks; without a word, keys and values are passed."""
+    kind: type[StepContext]
+    if batch.is_sharded:
+        kind = PassQContext if passing is Passing.PASS_Q else PassKvContext
+    else:
+        is_hidden = exchange.group.in_background and not batch.plan.replicated
+        kind = OverlappedContext if is_hidden else PagedContext
+    return kind(batch, pool, backend, exchange)

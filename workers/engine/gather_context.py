@@ -1,0 +1,64 @@
+"""Gather mode: every rank stores the K and V of all ranks.
+
+Where rows travel by themselves, what is here already is attended meanwhile. Otherwise there is nothing to hide, and
+one call over all keys is faster than one for each rank's.
+"""
+
+from torch import Tensor
+
+from workers.attention.interface import AttentionBackend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.gather import Gathered
+from workers.engine.attention_context import CpExchange, StepContext
+from workers.engine.batch import StepBatch
+
+
+class PagedContext(StepContext):
+    """Stores the rows of all ranks, then attends all keys in the pages at once."""
+
+    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
+        super().__init__(batch, pool, backend, exchange)
+        self._attention = backend.prepare(batch.runs, batch.page_tables, batch.page_size)
+        self._gathered: Gathered | None = None
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
+        """See StepContext."""
+        self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See StepContext."""
+        assert self._gathered is not None, "attend before put"
+        self.pool.write(layer, self.batch.slots, self._gathered.wait())
+        return self._attention.attend(q, *self.pool.layer_view(layer)).out
+
+
+class OverlappedContext(StepContext):
+    """Attends the cached prefix and this rank's own rows while those of the others are under way."""
+
+    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
+        super().__init__(batch, pool, backend, exchange)
+        plan = batch.plan
+        self._prefix = None
+        if any(plan.prefix_lens):
+            self._prefix = backend.prepare(batch.runs, batch.page_tables, batch.page_size, plan.prefix_lens)
+        self._own = self.prepare_rows(plan.runs[batch.cp_rank])
+        others = ((rank, self.prepare_rows(plan.runs[rank])) for rank in range(plan.cp) if rank != batch.cp_rank)
+        self._others = [(rank, rows) for rank, rows in others if rows is not None]
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
+        """See StepContext."""
+        self._k, self._v = k, v
+        self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See StepContext."""
+        partials = []
+        if self._prefix is not None:
+            partials.append(self._prefix.attend(q, *self.pool.layer_view(layer)))
+        if self._own is not None:
+            partials.append(self._own.attend(q, self._k, self._v))
+        self.pool.write(layer, self.batch.slots, self._gathered.wait())
+        for rank, rows in self._others:
+            kv = self._gathered.of_rank(rank)
+            partials.append(rows.attend(q, kv[:, 0], kv[:, 1]))
+        return self.joined(q, partials)

@@ -1,0 +1,63 @@
+"""Ring mode, pass-Q: queries go to every rank, and what they found in its part of the prefix comes home."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from workers.attention.interface import AttentionBackend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.pass_q import HomewardPartials
+from workers.context_parallel.runs import Run
+from workers.engine.attention_context import CpExchange, StepContext
+from workers.engine.batch import StepBatch
+
+
+class PassQContext(StepContext):
+    """New K and V, few where this pays, are gathered as in gather mode, and each rank stores those that it owns."""
+
+    def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
+        super().__init__(batch, pool, backend, exchange)
+        plan = batch.plan
+        everything = [
+            Run(request, prefix_len, extend_len, 1)
+            for request, (prefix_len, extend_len) in enumerate(zip(plan.prefix_lens, plan.extend_lens, strict=True))
+        ]
+        self._has_prefix = any(plan.prefix_lens)
+        self._prefix = backend.prepare(everything, batch.page_tables, batch.page_size, batch.prefix_share)
+        device = batch.slots.device
+        self._inverse = torch.from_numpy(plan.inverse).to(device)
+        self._homes = [torch.from_numpy(plan.local(rank)).to(device) for rank in range(plan.cp)]
+        self._own = self.prepare_rows(batch.runs)
+        self._own_stored = self.owned_rows(batch.cp_rank)
+        others = [] if plan.replicated else [rank for rank in range(plan.cp) if rank != batch.cp_rank]
+        self._others = [(rank, self.prepare_rows(plan.runs[rank]), self.owned_rows(rank)) for rank in others]
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
+        """See StepContext."""
+        self._k, self._v = k, v
+        self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See StepContext."""
+        queries = self.exchange.query_gather.start(self.batch.plan, q) if self._has_prefix else None
+        partials = [] if self._own is None else [self._own.attend(q, self._k, self._v)]
+        self._gathered.wait()
+        homeward = None
+        if queries is not None:
+            found = self._prefix.attend(queries.wait()[self._inverse, 0], *self.pool.layer_view(layer))
+            homeward = HomewardPartials(self.exchange.group, found, self._homes)
+        partials += self._take_others(layer, q)
+        if homeward is not None:
+            partials += homeward.wait()
+        return self.joined(q, partials)
+
+    def _take_others(self, layer: int, q: Tensor) -> Iterator[Partial]:
+        """Store what this rank owns of all new rows, and attend those of the others."""
+        self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
+        for rank, rows, owned in self._others:
+            kv = self._gathered.of_rank(rank)
+            owned.store(layer, kv)
+            if rows is not None:
+                yield rows.attend(q, kv[:, 0], kv[:, 1])

@@ -1,0 +1,38 @@
+"""How often the tokens of one request came so far, as arrays that grow with its output."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TokenCounts:
+    """Every token once, with how often it is in the output: 0 for one that only the prompt has."""
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        counts = Counter(output)
+        counts.update(dict.fromkeys(prompt, 0))
+        self._places = {token_id: place for place, token_id in enumerate(counts)}
+        self._ids = np.fromiter(counts.keys(), dtype=np.int64)
+        self._counts = np.fromiter(counts.values(), dtype=np.float32)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """How often each is in the output."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token_id: int) -> None:
+        """The output got one more."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            room = np.zeros(max(len(self._ids), 64), dtype=np.int64)
+            self._ids = np.concatenate([self._ids, room])
+            self._counts = np.concatenate([self._counts, room.astype(np.float32)])
+        self._ids[place] = token_id
+        self._counts[place] += 1

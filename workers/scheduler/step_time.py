@@ -1,0 +1,32 @@
+"""How many tokens fill a step behind a prefix: those that take as long. Pure.
+
+Attention makes a token behind a long prefix many times as dear as one of a new prompt. Shares of a step are shares of
+its time, and nobody who comes waits long for the step at hand.
+"""
+
+from functools import lru_cache
+from math import sqrt
+
+from workers.context_parallel.rates import ModelShape, Rates
+from workers.scheduler.turns import Chunk
+
+_FIXED_COSTS = 20
+"""A step takes at least so many times what it takes however little is computed."""
+
+
+def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int) -> Chunk:
+    """Rows that take as long as ``chunk_tokens`` of a new prompt, when their work is evenly divided over the ranks.
+
+    n tokens behind p take n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n.
+    """
+    token_s = shape.num_layers * (shape.linear_flops / rates.linear_flops_per_s / cp + rates.row_s)
+    pair_s = shape.num_layers * shape.attention_flops / rates.attention_flops_per_s / cp
+    fixed_s = rates.step_s + shape.num_layers * (rates.run_s + rates.exchange_s)
+    full_s = max(chunk_tokens * (token_s + chunk_tokens / 2 * pair_s), _FIXED_COSTS * fixed_s)
+
+    @lru_cache(maxsize=4096)
+    def chunk(prefix_len: int) -> int:
+        one_s = token_s + prefix_len * pair_s
+        return max(1, round(2 * full_s / (one_s + sqrt(one_s * one_s + 2 * pair_s * full_s))))
+
+    return chunk

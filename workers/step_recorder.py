@@ -1,0 +1,79 @@
+"""Times what happens inside a step: layers by hooks that hang on the model only then, collectives, the step itself."""
+
+import time
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from cluster.spec.messages import StepPlan
+from cluster.spec.timeline import Interval
+from workers.models.decoder import DecoderLayer, DecoderModel
+from workers.parallel.collectives import Communicator
+from workers.timeline import COLLECTIVES, COMPUTE, Recorder
+
+
+class StepRecorder:
+    """One rank's. On a GPU every layer of a timed step waits for the device, so that times are those of the work."""
+
+    def __init__(self, model: DecoderModel, group: Communicator) -> None:
+        self.recorder = Recorder()
+        self._parts = list(_named_parts(model))
+        self._on_gpu = model.device.type == "cuda"
+        group.observe = self._note_collective
+
+    def step(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Around the computation of one step, on every rank."""
+        return self._timed(plan) if self.recorder.begin(plan) else nullcontext()
+
+    @contextmanager
+    def _timed(self, plan: StepPlan) -> Generator[None]:
+        start_s = time.monotonic()
+        try:
+            with ExitStack() as hooks:
+                for name, module in self._parts:
+                    self._hang(hooks, name, module)
+                yield
+        finally:
+            self._note(f"step {plan.step}", start_s, _facts(plan))
+            self.recorder.end()
+
+    def _hang(self, hooks: ExitStack, name: str, module: nn.Module) -> None:
+        starts_s: list[float] = []
+
+        def before(*_: object) -> None:
+            starts_s.append(self._now_s())
+
+        def after(*_: object) -> None:
+            self._note(name, starts_s.pop())
+
+        hooks.callback(module.register_forward_pre_hook(before).remove)
+        hooks.callback(module.register_forward_hook(after).remove)
+
+    def _note(self, name: str, start_s: float, facts: dict[str, int | float | str] | None = None) -> None:
+        self.recorder.note(Interval(COMPUTE, name, start_s, self._now_s(), facts or {}))
+
+    def _note_collective(self, call: str, start_s: float, end_s: float) -> None:
+        self.recorder.note(Interval(COLLECTIVES, call, start_s, end_s))
+
+    def _now_s(self) -> float:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+
+def _named_parts(model: DecoderModel) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer with its two halves."""
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        yield from ((f"layer {number}", layer), ("attention", layer.self_attn), ("mlp", layer.mlp))
+
+
+def _facts(plan: StepPlan) -> dict[str, int | float | str]:
+    return {
+        "requests": len(plan.rows),
+        "tokens": sum(len(row.token_ids) for row in plan.rows),
+        "tokens before": sum(row.first_position for row in plan.rows),
+        "strategy": plan.strategy.value,
+    }
