@@ -34,12 +34,12 @@ class LeaderProcess(RankProcess):
         on_refused: Callable[[str], None],
     ) -> None:
         """``on_refused`` is called when the table will not have this replica."""
-        super().__init__(around, rows[0], me, allocator)
+        super().__init__(around, rows, 0, me, allocator)
         self.leader = leader
         self.allocator = allocator
         self.followers: list[Follower] = []
         self.me = me
-        self._rows = rows
+        self.rows = rows
         self._digest = rows_digest(rows)
         self._bootstrap = bootstrap
         self._on_refused = on_refused
@@ -77,7 +77,7 @@ class LeaderProcess(RankProcess):
         plan = self._step
         if plan is None or not self._is_computed:
             return
-        meets = plan.strategy is not Strategy.NONE
+        meets = plan.strategy is not Strategy.NONE or self.rows[0].num_owners > 1
         if meets and any(follower.num_steps < plan.step for follower in self.followers):
             return
         self._step = None
@@ -144,12 +144,12 @@ class LeaderProcess(RankProcess):
         except TableRefusedError as error:
             if error.code is not RefusalCode.UNKNOWN_ROWS:
                 raise
-            for row in self._rows:
+            for row in self.rows:
                 table.register(row)
             table.heartbeat(self._heartbeat(), self.around.now_s())
 
     def _heartbeat(self) -> Heartbeat:
-        first = self._rows[0]
+        first = self.rows[0]
         return Heartbeat(
             replica=first.replica, incarnation=first.incarnation, rows_digest=self._digest, load=self._load
         )

@@ -1,7 +1,7 @@
 """A process that is one rank of a replica, and the loop of those ranks that are not the leader."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cluster.simulator.device import VirtualDevice
@@ -19,12 +19,15 @@ from workers.kv_sender import KvSender
 class RankProcess(Process):
     """Has a device, with page memory that dies with it."""
 
-    def __init__(self, around: Surroundings, row: RankRow, leader: Peer, allocator: PageAllocator) -> None:
+    def __init__(
+        self, around: Surroundings, rows: Sequence[RankRow], cp_rank: int, leader: Peer, allocator: PageAllocator
+    ) -> None:
+        """``rows`` are those of all ranks of the replica."""
+        row = rows[cp_rank]
         super().__init__(around, row.address)
         self.memory = Memory(
             session=row.endpoint.session,
             allocator=allocator,
-            is_leader=row.global_rank == 0,
             pages=[b""] * row.layout.num_pages,
         )
         around.memories[self.memory.session] = self.memory
@@ -35,7 +38,7 @@ class RankProcess(Process):
             outbox=_Post(self),
             start_writer=partial(VirtualWriter, around, self.memory, row.layout.page_bytes, self.when_running),
         )
-        self.device = VirtualDevice(self.memory, self.sender)
+        self.device = VirtualDevice(rows, cp_rank, around.memories, self.sender)
 
     @property
     def is_idle(self) -> bool:
@@ -62,13 +65,14 @@ class Follower(RankProcess):
     def __init__(
         self,
         around: Surroundings,
-        row: RankRow,
+        rows: Sequence[RankRow],
+        cp_rank: int,
         leader: Peer,
         allocator: PageAllocator,
         on_step: Callable[[], None],
     ) -> None:
         """``on_step`` is called after each step."""
-        super().__init__(around, row, leader, allocator)
+        super().__init__(around, rows, cp_rank, leader, allocator)
         self.num_steps = 0
         """Number of the newest step that it has computed."""
         self._on_step = on_step

@@ -37,20 +37,18 @@ class Replica:
         self.incarnation = first.incarnation
         self._on_failed = on_failed
         me = Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)
-        allocator = PageAllocator(first.layout.num_pages, PrefixTree() if around.shape.prefix_cache else None)
+        tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
+        allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners)
         leader = _make_leader(around, rows, allocator, me)
         self.leader = LeaderProcess(around, bootstrap, rows, me, leader, allocator, self._on_refused)
-        self.leader.followers += [Follower(around, row, me, allocator, self._on_step) for row in rows[1:]]
+        self.leader.followers += [
+            Follower(around, rows, cp_rank, me, allocator, self._on_step) for cp_rank in range(1, len(rows))
+        ]
 
     @property
     def ranks(self) -> list[RankProcess]:
         """The processes by global rank."""
         return [self.leader, *self.leader.followers]
-
-    @property
-    def is_alive(self) -> bool:
-        """All processes live."""
-        return not any(rank.is_dead for rank in self.ranks)
 
     @property
     def is_idle(self) -> bool:

@@ -20,9 +20,10 @@ def _row(
     shape: Shape, replica: ReplicaId, role: Role, incarnation: Incarnation, machine: str, cp_rank: int, cp: int
 ) -> RankRow:
     start = f"{machine}/{replica}.{incarnation}.{cp_rank}"
+    ownership = shape.ownership if role is Role.PREFILL else KvOwnership.REPLICATED
     num_pages = shape.prefill_pages if role is Role.PREFILL else shape.decode_pages
     layout = PoolLayout(
-        num_pages=num_pages,
+        num_pages=num_pages // ownership.num_owners(cp),
         first_head=0,
         num_heads=1,
         first_layer=0,
@@ -44,6 +45,6 @@ def _row(
         layout=layout,
         transfer_mode=shape.mode,
         page_filter=shape.page_filter,
-        ownership=KvOwnership.REPLICATED,
+        ownership=ownership,
         build="simulated",
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 251
@@ -81,10 +81,13 @@ class Shape:
     num_decode: int = 1
     cp: int = 1
     prefill_pages: int = 24
+    """Of a whole prefill replica; sharded, its ranks divide them evenly."""
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS
     page_filter: PageFilter = PageFilter.MODULAR
+    ownership: KvOwnership = KvOwnership.REPLICATED
+    """Where prefill keeps KV; sharded, every rank sends the pages it owns."""
     prefix_cache: bool = True
     settle_s: float = 0.0
     """How long bytes are on their way after their sender died or failed."""
@@ -129,15 +132,18 @@ def draw_scenario(seed: int) -> Scenario:
 
 
 def _draw_shape(random: Random) -> Shape:
+    cp = random.randint(1, 4)
+    is_sharded = cp > 1 and random.random() < 0.3
     return Shape(
         num_prefill=random.randint(1, 2),
         num_decode=random.randint(1, 2),
-        cp=random.randint(1, 4),
-        prefill_pages=random.randint(10, 30),
+        cp=cp,
+        prefill_pages=random.randint(3, 7) * cp if is_sharded else random.randint(10, 30),
         decode_pages=random.randint(10, 24),
         chunk_tokens=random.choice([3, 8, 16, 64]),
-        mode=random.choice(list(TransferMode)),
-        page_filter=random.choice(list(PageFilter)),
+        mode=TransferMode.ALL_RANKS if is_sharded else random.choice(list(TransferMode)),
+        page_filter=PageFilter.MODULAR if is_sharded else random.choice(list(PageFilter)),
+        ownership=KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED,
         prefix_cache=random.random() < 0.7,
         settle_s=random.choice([0.0, 2.0]),
         reuses_addresses=random.random() < 0.5,

@@ -105,8 +105,7 @@ def restart_one_rank_alone(patch: Patch) -> None:
             return lose_rank(self, rank)
         followers, leader = self.leader.followers, self.leader
         followers[number - 1].kill()
-        row = leader._rows[number]
-        followers[number - 1] = Follower(leader.around, row, leader.me, leader.allocator, self._on_step)
+        followers[number - 1] = Follower(leader.around, leader.rows, number, leader.me, leader.allocator, self._on_step)
         return True
 
     patch.setattr(Replica, "lose_rank", replace_rank)
@@ -147,3 +146,8 @@ def take_silence_for_proof(patch: Patch) -> None:
 def keep_no_tombstones(patch: Patch) -> None:
     """Rooms that have ended are forgotten."""
     patch.setattr("workers.scheduler.leader.Tombstones.add", lambda _self, _room, _reason: None)
+
+
+def take_a_page_id_for_its_place(patch: Patch) -> None:
+    """A rank of a ring sends the page that its own pool has under the replica's page id."""
+    patch.setattr("workers.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)

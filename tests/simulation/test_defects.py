@@ -33,7 +33,7 @@ def late_words(scenario: Scenario) -> Scenario:
 
 
 def dying_ranks(scenario: Scenario) -> Scenario:
-    shape = replace(scenario.shape, cp=4, settle_s=2.0)
+    shape = replace(scenario.shape, cp=4, prefill_pages=24, settle_s=2.0)
     faults = [Fault(kind=FaultKind.KILL, at_s=at_s, member="prefill-0", rank=at_s) for at_s in (1, 2, 3)]
     return replace(scenario, shape=shape, faults=tuple(faults), hazards=Hazards(slowness=30.0))
 
@@ -62,6 +62,7 @@ def disorder(scenario: Scenario) -> Scenario:
         (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
         (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
         (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
+        (defects.take_a_page_id_for_its_place, as_drawn, EARLY_READ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
