@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
@@ -64,6 +65,15 @@ class Dropped:
 
 
 Outcome = Written | WriteFailed | Dropped
+
+
+class Writer(Protocol):
+    """What writes jobs; ``SenderThread`` does, and says what its methods promise."""
+
+    def send(self, job: SendJob) -> None: ...
+    def drop(self, room: Room, generation: int) -> None: ...
+    def forget(self, target: Endpoint) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

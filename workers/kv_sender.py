@@ -8,10 +8,10 @@ from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, DropSend, Message, Peer, SendReport, SendState, StepPlan, Target
-from cluster.spec.registry import Endpoint, RankRow
+from cluster.spec.registry import RankRow
 from cluster.spec.timeline import Interval
 from transfer.plan import PagePair, is_sender, local_page, make_spans, owned_pages
-from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
+from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession
 from workers.timeline import KV_SENDER, Recorder
 
@@ -26,15 +26,6 @@ class Known(Protocol):
     def admit(self) -> Admit: ...
     @property
     def pages(self) -> Sequence[int]: ...
-
-
-class Writer(Protocol):
-    """What writes; ``SenderThread`` does, and says what its methods promise."""
-
-    def send(self, job: SendJob) -> None: ...
-    def drop(self, room: Room, generation: int) -> None: ...
-    def forget(self, target: Endpoint) -> None: ...
-    def close(self) -> None: ...
 
 
 class Post(Protocol):

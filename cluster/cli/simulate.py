@@ -1,6 +1,7 @@
 """`baton simulate`: the control code of a whole cluster on virtual time, under faults; nothing is started."""
 
 import json
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,11 @@ def simulate(
 
     campaign = Campaign()
     start_s = time.perf_counter()
-    campaign.run(range(first, first + seeds))
+    if sys.stderr.isatty():
+        with typer.progressbar(range(first, first + seeds), label="seeds", file=sys.stderr) as numbers:
+            campaign.run(numbers)
+    else:
+        campaign.run(range(first, first + seeds))
     seconds = round(time.perf_counter() - start_s, 3)
     if as_json:
         typer.echo(json.dumps(_as_json(campaign, seconds)))
@@ -53,7 +58,7 @@ def _print(campaign: "Campaign", seconds: float) -> None:
 
 
 def _print_shortest(campaign: "Campaign") -> None:
-    from cluster.simulator.scenario import draw_scenario
+    from cluster.simulator.draw import draw_scenario
     from cluster.simulator.shrink import shrink
 
     for seed, violation in campaign.violations.items():

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.simulator.scenario import draw_scenario
+from cluster.simulator.draw import draw_scenario
 from cluster.simulator.simulation import Simulation
 
 

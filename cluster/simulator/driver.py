@@ -47,6 +47,11 @@ class Driver:
         members = self._cluster.members.values()
         return self._cluster.phase is Phase.SERVING and all(member.state is MemberState.RUNNING for member in members)
 
+    @property
+    def is_stopped(self) -> bool:
+        """The cluster has come to its end."""
+        return self._cluster.phase is Phase.STOPPED
+
     def post(self, event: Event) -> None:
         """Something happened."""
         now = Now(s=self._around.now_s(), unix_ms=int(self._around.now_s() * 1000))
@@ -89,6 +94,11 @@ class Driver:
                 self._prove(name, incarnation)
             case words.MarkReaped(name, incarnation):
                 self._mark_reaped(ReplicaId(name), incarnation, _REAPED_ATTEMPTS)
+            case words.Drain():
+                is_idle = self.router is not None and self.router.is_idle
+                self._around.after(random.uniform(0.05, 0.5), partial(self.post, words.Drained(is_idle)))
+            case words.Stop():
+                self._stop()
             case _:
                 pass
 
@@ -121,6 +131,13 @@ class Driver:
         elif name in self.replicas:
             self.replicas[name].kill()
         return True
+
+    def _stop(self) -> None:
+        self.bootstrap.kill()
+        for member in (self.router, *self.replicas.values()):
+            if member is not None:
+                member.kill()
+        self._around.after(self._around.random.uniform(0.05, 0.5), partial(self.post, words.Stopped()))
 
     def _prove(self, name: str, incarnation: Incarnation) -> None:
         """Kill what could not be reached, as soon as it can."""

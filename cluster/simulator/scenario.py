@@ -1,8 +1,7 @@
-"""What one simulation is about: the cluster, its requests and its faults, all drawn from one seed."""
+"""What one simulation is about: the cluster, its requests and its faults."""
 
 from dataclasses import dataclass
 from enum import StrEnum
-from random import Random
 
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
@@ -117,86 +116,3 @@ class Scenario:
         """What the supervisor runs."""
         prefill = [f"prefill-{index}" for index in range(self.shape.num_prefill)]
         return ["bootstrap", "router", *prefill, *(f"decode-{index}" for index in range(self.shape.num_decode))]
-
-
-def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed; one of eight is calm."""
-    random = Random(seed)
-    shape = _draw_shape(random)
-    asks = _draw_asks(random, shape)
-    if random.random() < 0.125:
-        return Scenario(seed=seed, shape=shape, asks=asks)
-    members = Scenario(seed=seed, shape=shape, asks=()).members
-    faults = tuple(_draw_fault(random, members, shape) for _ in range(random.randint(0, 4)))
-    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults, hazards=_draw_hazards(random))
-
-
-def _draw_shape(random: Random) -> Shape:
-    cp = random.randint(1, 4)
-    is_sharded = cp > 1 and random.random() < 0.3
-    return Shape(
-        num_prefill=random.randint(1, 2),
-        num_decode=random.randint(1, 2),
-        cp=cp,
-        prefill_pages=random.randint(3, 7) * cp if is_sharded else random.randint(10, 30),
-        decode_pages=random.randint(10, 24),
-        chunk_tokens=random.choice([3, 8, 16, 64]),
-        mode=TransferMode.ALL_RANKS if is_sharded else random.choice(list(TransferMode)),
-        page_filter=PageFilter.MODULAR if is_sharded else random.choice(list(PageFilter)),
-        ownership=KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED,
-        prefix_cache=random.random() < 0.7,
-        settle_s=random.choice([0.0, 2.0]),
-        reuses_addresses=random.random() < 0.5,
-    )
-
-
-def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
-    """Prompts that begin alike now and then, and that fit into the smaller pool with their answers."""
-    num_tokens = min(shape.prefill_pages, shape.decode_pages) * PAGE_SIZE
-    beginnings = [_draw_tokens(random, num_tokens // 3) for _ in range(2)]
-    asks = []
-    for _ in range(random.randint(1, 10)):
-        max_tokens = random.randint(1, 12)
-        shared = random.choice(beginnings)[: random.randint(0, num_tokens // 3)] if random.random() < 0.6 else b""
-        own = _draw_tokens(random, random.randint(1, num_tokens - max_tokens - len(shared)))
-        asks.append(
-            Ask(
-                at_s=random.uniform(0, 8),
-                prompt=shared + own,
-                max_tokens=max_tokens,
-                patience_s=random.uniform(0, 1) if random.random() < 0.15 else None,
-                enough=random.randint(1, max_tokens) if random.random() < 0.1 else None,
-            )
-        )
-    return tuple(asks)
-
-
-def _draw_tokens(random: Random, count: int) -> bytes:
-    return bytes(random.randrange(VOCAB_SIZE) for _ in range(count))
-
-
-def _draw_fault(random: Random, members: list[str], shape: Shape) -> Fault:
-    kind = random.choices(list(FaultKind), weights=[5, 3, 3, 1, 1])[0]
-    replicas = members[2:]
-    at_s = random.uniform(0, 10)
-    if kind is FaultKind.KILL:
-        return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(shape.cp))
-    if kind is FaultKind.PARTITION:
-        member, other = random.sample([*replicas, "home"], 2)
-        return Fault(kind=kind, at_s=at_s, member=member, other=other, duration_s=random.uniform(0.1, 12))
-    return Fault(kind=kind, at_s=at_s, member=random.choice(replicas), duration_s=random.uniform(0.1, 12))
-
-
-def _draw_hazards(random: Random) -> Hazards:
-    def rate() -> float:
-        return random.choice([0.0, 0.0, 0.02, 0.1])
-
-    return Hazards(
-        drop=rate(),
-        duplicate=rate(),
-        reorder=rate(),
-        stale=rate(),
-        fail_write=rate(),
-        slow_write=rate(),
-        slowness=random.choice([1.0, 1.0, 10.0, 30.0]),
-    )

@@ -12,6 +12,7 @@ from cluster.simulator.memory import Violation
 from cluster.simulator.scenario import MACHINE_LOST_S, Scenario
 from cluster.simulator.surroundings import make_surroundings
 from cluster.spec.lifecycle import Role
+from cluster.supervisor.state import StopRequested
 
 _START_LIMIT_S = 60.0
 _SLACK_S = 60.0
@@ -54,6 +55,9 @@ class Simulation:
             if not self._run_until(lambda: not self._left_over()):
                 raise Violation(f"never came to an end: {', '.join(self._left_over())}")
             self._check_ends()
+            self._driver.post(StopRequested("the scenario is over"))
+            if not self._run_until(lambda: self._driver.is_stopped):
+                raise Violation("the cluster never stopped")
         except Exception as error:  # whatever it is, the seed that leads to it is worth showing
             violation = f"{type(error).__name__}: {error}"
         ends = Counter(str(client.end) for client in self._clients)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.simulator.scenario import Fault, FaultKind, Hazards, Scenario, draw_scenario
+from cluster.simulator.draw import draw_scenario
+from cluster.simulator.scenario import Fault, FaultKind, Hazards, Scenario
 from cluster.simulator.simulation import Simulation
 from tests.simulation import defects
 

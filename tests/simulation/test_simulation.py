@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.simulator.campaign import Campaign
-from cluster.simulator.scenario import FaultKind, draw_scenario
+from cluster.simulator.draw import draw_scenario
+from cluster.simulator.scenario import FaultKind
 from cluster.simulator.shrink import shrink
 from cluster.simulator.simulation import Outcome, Simulation
 from tests.simulation import defects
@@ -22,7 +23,7 @@ FAILING_SEED = 2
 """The defect that ``broken`` puts in shows here."""
 
 TRACE = """
-from cluster.simulator.scenario import draw_scenario
+from cluster.simulator.draw import draw_scenario
 from cluster.simulator.simulation import Simulation
 for seed in range(12):
     print(*Simulation(draw_scenario(seed), traced=True).run().trace, sep="\\n")
