@@ -8,6 +8,7 @@ import msgspec
 from cluster.bootstrap.client import LeaseKeeper
 from cluster.channel import Inbox
 from cluster.spec.config import DeployConfig
+from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain, Message, Shutdown
 from cluster.spec.registry import RankRow, ReplicaLoad
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -54,7 +55,8 @@ class QuietWorker:
 class QuietRouter:
     """See RouterActor. Every request has always ended."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation) -> None:
+        del incarnation
         os.environ.update(environ)
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from cluster.spec.config import DeployConfig, ModelConfig, PrefillConfig, RouterConfig
+from cluster.spec.ids import Incarnation
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of
@@ -51,7 +52,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     table = FakeTable()
     with FakeReplica("prefill-0") as prefill, FakeReplica("decode-0") as decode:
         rendezvous = Rendezvous(bootstrap_url="http://nowhere", token="token")
-        server = RouterServer(config, folder, rendezvous, "127.0.0.1", watch=table.watch)
+        server = RouterServer(config, folder, rendezvous, "127.0.0.1", Incarnation(1), watch=table.watch)
         table.show(table_of(entry_of(prefill.peer), entry_of(decode.peer)))
         try:
             with httpx.Client(base_url=server.start(), timeout=WAIT_S, trust_env=False) as http:
