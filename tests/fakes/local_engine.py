@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.registry import PageFilter, TransferMode
-from cluster.spec.sampling import Stopping
+from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
 from workers.local import LocalCluster, Prompt
 
@@ -39,7 +40,7 @@ KV_WAYS = [
 
 
 class Oracle:
-    """transformers' own greedy tokens."""
+    """transformers' own greedy tokens, and what they were drawn from."""
 
     def __init__(self, folder: Path, num_tokens: int) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -48,18 +49,24 @@ class Oracle:
 
     def tokens(self, prompt: Sequence[int]) -> list[int]:
         """The answer to a prompt."""
-        return list(self._cached(tuple(prompt)))
+        return list(self._cached(tuple(prompt))[0])
 
-    def _generate(self, prompt: tuple[int, ...]) -> list[int]:
+    def logprobs(self, prompt: Sequence[int]) -> Tensor:
+        """Of every token of the vocabulary at every position of the answer, ``[num_tokens, vocabulary]``."""
+        return self._cached(tuple(prompt))[1]
+
+    def _generate(self, prompt: tuple[int, ...]) -> tuple[list[int], Tensor]:
         with torch.inference_mode():
-            tokens = self._model.generate(
+            generated = self._model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
                 do_sample=False,
                 max_new_tokens=self._num_tokens,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
-        answer: list[int] = tokens[0, len(prompt) :].tolist()
-        return answer
+        answer: list[int] = generated.sequences[0, len(prompt) :].tolist()
+        return answer, torch.cat(generated.logits).log_softmax(-1)
 
 
 class LocalEngine:
@@ -87,6 +94,7 @@ class LocalEngine:
         self._cluster.close()
 
 
-def asked(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Prompt]:
+def asked(prompts: Sequence[Sequence[int]], num_tokens: int, num_logprobs: int | None = None) -> list[Prompt]:
     """Greedy prompts for answers of a given length."""
-    return [Prompt(prompt, Stopping(max_tokens=num_tokens)) for prompt in prompts]
+    sampling = Sampling(num_logprobs=num_logprobs)
+    return [Prompt(prompt, Stopping(max_tokens=num_tokens), sampling) for prompt in prompts]

@@ -15,6 +15,8 @@ from tests.fakes.checkpoints import SMALL, make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle, asked
 from tests.integration.test_engine_matrix import prompts_of
 from workers.local import RemoteError
+from workers.models.recall import build_recall_checkpoint
+from workers.models.recall_prompts import chain_prompt, recall_oracle
 
 pytestmark = pytest.mark.integration
 
@@ -92,3 +94,18 @@ def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, en
         for prompt in [*prompts, *prompts]:
             assert cluster.generate(asked([prompt], NUM_TOKENS)) == [oracle.tokens(prompt)]
         assert cluster.generate(asked(prompts, NUM_TOKENS)) == [oracle.tokens(prompt) for prompt in prompts]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_a_chain_through_every_page_of_128k_tokens_is_followed(tmp_path: Path, engine: LocalEngine) -> None:
+    """Four ranks, each with a quarter of the prompt's pages: the answer is right only if every page was read."""
+    page_size, context = 256, 131_072
+    num_pages = context // page_size - 3
+    prompt = chain_prompt(num_pages * page_size + 1, page_size)
+    build_recall_checkpoint(tmp_path)
+    prefill = {"parallel": {"cp": 4}, "mode": "ring"}
+    config = DeployConfig.model_validate({"kv": {"page_size": page_size, "memory_gib": 4}, "prefill": prefill})
+    with engine.running(tmp_path, config) as cluster:
+        (answer,) = cluster.generate(asked([prompt], num_pages), timeout_s=3600)
+    assert answer == recall_oracle(prompt, num_pages)
