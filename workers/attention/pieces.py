@@ -1,5 +1,6 @@
 """Which rows of some queries see which rows of some keys, read off their runs alone. No torch, no I/O."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,12 +23,15 @@ def visible_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run]) -> list[P
     Rows lie in the order of the runs. Runs that overlap have one step, unless one of them is a single token. What a
     run of queries sees in adjacent rows is one piece.
     """
-    placed_keys = list(zip(key_runs, accumulate((run.count for run in key_runs), initial=0), strict=False))
+    placed_keys: defaultdict[int, list[tuple[Run, int]]] = defaultdict(list)
+    for key, key_row in zip(key_runs, accumulate((run.count for run in key_runs), initial=0), strict=False):
+        if key.count:
+            placed_keys[key.request].append((key, key_row))
     pieces: list[Piece] = []
     query_row = 0
     for query in query_runs:
-        for key, key_row in placed_keys:
-            piece = _of_pair(query, query_row, key, key_row) if key.request == query.request and key.count else None
+        for key, key_row in placed_keys[query.request]:
+            piece = _of_pair(query, query_row, key, key_row)
             if piece is not None and pieces and _continues(piece, pieces[-1]):
                 piece = _joined(pieces.pop(), piece)
             if piece is not None:
