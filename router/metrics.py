@@ -85,9 +85,12 @@ class _Counts(Collector):
 
 def _step_metrics(snapshot: TableSnapshot | None) -> list[Metric]:
     """The prefill steps of every replica in the table, as told by its last heartbeat."""
-    labels = ["replica", "strategy"]
+    labels = ["replica", "strategy", "passing"]
     metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
         "num_steps": CounterMetricFamily("baton_prefill_steps", "Prefill steps computed.", labels=labels),
+        "num_tokens": CounterMetricFamily(
+            "baton_prefill_step_tokens", "Tokens computed in prefill steps.", labels=labels
+        ),
         "total_s": CounterMetricFamily("baton_prefill_step_seconds", "Time of all prefill steps.", labels=labels),
         "total_estimate_s": CounterMetricFamily(
             "baton_prefill_step_estimate_seconds",
@@ -100,7 +103,7 @@ def _step_metrics(snapshot: TableSnapshot | None) -> list[Metric]:
         ),
     }
     for entry in snapshot.replicas if snapshot else ():
-        for strategy, times in entry.load.steps.items():
+        for times in entry.load.steps:
             for name, metric in metrics.items():
-                metric.add_metric([entry.replica, strategy.value], getattr(times, name))
+                metric.add_metric([entry.replica, times.strategy, times.passing or ""], getattr(times, name))
     return list(metrics.values())

@@ -76,4 +76,5 @@ def _facts(plan: StepPlan) -> dict[str, int | float | str]:
         "tokens": sum(len(row.token_ids) for row in plan.rows),
         "tokens before": sum(row.first_position for row in plan.rows),
         "strategy": plan.strategy.value,
+        **({"passing": plan.passing.value} if plan.passing else {}),
     }

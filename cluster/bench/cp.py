@@ -16,6 +16,7 @@ from workers.local import WorkerProcess
 from workers.models.config import ModelConfig
 
 _RANK = "workers.bench_rank:BenchRank"
+DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,18 @@ class CpBench:
                 raise UserError(f"{name}: got {value}, must be at least 1")
         if min(self.prefix_lens) < 0:
             raise UserError(f"prefix_lens: got {min(self.prefix_lens)}, must be at least 0")
+        if CpMode.RING not in self.modes and self.passings != (PassingSetting.AUTO,):
+            raise UserError(
+                f"passings: got {', '.join(self.passings)}, but only ring mode has a passing; modes: gather"
+            )
+        if self.model.dtype not in DTYPES:
+            raise UserError(f"dtype: got {self.model.dtype!r}; allowed: {', '.join(DTYPES)}")
 
     @property
     def lens(self) -> list[StepLens]:
         """All prompts, in order of measuring."""
-        return [StepLens(prompt_len, prefix_len) for prefix_len in self.prefix_lens for prompt_len in self.prompt_lens]
+        lens = [StepLens(prompt_len, prefix_len) for prefix_len in self.prefix_lens for prompt_len in self.prompt_lens]
+        return list(dict.fromkeys(lens))
 
     def ways(self) -> list[Way]:
         """In order of measuring. The first is one rank alone, to which nothing else means anything."""
@@ -88,7 +96,7 @@ class CpBench:
             for passing in (self.passings if mode is CpMode.RING else (None,))
             for strategy in self.strategies
         ]
-        return [Way(cp=1), *groups]
+        return list(dict.fromkeys([Way(cp=1), *groups]))
 
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:

@@ -58,7 +58,7 @@ def serve(
     vocab_size: Annotated[int, typer.Option(help="Token ids of prompts are below this.")] = 4096,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
     warmup: Annotated[int, typer.Option(help="Requests sent first and not measured.", min=0)] = 1,
-    timeout_s: Annotated[float, typer.Option(help="Longest silence of a stream, in seconds.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="Longest silence of a stream, in seconds.")] = 600.0,
     trace_out: Annotated[
         Path | None, typer.Option(help="Write the timeline of the middle request over all ranks, for Perfetto.")
     ] = None,

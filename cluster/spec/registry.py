@@ -7,7 +7,7 @@ import msgspec
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 
 
 class TransferMode(StrEnum):
@@ -91,9 +91,14 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps that one replica has run with one strategy since it started."""
+    """The steps that one replica has run in one way since it started."""
 
+    strategy: Strategy
+    passing: Passing | None = None
+    """Of ring mode."""
     num_steps: int = 0
+    num_tokens: int = 0
+    """Computed in all of them: divided by the steps, the size of a chunk."""
     total_s: float = 0.0
     """As the leader's own rank took, waiting for the others included."""
     total_estimate_s: float = 0.0
@@ -116,8 +121,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Pages kept for their tokens, held or not."""
     total_pages: int = 0
     draining: bool = False
-    steps: dict[Strategy, StepTimes] = {}
-    """Prefill steps by strategy."""
+    steps: tuple[StepTimes, ...] = ()
+    """Prefill steps, by strategy and passing."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ class Strategy(StrEnum):
     NONE = "none"
     """Every rank computes every token; no collective runs."""
     WHOLE_REQUEST = "whole_request"
-    """Each request is computed by one rank; ranks are filled by fewest tokens."""
+    """Each request is computed by one rank; ranks are filled by the least attention work."""
     CONTIGUOUS = "contiguous"
     """Each request is cut into cp consecutive parts."""
     ZIGZAG = "zigzag"

@@ -177,13 +177,13 @@ class PrefillLeader(LeaderCore):
         if reason is not None:
             self._give_up(request, reason)
         else:
-            self._schedule_ticketed()
+            self._schedule(request)
 
     def _on_table(self, table: TableSnapshot) -> None:
         """Start what waited for its decode ranks to appear; give up what waits in vain."""
         self._table = table
-        self._schedule_ticketed()
         for request in list(self._requests.values()):
+            self._schedule(request)
             decode = request.submit.decode
             entry = table.find(decode.replica)
             is_gone = entry is not None and entry.incarnation > decode.incarnation
@@ -194,19 +194,18 @@ class PrefillLeader(LeaderCore):
             elif self.has_no_router(request.submit, table):
                 self._stop(request, "its router is gone")
 
-    def _schedule_ticketed(self) -> None:
-        """Start every ticketed request whose decode ranks the bootstrap table shows."""
-        for request in list(self._requests.values()):
-            if request.state is not PrefillState.QUEUED or request.ticket is None:
-                continue
-            rows = self._decode_rows(request.ticket.decode)
-            if not rows:
-                continue
-            if reason := refusal(self._settings.row, rows[0]):
-                self._give_up(request, reason)
-            else:
-                self._move(request, PrefillState.SCHEDULED, "ticket")
-                self._steps.add(self._sequence(request.submit, request.ticket, rows))
+    def _schedule(self, request: PrefillRequest) -> None:
+        """Start a request that has its ticket, if the bootstrap table shows the decode ranks."""
+        if request.state is not PrefillState.QUEUED or request.ticket is None:
+            return
+        rows = self._decode_rows(request.ticket.decode)
+        if not rows:
+            return
+        if reason := refusal(self._settings.row, rows[0]):
+            self._give_up(request, reason)
+        else:
+            self._move(request, PrefillState.SCHEDULED, "ticket")
+            self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
     def _decode_rows(self, decode: Peer) -> Sequence[RankRow]:
         entry = self._table.find(decode.replica) if self._table else None

@@ -1,29 +1,32 @@
-"""How long the leader's steps took beside what was expected of them, by strategy. No clock of its own."""
-
-from dataclasses import dataclass, field
+"""How long the leader's steps took beside what was expected of them, by the way they ran. No clock of its own."""
 
 from cluster.spec.messages import StepPlan
 from cluster.spec.registry import StepTimes
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 
 
-@dataclass(slots=True)
 class StepMeter:
     """Counts the steps that came with an estimate; a decode step has no choice to check."""
 
-    times: dict[Strategy, StepTimes] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._by_way: dict[tuple[Strategy, Passing | None], StepTimes] = {}
+        self.times: tuple[StepTimes, ...] = ()
+        """Replaced as a whole, since the lease's thread reads it."""
 
     def after_step(self, plan: StepPlan, seconds: float) -> None:
         """Book a computed step; ``seconds`` are those of the leader's own rank."""
         if plan.estimate_s is None:
             return
-        before = self.times.get(plan.strategy, StepTimes())
-        booked = StepTimes(
+        way = plan.strategy, plan.passing
+        before = self._by_way.get(way, StepTimes(strategy=plan.strategy, passing=plan.passing))
+        self._by_way[way] = StepTimes(
+            strategy=plan.strategy,
+            passing=plan.passing,
             num_steps=before.num_steps + 1,
+            num_tokens=before.num_tokens + sum(len(row.token_ids) for row in plan.rows),
             total_s=before.total_s + seconds,
             total_estimate_s=before.total_estimate_s + plan.estimate_s,
             last_s=seconds,
             last_estimate_s=plan.estimate_s,
         )
-        # A new mapping: the lease's thread reads the old one.
-        self.times = {**self.times, plan.strategy: booked}
+        self.times = tuple(self._by_way.values())

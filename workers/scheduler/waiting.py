@@ -1,6 +1,6 @@
 """Those that wait for pages, in the order in which they came; and what the first of them is spared."""
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -36,6 +36,7 @@ class Waiting(Generic[W]):
     """A retracted sequence comes back to where it was."""
 
     def __init__(self) -> None:
+        self._by_room: dict[Room, W] = {}
         self._by_arrival: list[W] = []
         self._by_priority: list[W] = []
         self._num_passed_pages = 0
@@ -55,15 +56,19 @@ class Waiting(Generic[W]):
     def add(self, waiter: W) -> None:
         """Take one in."""
         oldest = self.oldest
-        insort(self._by_arrival, waiter, key=lambda other: other.arrival)
-        insort(self._by_priority, waiter, key=lambda other: (other.priority, other.arrival))
+        self._by_room[waiter.room] = waiter
+        insort(self._by_arrival, waiter, key=_arrival)
+        insort(self._by_priority, waiter, key=_turn)
         self._spare_anew(oldest)
 
     def remove(self, room: Room) -> None:
         """Forget one, if it waits."""
+        waiter = self._by_room.pop(room, None)
+        if waiter is None:
+            return
         oldest = self.oldest
-        self._by_arrival = [waiter for waiter in self._by_arrival if waiter.room != room]
-        self._by_priority = [waiter for waiter in self._by_priority if waiter.room != room]
+        del self._by_arrival[bisect_left(self._by_arrival, _arrival(waiter), key=_arrival)]
+        del self._by_priority[bisect_left(self._by_priority, _turn(waiter), key=_turn)]
         self._spare_anew(oldest)
 
     def candidates(self) -> list[W]:
@@ -85,3 +90,11 @@ class Waiting(Generic[W]):
     def _spare_anew(self, oldest: W | None) -> None:
         if self.oldest is not oldest:
             self._num_passed_pages = 0
+
+
+def _arrival(waiter: Waiter) -> int:
+    return waiter.arrival
+
+
+def _turn(waiter: Waiter) -> tuple[int, int]:
+    return waiter.priority, waiter.arrival

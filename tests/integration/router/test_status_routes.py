@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cluster.spec.registry import ReplicaLoad, StepTimes
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
 from tests.fakes.router_cluster import CONTEXT, MODEL, RouterCluster
@@ -85,16 +85,24 @@ class TestStatusRoutes:
         assert cluster.metric('baton_ready_replicas{role="decode"}') == 1
 
     def test_prefill_steps_by_strategy(self, cluster: RouterCluster) -> None:
-        times = StepTimes(num_steps=3, total_s=1.5, total_estimate_s=1.25, last_s=0.5, last_estimate_s=0.25)
-        prefill = msgspec.structs.replace(
-            entry_of(cluster.prefill.peer), load=ReplicaLoad(steps={Strategy.ZIGZAG: times})
+        times = StepTimes(
+            strategy=Strategy.ZIGZAG,
+            passing=Passing.PASS_KV,
+            num_steps=3,
+            num_tokens=900,
+            total_s=1.5,
+            total_estimate_s=1.25,
+            last_s=0.5,
+            last_estimate_s=0.25,
         )
+        prefill = msgspec.structs.replace(entry_of(cluster.prefill.peer), load=ReplicaLoad(steps=(times,)))
         cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
-        labels = '{replica="prefill-0",strategy="zigzag"}'
+        labels = '{passing="pass_kv",replica="prefill-0",strategy="zigzag"}'
         deadline_s = time.monotonic() + 60
         while f"baton_prefill_steps_total{labels}" not in cluster.http.get("/metrics").text:
             assert time.monotonic() < deadline_s
         assert cluster.metric(f"baton_prefill_steps_total{labels}") == 3
+        assert cluster.metric(f"baton_prefill_step_tokens_total{labels}") == 900
         assert cluster.metric(f"baton_prefill_step_seconds_total{labels}") == 1.5
         assert cluster.metric(f"baton_prefill_step_estimate_seconds_total{labels}") == 1.25
         assert cluster.metric(f"baton_prefill_last_step_seconds{labels}") == 0.5

@@ -1,31 +1,54 @@
 """What the leader's heartbeat says of its steps."""
 
-from cluster.spec.messages import StepPlan
+from cluster.spec.ids import Room
+from cluster.spec.messages import Row, StepPlan
 from cluster.spec.registry import StepTimes
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 from workers.scheduler.step_meter import StepMeter
 
+ROWS = [
+    Row(room=Room(number), first_position=0, token_ids=[5] * number, new_pages=[], samples=False, output_position=0)
+    for number in (3, 4)
+]
 
-def plan(strategy: Strategy, estimate_s: float | None) -> StepPlan:
-    return StepPlan(step=1, strategy=strategy, admits=[], rows=[], releases=[], estimate_s=estimate_s)
+
+def plan(strategy: Strategy, estimate_s: float | None, passing: Passing | None = None) -> StepPlan:
+    return StepPlan(
+        step=1, strategy=strategy, passing=passing, admits=[], rows=ROWS, releases=[], estimate_s=estimate_s
+    )
 
 
-def test_steps_are_booked_by_strategy() -> None:
+def test_steps_are_booked_by_strategy_and_passing() -> None:
     meter = StepMeter()
     meter.after_step(plan(Strategy.ZIGZAG, 1.0), 1.5)
     told = meter.times
     meter.after_step(plan(Strategy.ZIGZAG, 2.0), 1.75)
-    meter.after_step(plan(Strategy.NONE, 0.25), 0.5)
-    assert told == {
-        Strategy.ZIGZAG: StepTimes(num_steps=1, total_s=1.5, total_estimate_s=1.0, last_s=1.5, last_estimate_s=1.0)
-    }
-    assert meter.times == {
-        Strategy.ZIGZAG: StepTimes(num_steps=2, total_s=3.25, total_estimate_s=3.0, last_s=1.75, last_estimate_s=2.0),
-        Strategy.NONE: StepTimes(num_steps=1, total_s=0.5, total_estimate_s=0.25, last_s=0.5, last_estimate_s=0.25),
-    }
+    meter.after_step(plan(Strategy.ZIGZAG, 0.25, Passing.PASS_Q), 0.5)
+    assert [(times.num_steps, times.num_tokens, times.total_s) for times in told] == [(1, 7, 1.5)]
+    assert meter.times == (
+        StepTimes(
+            strategy=Strategy.ZIGZAG,
+            num_steps=2,
+            num_tokens=14,
+            total_s=3.25,
+            total_estimate_s=3.0,
+            last_s=1.75,
+            last_estimate_s=2.0,
+        ),
+        StepTimes(
+            strategy=Strategy.ZIGZAG,
+            passing=Passing.PASS_Q,
+            num_steps=1,
+            num_tokens=7,
+            total_s=0.5,
+            total_estimate_s=0.25,
+            last_s=0.5,
+            last_estimate_s=0.25,
+        ),
+    )
 
 
 def test_a_step_without_an_estimate_is_not_booked() -> None:
     meter = StepMeter()
     meter.after_step(plan(Strategy.NONE, None), 1.0)
-    assert meter.times == {}
+    assert meter.times == ()
