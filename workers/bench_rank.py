@@ -10,7 +10,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
-from cluster.spec.strategy import CpMode, PassingSetting
+from cluster.spec.strategy import Collectives, CpMode, PassingSetting
 from workers.attention.registry import load_backend
 from workers.bench_attention import TimedAttention
 from workers.bench_step import StepLens, StepTime, Way
@@ -55,11 +55,19 @@ class BenchRank:
         self._store, port = open_store(_HOST, _TIMEOUT_S)
         return f"{_HOST}:{port}"
 
-    def join(self, store: str, cp: int) -> None:
+    def join(self, store: str, cp: int, collectives: Collectives) -> None:
         """Form the group of ranks 0..cp-1, warm up and measure rates; every one of them calls this."""
         if self._store is None:
             self._store = join_store(store, _TIMEOUT_S)
-        group = join_group(self._store, f"cp{cp}", range(cp), self._global_rank, host=_HOST, timeout_s=_TIMEOUT_S)
+        group = join_group(
+            self._store,
+            f"cp{cp}",
+            range(cp),
+            self._global_rank,
+            host=_HOST,
+            timeout_s=_TIMEOUT_S,
+            collectives=collectives,
+        )
         self._groups[cp] = group
         for mode, ownership in _OWNERSHIP.items():
             runner = ModelRunner(self._model, self._pool, self._backend, group, ownership)

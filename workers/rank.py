@@ -57,6 +57,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         spec.global_rank,
         host=spec.host,
         timeout_s=COLLECTIVE_TIMEOUT_S,
+        collectives=config.resources.collectives,
     )
     model_config = ModelConfig.from_folder(folder)
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype

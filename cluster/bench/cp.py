@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.bench.cp_result import CpResult, summarize
 from cluster.spec.errors import UserError
-from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
 from workers.bench_step import StepLens, Way
 from workers.local import WorkerProcess
 from workers.models.config import ModelConfig
@@ -61,6 +61,7 @@ class CpBench:
     """Of ring mode."""
     prefix_lens: tuple[int, ...] = (0,)
     """Tokens that count as cached before the prompt."""
+    collectives: Collectives = Collectives.AUTO
     num_rounds: int = 5
     model: ModelSize = ModelSize()
 
@@ -129,7 +130,7 @@ def _start(ranks: list[WorkerProcess], config: ModelConfig, bench: CpBench) -> N
         rank.result()
     store = _ask(ranks[:1], "open_store")[0]
     for cp in sorted({1, *bench.cps}):
-        _ask(ranks[:cp], "join", store, cp)
+        _ask(ranks[:cp], "join", store, cp, bench.collectives)
 
 
 def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list[CpResult]:

@@ -9,7 +9,7 @@ import typer
 
 from cluster.cli.bench import fail
 from cluster.spec.errors import UserError
-from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
 
 if TYPE_CHECKING:
     from cluster.bench.cp import CpBench
@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 DEFAULT_STRATEGIES = "none,contiguous,zigzag,auto"
 _NAMES = ("mode", "strategy", "ran as")
-_FIGURES = ("prefill ms", "estimate ms", "efficiency", "in attention", "exposed", "KV MiB/rank")
+_FIGURES = ("prefill\nms", "estimate\nms", "effi-\nciency", "in at-\ntention", "exposed", "KV MiB\na rank")
+_WIDTH = 118
+"""Of the table where no terminal says how much there is."""
 
 
 def cp(
@@ -29,6 +31,9 @@ def cp(
     mode: Annotated[str, typer.Option(help="gather or ring, several by commas.")] = "gather",
     passing: Annotated[str, typer.Option(help="In ring mode: auto, pass_kv or pass_q, several by commas.")] = "auto",
     prefix_len: Annotated[str, typer.Option(help="Tokens that are cached before the prompt, several by commas.")] = "0",
+    collectives: Annotated[
+        str, typer.Option(help="auto: through shared memory here; or tcp, as between hosts.")
+    ] = "auto",
     rounds: Annotated[int, typer.Option(help="Measurements of each; medians are reported.")] = 5,
     layers: Annotated[int, typer.Option(help="Layers of the model, whose weights are random.")] = 8,
     hidden_size: Annotated[int, typer.Option(help="Width; the feed-forward part is three times as wide.")] = 512,
@@ -50,6 +55,7 @@ def cp(
         modes=parse_list("--mode", mode, CpMode, ", ".join(CpMode)),
         passings=parse_list("--passing", passing, PassingSetting, ", ".join(PassingSetting)),
         prefix_lens=parse_list("--prefix-len", prefix_len, int, "whole numbers"),
+        collectives=parse_one("--collectives", collectives, Collectives, ", ".join(Collectives)),
         num_rounds=rounds,
         model=ModelSize(
             num_layers=layers,
@@ -75,13 +81,15 @@ def cp(
 
 def parse_list(option: str, text: str, parse: Callable[[str], T], allowed: str) -> tuple[T, ...]:
     """The values in a text with commas; raises UserError with the one that is wrong."""
-    values = []
-    for item in text.split(","):
-        try:
-            values.append(parse(item.strip()))
-        except ValueError as error:
-            raise UserError(f"{option}: got {item!r}; allowed: {allowed}, several by commas") from error
-    return tuple(values)
+    return tuple(parse_one(option, item, parse, f"{allowed}, several by commas") for item in text.split(","))
+
+
+def parse_one(option: str, text: str, parse: Callable[[str], T], allowed: str) -> T:
+    """The value of a text; raises UserError in words."""
+    try:
+        return parse(text.strip())
+    except ValueError as error:
+        raise UserError(f"{option}: got {text!r}; allowed: {allowed}") from error
 
 
 def _print_table(bench: "CpBench", results: "list[CpResult]") -> None:
@@ -95,10 +103,13 @@ def _print_table(bench: "CpBench", results: "list[CpResult]") -> None:
         title_justify="left",
     )
     for column in ("prompt", "cp", *_NAMES, *_FIGURES):
-        table.add_column(column, justify="left" if column in _NAMES else "right")
+        table.add_column(column, justify="left" if column in _NAMES else "right", overflow="fold")
     for result in results:
         table.add_row(*_cells(result))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(table)
 
 
 def _cells(result: "CpResult") -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
-from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -176,6 +176,8 @@ class ResourcesConfig(_Node):
     """Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
     """Compute threads of each worker on a CPU."""
+    collectives: Collectives = Collectives.AUTO
+    """How the ranks of a replica exchange tensors: in shared memory where they share a host, or always over TCP."""
     start_timeout_s: PositiveSeconds = 300.0
     """Longest wait for all replicas to be ready."""
     heartbeat_s: PositiveSeconds = 1.0

@@ -44,6 +44,14 @@ class CpMode(StrEnum):
     """The pages it owns, so that the KV capacity of a replica grows with cp."""
 
 
+class Collectives(StrEnum):
+    """How the ranks of a replica exchange tensors."""
+
+    AUTO = "auto"
+    """Through shared memory if all of a group are on one host, over TCP otherwise."""
+    TCP = "tcp"
+
+
 class Passing(StrEnum):
     """What goes round in ring mode, so that all queries of a step meet all keys."""
 

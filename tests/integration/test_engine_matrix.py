@@ -15,7 +15,7 @@ import torch
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.registry import PageFilter, TransferMode
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Collectives, Strategy
 from tests.fakes.checkpoints import FAMILIES, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
@@ -28,6 +28,7 @@ MOONCAKE: Case = {
     "strategy": Strategy.ZIGZAG,
     "chunk_tokens": 37,
     "lengths": (1, 33, 64, 130, 5),
+    "collectives": Collectives.AUTO,
 }
 FACTORS: dict[str, list[Any]] = {
     "family": list(FAMILIES),
@@ -36,16 +37,18 @@ FACTORS: dict[str, list[Any]] = {
     "kv": KV_WAYS,
     "chunk_tokens": [4096, 37],
     "lengths": [(1,), (3, 1, 2), (200,), (1, 33, 64, 130, 5)],
+    "collectives": list(Collectives),
 }
 
 
 def in_loading_order(cases: list[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: (case["family"], case["cp"], case["kv"].mode))
+    return sorted(cases, key=lambda case: (case["family"], case["cp"], case["kv"].mode, case["collectives"]))
 
 
 def name_of(case: Case) -> str:
     lengths = "+".join(map(str, case["lengths"]))
-    return f"{case['family']}-cp{case['cp']}-{case['strategy']}-{case['kv']}-{case['chunk_tokens']}-{lengths}"
+    ways = "-".join(map(str, (case["strategy"], case["kv"], case["chunk_tokens"], lengths, case["collectives"])))
+    return f"{case['family']}-cp{case['cp']}-{ways}"
 
 
 def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
@@ -61,6 +64,7 @@ def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
                 "passing": kv.passing,
                 "chunk_tokens": case["chunk_tokens"],
             },
+            "resources": {"collectives": case["collectives"]},
             "transfer": {"backend": backend, "mode": kv.sends, "page_filter": kv.page_filter},
         }
     )

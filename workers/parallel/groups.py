@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from cluster.spec.strategy import Collectives
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
 from workers.parallel.same_host import meet_on_one_host
@@ -47,10 +48,9 @@ def join_group(
     *,
     host: str,
     timeout_s: float,
+    collectives: Collectives = Collectives.AUTO,
 ) -> Communicator:
     """Meet the other members of a group; every member calls this, for several groups in the same order.
-
-    They talk through shared memory if all are on one host, and over TCP otherwise.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
     other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError.
@@ -62,7 +62,9 @@ def join_group(
     scope = PrefixStore(name, store)
     scope.set_timeout(timeout)
     try:
-        backend: Backend | None = meet_on_one_host(PrefixStore("same_host", scope), rank, size, timeout)
+        backend: Backend | None = None
+        if collectives is Collectives.AUTO:
+            backend = meet_on_one_host(PrefixStore("same_host", scope), rank, size, timeout)
         backend = backend or GlooBackend(scope, rank, size, host, timeout)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
