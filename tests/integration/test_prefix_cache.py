@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,25 @@ import pytest
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
 from cluster.spec.strategy import Strategy
-from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.checkpoints import FAMILIES, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
 
 PAGE_SIZE = 16
 NUM_TOKENS = 40
 FACTORS: dict[str, list[Any]] = {
+    "family": list(FAMILIES),
     "cp": [1, 2, 3, 4],
     "strategy": list(Strategy),
     "kv": KV_WAYS,
     "chunk_tokens": [4096, 37],
     "caching": [set(Role), {Role.PREFILL}, {Role.DECODE}, set()],
+    "batch": ["together", "in turn"],
 }
 
 
 def in_loading_order(cases: list[Case]) -> list[Case]:
-    return sorted(cases, key=lambda case: (case["cp"], case["kv"].mode))
+    return sorted(cases, key=lambda case: (case["family"], case["cp"], case["kv"].mode))
 
 
 def draw(seed: int, length: int) -> list[int]:
@@ -40,14 +43,15 @@ LONG, SHORT = draw(1, 6 * PAGE_SIZE), draw(2, 5)
 
 def name_of(case: Case) -> str:
     caching = "+".join(sorted(case["caching"])) or "nobody"
-    return f"cp{case['cp']}-{case['strategy']}-{case['kv']}-{case['chunk_tokens']}-{caching}-caches"
+    ways = "-".join(map(str, (case["strategy"], case["kv"], case["chunk_tokens"], case["batch"])))
+    return f"{case['family']}-cp{case['cp']}-{ways}-{caching}-caches"
 
 
 def config_of(case: Case, role: Role) -> DeployConfig:
     kv: KvWay = case["kv"]
     return DeployConfig.model_validate(
         {
-            "model": {"served_name": "qwen3"},
+            "model": {"served_name": case["family"]},
             "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.02, "prefix_cache": role in case["caching"]},
             "prefill": {
                 "parallel": {"cp": case["cp"]},
@@ -61,21 +65,20 @@ def config_of(case: Case, role: Role) -> DeployConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "qwen3", "qwen3", seed=11)
+class Both:
+    """Our engine and the oracles."""
+
+    def __init__(self, root: Path) -> None:
+        self.engine = LocalEngine()
+        self.folders = {family: make_checkpoint(root / family, family, seed=11) for family in FAMILIES}
+        self.oracle = cache(lambda family: Oracle(self.folders[family], NUM_TOKENS))
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder, NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine()
-    yield engine
-    engine.close()
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    both = Both(tmp_path_factory.mktemp("checkpoints"))
+    yield both
+    both.engine.close()
 
 
 def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
@@ -93,11 +96,15 @@ def follow_ups(oracle: Oracle) -> dict[str, tuple[list[int], int]]:
     }
 
 
-def check(case: Case, folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
+def check(case: Case, both: Both) -> None:
+    oracle = both.oracle(case["family"])
     prompts = follow_ups(oracle)
-    with engine.running(folder, config_of(case, Role.PREFILL), config_of(case, Role.DECODE)) as cluster:
+    configs = config_of(case, Role.PREFILL), config_of(case, Role.DECODE)
+    with both.engine.running(both.folders[case["family"]], *configs) as cluster:
         first = cluster.generate(asked([LONG, SHORT], NUM_TOKENS), timeout_s=120)
-        answers = cluster.answer(asked([prompt for prompt, _ in prompts.values()], NUM_TOKENS), timeout_s=120)
+        requests = asked([prompt for prompt, _ in prompts.values()], NUM_TOKENS)
+        batches = [requests] if case["batch"] == "together" else [[request] for request in requests]
+        answers = [answer for batch in batches for answer in cluster.answer(batch, timeout_s=120)]
     assert first == [oracle.tokens(prompt) for prompt in (LONG, SHORT)]
     for (state, (prompt, num_pages)), answer in zip(prompts.items(), answers, strict=True):
         assert answer.token_ids == oracle.tokens(prompt), state
@@ -106,8 +113,8 @@ def check(case: Case, folder: Path, oracle: Oracle, engine: LocalEngine) -> None
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", in_loading_order(all_pairs(FACTORS)), ids=name_of)
-def test_tokens_do_not_depend_on_what_is_cached(case: Case, folder: Path, oracle: Oracle, engine: LocalEngine) -> None:
-    check(case, folder, oracle, engine)
+def test_tokens_do_not_depend_on_what_is_cached(case: Case, both: Both) -> None:
+    check(case, both)
 
 
 @pytest.mark.integration
@@ -117,7 +124,5 @@ def test_tokens_do_not_depend_on_what_is_cached(case: Case, folder: Path, oracle
     in_loading_order([dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]),
     ids=name_of,
 )
-def test_tokens_do_not_depend_on_what_is_cached_in_any_combination(
-    case: Case, folder: Path, oracle: Oracle, engine: LocalEngine
-) -> None:
-    check(case, folder, oracle, engine)
+def test_tokens_do_not_depend_on_what_is_cached_in_any_combination(case: Case, both: Both) -> None:
+    check(case, both)
