@@ -114,6 +114,12 @@ def lark_of(text: str) -> str:
         raise UserError(_in_one_line(str(error))) from error
 
 
+def lark_of_regex(regex: str) -> str:
+    """A grammar in Lark's syntax for the texts that match a regular expression, in Rust's syntax, as a whole."""
+    written = llguidance.regex_to_lark(regex, use_ascii="").replace("\n", "\\n").replace("\r", "\\r")
+    return f"start: /{written}/"
+
+
 def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
     """The tokenizer's tokens, one more that stands for the end of a text, and what the model has beyond these.
 
