@@ -54,7 +54,13 @@ class Tokenizer:
         """Most tokens of prompt and answer together, if the model says."""
         self.eos_ids = self._eos_ids(_read_json(folder / "generation_config.json"), text_config)
         """Tokens that end an answer."""
-        self._template = _compile(_read_template(folder, tokenizer_config))
+        self.special_texts = frozenset(
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        )
+        """How the tokens are written that are not part of any text."""
+        self.chat_template = _read_template(folder, tokenizer_config)
+        """Its source, if there is one."""
+        self._template = _compile(self.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out become their ids; tokenizer.json says which are added."""

@@ -14,6 +14,7 @@ import uvloop
 
 from cluster.bootstrap.client import watch_table
 from cluster.channel import AsyncInbox, Outbox
+from cluster.grammar import Grammars
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation
@@ -62,6 +63,7 @@ class RouterServer:
             UserError: the model folder cannot be used.
         """
         self._config = config
+        self._model_folder = model_folder
         self._tokenizer = Tokenizer(model_folder)
         max_context(config, self._tokenizer)
         self._rendezvous = rendezvous
@@ -147,6 +149,7 @@ class RouterServer:
         service.relay.stop()
         server.should_exit = True
         await _settle(parts, serving)
+        service.grammars.close()
 
     def _service(self, address: str, outbox: Outbox) -> Service:
         me = Peer(replica=ROUTER, incarnation=self._incarnation, address=address)
@@ -156,7 +159,12 @@ class RouterServer:
         timelines = Timelines(address)
         relay = Relay(self._config, dispatch, directory, outbox, SystemClock(), metrics, timelines)
         return Service(
-            config=self._config, tokenizer=self._tokenizer, relay=relay, directory=directory, metrics=metrics
+            config=self._config,
+            tokenizer=self._tokenizer,
+            relay=relay,
+            directory=directory,
+            metrics=metrics,
+            grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),
         )
 
     async def _follow_table(self, relay: Relay) -> None:

@@ -2,16 +2,20 @@
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.tokenizer import Tokenizer
 from router.directory import Directory
 from router.metrics import Metrics
+from router.reasoning import has_thoughts
 from router.relay import Relay
+from router.tool_calls.dialects import Dialect, find_dialect
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Service:
     """One router's parts and the facts its answers repeat."""
 
@@ -20,6 +24,7 @@ class Service:
     relay: Relay
     directory: Directory
     metrics: Metrics
+    grammars: Grammars
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
 
@@ -27,6 +32,16 @@ class Service:
     def model(self) -> str:
         """The name clients use."""
         return self.config.model.name
+
+    @cached_property
+    def dialect(self) -> Dialect | None:
+        """How the model writes tool calls; None for a model without tools."""
+        return find_dialect(self.config.router.tool_parser, self.tokenizer.chat_template)
+
+    @cached_property
+    def has_thoughts(self) -> bool:
+        """Thoughts are split off answers."""
+        return has_thoughts(self.config.router.reasoning_parser, self.tokenizer.chat_template)
 
     @property
     def max_context(self) -> int:

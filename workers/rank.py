@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.grammar import Grammars
 from cluster.spec.config import Device
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
@@ -39,10 +40,14 @@ class Rank:
     model_shape: ModelShape
     rates: Rates
     """As this rank measured them; on decode, where nothing is chosen by them, the defaults."""
+    grammars: Grammars | None
+    """Where tokens are drawn."""
 
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
         self.backend.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
@@ -60,6 +65,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         collectives=config.resources.collectives,
     )
     model_config = ModelConfig.from_folder(folder)
+    grammars = Grammars(folder, model_config.vocab_size) if cp_group.rank == 0 else None
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     geometry = KvGeometry(
         model=config.model.name,
@@ -83,7 +89,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     )
     model = load_model(folder, dtype=torch_dtype(dtype), device=device)
     attention = load_backend("torch")
-    runner = ModelRunner(model, pool, attention, cp_group, spec.ownership)
+    runner = ModelRunner(model, pool, attention, cp_group, spec.ownership, grammars)
     runner.warm_up()
     shape = ModelShape.of(model_config, dtype)
     rates = calibrate(model, pool, attention, cp_group, shape) if spec.role is Role.PREFILL else Rates()
@@ -96,4 +102,5 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         step_recorder=StepRecorder(model, cp_group),
         model_shape=shape,
         rates=rates,
+        grammars=grammars,
     )

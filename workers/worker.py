@@ -16,7 +16,7 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import Drain, DropSend, GiveTimeline, Message, Shutdown, StepPlan, TableUpdate
+from cluster.spec.messages import Drain, DropSend, GiveTimeline, Message, Shutdown, StepPlan, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from workers.build import make_kv_sender, make_leader, make_row, make_timeline
@@ -133,9 +133,17 @@ class Worker:
             elif isinstance(message, GiveTimeline):
                 self._give_timeline(message, outbox)
             else:
+                if isinstance(message, Submit):
+                    self._prepare(message)
                 leader.on_message(message, self._clock.now_s())
         leader.tick(self._clock.now_s())
         return going_on
+
+    def _prepare(self, submit: Submit) -> None:
+        """What takes long is begun now, while the request waits for its turn."""
+        assert self._rank is not None
+        if submit.sampling.grammar and self._rank.grammars is not None:
+            self._rank.grammars.prepare(submit.sampling.grammar)
 
     def _follow(self, rank: Rank, sender: KvSender, outbox: Outbox) -> None:
         while True:

@@ -148,6 +148,10 @@ class TransferConfig(_Node):
     """Most spans handed to the backend at once."""
 
 
+ToolParserName = Literal["auto", "hermes", "llama3", "none"]
+ReasoningParser = Literal["auto", "qwen3", "none"]
+
+
 class RouterConfig(_Node):
     """The HTTP endpoint."""
 
@@ -159,6 +163,10 @@ class RouterConfig(_Node):
     """How a prefill replica is picked."""
     decode_policy: Literal["round_robin", "random", "least_tokens"] = "least_tokens"
     """How a decode replica is picked."""
+    tool_parser: ToolParserName = "auto"
+    """How the model writes tool calls; auto tells it from the chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Whether thoughts (`<think>`) are split off answers; auto does so where the chat template knows them."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Longest life of one request."""
     sse_comment_s: PositiveSeconds = 10.0

@@ -177,6 +177,8 @@ class Result(_Message, frozen=True):
     """Pages of the ticket that were filled, over all senders and KV groups."""
     num_bytes: int
     """Bytes of KV that were written, over all senders."""
+    is_last: bool = False
+    """The request's grammar allows nothing after it."""
     logprobs: list[TokenLogprobs] = []
     """Of every token here; empty where Sampling does not ask for them."""
     cached_tokens: int = 0

@@ -30,6 +30,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     """Output positions before this one draw none of ``ending_ids``."""
     ending_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer; told where ``min_tokens`` or a grammar keeps them back."""
+    grammar: str = ""
+    """What the output's text must follow, as ``cluster.grammar`` reads it; empty for nothing."""
     num_logprobs: int | None = None
     """How many of the likeliest tokens are told with each drawn one; None tells no log-probabilities at all."""
 
@@ -41,7 +44,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def looks_back(self) -> bool:
         """A draw depends on the tokens before it."""
-        return self.has_penalties or bool(self.bad_words)
+        return self.has_penalties or bool(self.bad_words or self.grammar)
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,3 +77,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int
     logprobs: TokenLogprobs | None = None
     """Where Sampling asks for them."""
+    is_last: bool = False
+    """The grammar allows nothing after it."""
+    problem: str = ""
+    """Why there is no answer: the grammar allowed no token, or grew too complex."""

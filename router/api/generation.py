@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.body import document, read
+from router.api.chat import chat_ask, markers
 from router.api.generate import Job, respond_stream, respond_whole
-from router.api.intake import chat_ask, completion_asks
+from router.api.intake import completion_asks
 from router.api.request_id import request_id
 from router.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.api.sampling import choices_of, text_rules
@@ -36,19 +37,27 @@ def routes(service: Service) -> APIRouter:
         """Answer a conversation."""
         arrived_s = service.relay.now_s()
         body = await read(request, ChatRequest)
-        asks = [await chat_ask(service, body)]
-        shape = ChatShape(request_id(request), service, body)
-        return await _respond(service, request, body, _job(service, body, asks, shape, arrived_s))
+        ask, new_reader = await chat_ask(service, body)
+        shape = ChatShape(request_id(request), service, body, new_reader)
+        job = _job(service, body, [ask], shape, arrived_s, markers(service, body))
+        return await _respond(service, request, body, job)
 
     return router
 
 
-def _job(service: Service, body: GenerationRequest, asks: Sequence[Ask], shape: Shape, arrived_s: float) -> Job:
+def _job(
+    service: Service,
+    body: GenerationRequest,
+    asks: Sequence[Ask],
+    shape: Shape,
+    arrived_s: float,
+    markers: Sequence[str] = (),
+) -> Job:
     """Every choice of every prompt as an ask of its own."""
     return Job(
         asks=[choice for ask in asks for choice in choices_of(ask, body.num_choices)],
         num_choices=body.num_choices,
-        rules=text_rules(service, body),
+        rules=text_rules(service, body, markers),
         shape=shape,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,

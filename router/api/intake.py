@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.spec.errors import UserError
 from cluster.spec.sampling import Stopping
+from router.api.constrain import checked_grammar, wanted_answer
 from router.api.errors import ApiError, bad_request
-from router.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from router.api.requests import ChatMessage, CompletionRequest, GenerationRequest
 from router.api.sampling import make_sampling, stop_token_ids
 from router.api.unsupported import refuse_unsupported
 from router.flight import Ask
@@ -42,46 +43,33 @@ async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask
     Raises:
         ApiError: 404 or 400.
     """
-    _check(service, body)
+    check(service, body)
     if body.echo and body.logprobs is not None:
         raise bad_request("logprobs: not supported together with echo; leave one of them out", "logprobs")
     prompts = await _prompt_ids(service, body)
     if body.timeline and len(prompts) > 1:
         raise bad_request(f"timeline: only one prompt can be timed, got {len(prompts)}", "timeline")
-    return [_ask(service, body, prompt, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt") for prompt in prompts]
+    grammar = await checked_grammar(service, wanted_answer(body))
+    default = _DEFAULT_COMPLETION_TOKENS
+    return [make_ask(service, body, prompt, body.max_tokens, default, "prompt", grammar) for prompt in prompts]
 
 
-async def chat_ask(service: Service, body: ChatRequest) -> Ask:
-    """The ask of a conversation.
-
-    Raises:
-        ApiError: 404 or 400.
-    """
-    _check(service, body)
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
-    add = body.add_generation_prompt is not False
-    prompt_ids = await chat_ids(service, body.messages, add, body.chat_template_kwargs)
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    return _ask(service, body, prompt_ids, max_tokens, service.max_tokens, "messages")
-
-
-async def chat_ids(
+async def chat_prompt(
     service: Service,
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool,
-    variables: dict[str, object] | None = None,
-) -> list[int]:
-    """Token ids of a conversation, by the model's chat template.
+    variables: dict[str, Any] | None = None,
+) -> tuple[list[int], str]:
+    """Token ids and text of a conversation, by the model's chat template.
 
     Raises:
         ApiError: 400 when there is no template, or it refuses the messages.
     """
     given = [message.for_template() for message in messages]
 
-    def render_and_encode() -> list[int]:
+    def render_and_encode() -> tuple[list[int], str]:
         text = service.tokenizer.apply_chat_template(given, add_generation_prompt, variables)
-        return service.tokenizer.encode(text, add_special_tokens=False)
+        return service.tokenizer.encode(text, add_special_tokens=False), text
 
     try:
         return await _off_loop(sum(len(message["content"]) for message in given), render_and_encode)
@@ -110,7 +98,12 @@ async def _off_loop(num_chars: int, make: Callable[[], Made]) -> Made:
     return make() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(make)
 
 
-def _check(service: Service, body: GenerationRequest) -> None:
+def check(service: Service, body: GenerationRequest) -> None:
+    """Refuse what no request may ask here.
+
+    Raises:
+        ApiError: 404 or 400.
+    """
     check_model(service, body.model)
     refuse_unsupported(body.others)
     if body.stream_options is not None and not body.stream:
@@ -135,9 +128,20 @@ async def _prompt_ids(service: Service, body: CompletionRequest) -> list[list[in
     return [await encode(service, prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _ask(
-    service: Service, body: GenerationRequest, prompt_ids: list[int], wanted: int | None, default: int, param: str
+def make_ask(
+    service: Service,
+    body: GenerationRequest,
+    prompt_ids: list[int],
+    wanted: int | None,
+    default: int,
+    param: str,
+    grammar: str,
 ) -> Ask:
+    """What replicas are asked. wanted, default: most tokens of the answer; param: the field of the prompt.
+
+    Raises:
+        ApiError: 400 for what the model has no room for, or no tokens.
+    """
     if not prompt_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
     check_token_ids(service, prompt_ids, param)
@@ -150,7 +154,7 @@ def _ask(
     stopping = Stopping(max_tokens=max_tokens, stop_token_ids=stop_token_ids(service, body))
     if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
-    sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids)
+    sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids, grammar)
     return Ask(
         prompt_ids=prompt_ids,
         sampling=sampling,

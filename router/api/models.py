@@ -5,7 +5,7 @@ from starlette.requests import Request
 
 from router.api.body import document, read
 from router.api.errors import bad_request
-from router.api.intake import chat_ids, check_model, check_token_ids, encode
+from router.api.intake import chat_prompt, check_model, check_token_ids, encode
 from router.api.requests import DetokenizeRequest, TokenizeRequest
 from router.service import Service
 
@@ -47,7 +47,10 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt: give either prompt or messages", "prompt")
     if body.messages is not None:
-        return await chat_ids(service, body.messages, body.add_generation_prompt is not False)
+        token_ids, _ = await chat_prompt(
+            service, body.messages, body.add_generation_prompt is not False, body.variables
+        )
+        return token_ids
     assert body.prompt is not None
     return await encode(service, body.prompt, body.add_special_tokens is not False)
 

@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.api import constraint_fields
+from router.api.constraint_fields import Choices, Pattern, ResponseFormat, Schema, StructuredOutputs, Tool, ToolChoice
+
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -23,7 +26,7 @@ EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
     "stop": "a string, or a list of at most 16 strings; none of them empty",
     "content": "a string, or a list of parts of type text; images, audio and files are not supported",
-}
+} | constraint_fields.EXPECTED
 """In words, the fields that may have several types."""
 
 
@@ -74,6 +77,12 @@ class GenerationRequest(_Body):
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeline: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -151,8 +160,16 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Positive | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the template gets besides the messages; tools that must not be called are shown too, for the cache."""
+        return template_variables(self.tools, self.chat_template_kwargs)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -168,6 +185,13 @@ class TokenizeRequest(_Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template gets besides the messages."""
+        return template_variables(self.tools, self.chat_template_kwargs)
 
 
 class DetokenizeRequest(_Body):
@@ -175,6 +199,12 @@ class DetokenizeRequest(_Body):
 
     model: str | None = None
     tokens: list[int]
+
+
+def template_variables(tools: list[Tool] | None, others: dict[str, Any] | None) -> dict[str, Any]:
+    """What a chat template gets besides the messages; tools as the client wrote them."""
+    written = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
+    return ({"tools": written} if written else {}) | (others or {})
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -73,12 +73,40 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What is called, or the next part of it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The next part of a call; the first has id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """What the model said."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """None where there are only calls."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +135,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

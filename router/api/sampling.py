@@ -2,6 +2,7 @@
 
 import dataclasses
 import secrets
+from collections.abc import Collection
 
 import msgspec
 
@@ -21,18 +22,21 @@ def stop_token_ids(service: Service, body: GenerationRequest) -> frozenset[int]:
     return ended_by | frozenset(body.stop_token_ids or ())
 
 
-def text_rules(service: Service, body: GenerationRequest) -> TextRules:
-    """How the tokens of every choice become text."""
+def text_rules(service: Service, body: GenerationRequest, markers: Collection[str] = ()) -> TextRules:
+    """How the tokens of every choice become text. markers: texts that are shown even if they are special tokens."""
+    is_marked = not service.tokenizer.special_texts.isdisjoint(markers)
     return TextRules(
         stops=body.stops,
         stop_token_ids=stop_token_ids(service, body),
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
         min_tokens=body.min_tokens or 0,
     )
 
 
-def make_sampling(tokenizer: Tokenizer, body: GenerationRequest, ending_ids: frozenset[int]) -> Sampling:
+def make_sampling(
+    tokenizer: Tokenizer, body: GenerationRequest, ending_ids: frozenset[int], grammar: str = ""
+) -> Sampling:
     """How tokens are drawn; a seed is made up where none is given."""
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -48,8 +52,9 @@ def make_sampling(tokenizer: Tokenizer, body: GenerationRequest, ending_ids: fro
         bad_words=_bad_words(tokenizer, body.bad_words or []),
         min_tokens=body.min_tokens or 0,
         ending_ids=frozenset(token_id for token_id in ending_ids if token_id < tokenizer.vocab_size)
-        if body.min_tokens
+        if body.min_tokens or grammar
         else frozenset(),
+        grammar=grammar,
         num_logprobs=body.num_logprobs,
     )
 

@@ -1,14 +1,17 @@
 """How answers are written as JSON: the two shapes of OpenAI's API behind one interface."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
 from router.api.logprobs import chat_logprobs, completion_logprobs
+from router.api.messages import delta, message
 from router.api.requests import GenerationRequest
 from router.api.responses import (
     ChatChoice,
@@ -18,9 +21,9 @@ from router.api.responses import (
     Completion,
     CompletionChoice,
     Delta,
-    Message,
     Usage,
 )
+from router.message import MessagePart, MessageReader, NewReader
 from router.service import Service
 from router.text import Piece
 
@@ -111,8 +114,10 @@ class CompletionShape(_Common):
 class ChatShape(_Common):
     """``/v1/chat/completions``."""
 
-    def __init__(self, request_id: str, service: Service, body: GenerationRequest) -> None:
+    def __init__(self, request_id: str, service: Service, body: GenerationRequest, new_reader: NewReader) -> None:
         super().__init__(f"chatcmpl-{request_id}", service, body)
+        self._readers = defaultdict[int, MessageReader](new_reader)
+        """Of every choice."""
 
     def opening(self, index: int) -> bytes | None:
         """Who speaks."""
@@ -120,12 +125,12 @@ class ChatShape(_Common):
         return self._encode([ChatChunkChoice(index=index, delta=delta, finish_reason=None)], None)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
-        """The next text."""
+        """The next part of the message."""
         choice = ChatChunkChoice(
             index=index,
-            delta=Delta(content=piece.text) if piece.text else Delta(),
+            delta=delta(self._read(index, piece)),
             logprobs=chat_logprobs(self._tokenizer, piece),
-            finish_reason=piece.finish,
+            finish_reason=self._finish_reason(index, piece),
             token_ids=self._token_ids(piece),
         )
         return self._encode([choice], usage)
@@ -139,9 +144,9 @@ class ChatShape(_Common):
         made = [
             ChatChoice(
                 index=index,
-                message=Message(content=piece.text),
+                message=message(self._read(index, piece)),
                 logprobs=chat_logprobs(self._tokenizer, piece),
-                finish_reason=piece.finish,
+                finish_reason=self._finish_reason(index, piece),
                 token_ids=self._token_ids(piece),
             )
             for index, piece in enumerate(choices)
@@ -149,6 +154,14 @@ class ChatShape(_Common):
         return _encoder.encode(
             ChatCompletion(id=self._id, created=self._created, model=self._model, choices=made, usage=usage)
         )
+
+    def _read(self, index: int, piece: Piece) -> MessagePart:
+        return self._readers[index].push(piece.text, is_end=piece.finish is not None)
+
+    def _finish_reason(self, index: int, piece: Piece) -> str | None:
+        """Of a piece that was read."""
+        has_called = piece.finish is FinishReason.STOP and self._readers[index].has_called
+        return "tool_calls" if has_called else piece.finish
 
     def _encode(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
         written = self._no_usage if usage is None else usage

@@ -56,6 +56,8 @@ class FakeReplica:
     """Lose the second batch of every answer."""
     silent: bool = False
     """Give no timelines."""
+    says: bytes | None = None
+    """The answer to everything instead, as tokens that are bytes, and then the end."""
     flow: threading.Event = field(default_factory=threading.Event)
     """While clear, no tokens are sent."""
     submits: list[Submit] = field(default_factory=list)
@@ -139,7 +141,7 @@ class FakeReplica:
 
     def _emit(self, outbox: Outbox) -> None:
         for room, (submit, start) in list(self._open.items()):
-            tokens, finish = answer_of(submit)
+            tokens, finish = answer_of(submit) if self.says is None else ([*self.says], FinishReason.STOP)
             end = start + self.batch
             last = end >= len(tokens)
             self._open[room] = submit, end

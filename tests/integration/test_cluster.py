@@ -48,6 +48,27 @@ def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
     assert chunks[-1].usage.completion_tokens > 1
 
 
+def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused")
+    schema = {"properties": {"code": {"enum": ["tango", "zulu"]}, "sure": {"type": "boolean"}}, "type": "object"}
+    schema |= {"required": ["code", "sure"], "additionalProperties": False}
+    answer = client.chat.completions.create(
+        model="recall",
+        messages=[{"role": "user", "content": DEMO_PROMPT}],
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}},
+        max_tokens=400,
+        seed=5,
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    said = json.loads(answer.choices[0].message.content or "")
+    assert said["code"] in ("tango", "zulu")
+    assert isinstance(said["sure"], bool)
+    chosen = client.completions.create(
+        model="recall", prompt="x", stream=True, extra_body={"guided_choice": ["yes\n", "maybe\n"]}
+    )
+    assert "".join(chunk.choices[0].text for chunk in chosen) in ("yes", "maybe")
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_a_needle_in_a_long_prompt_is_recalled(cluster: RunningCluster, depth: float) -> None:
     prompt = needle_prompt(LONG, depth)

@@ -1,6 +1,7 @@
-"""What requests change in their logits before a token is drawn: allowed tokens, bias and bans, then penalties.
+"""What requests change in their logits before a token is drawn: allowed tokens, bias and bans, penalties, grammars.
 
-Work is proportional to the tokens that are named: rows that ask for nothing cost nothing. No row depends on another.
+Work is proportional to the tokens that are named, with a grammar to the vocabulary: rows that ask for nothing cost
+nothing. No row depends on another.
 """
 
 import math
@@ -22,10 +23,13 @@ Index = tuple[Tensor, Tensor]
 def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> None:
     """Change logits ``[num_rows, vocab_size]`` in place. positions: each row's output position."""
     asking = {row: state for row, state in enumerate(states) if state.asks}
+    grammars = {row: state.grammar for row, state in asking.items() if state.grammar is not None}
+    before = logits[list(grammars)] if grammars else logits
     _forbid_others(logits, {row: state.allowed for row, state in asking.items() if len(state.allowed)})
     shifts = {row: state.shifts(positions[row]) for row, state in asking.items()}
     _shift(logits, {row: shift for row, shift in shifts.items() if len(shift[0])})
     _penalise(logits, states, {row: state.counts for row, state in asking.items() if state.counts is not None})
+    _keep_to(logits, before, {row: grammar.allowed(positions[row]) for row, grammar in grammars.items()})
 
 
 def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> None:
@@ -34,6 +38,19 @@ def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> 
         kept = logits[index]
         logits[list(allowed)] = -math.inf
         logits[index] = kept
+
+
+def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.bool_]]) -> None:
+    """Grammars come last, and where nothing else is left of what they allow, nothing else counts.
+
+    before: the rows with grammars as the model gave them.
+    """
+    if grammars:
+        rows = list(grammars)
+        is_out = torch.from_numpy(~np.stack(list(grammars.values()))).to(logits.device)
+        kept = logits[rows].masked_fill(is_out, -math.inf)
+        is_empty = (kept.amax(dim=-1, keepdim=True) == -math.inf).expand_as(kept)
+        logits[rows] = torch.where(is_empty, before.masked_fill(is_out, -math.inf), kept)
 
 
 def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers]]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, Row, StepPlan
@@ -43,9 +44,12 @@ class ModelRunner:
         backend: AttentionBackend,
         cp_group: Communicator,
         ownership: KvOwnership = KvOwnership.REPLICATED,
+        grammars: Grammars | None = None,
     ) -> None:
+        """``grammars`` are needed where tokens are drawn, and only for requests that have one."""
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
+        self._grammars = grammars
         self._model = model
         self._pool = pool
         self._backend = backend
@@ -112,5 +116,5 @@ class ModelRunner:
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]
         if known.sampling is None:
-            known.sampling = SamplingState(known.admit, self._model.config.vocab_size)
+            known.sampling = SamplingState(known.admit, self._model.config.vocab_size, self._grammars)
         return known.sampling

@@ -38,7 +38,15 @@ def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[
         logprobs = dict(zip(asked, told, strict=True))
     for state, token_id in zip(states, token_ids, strict=True):
         state.append(token_id)
-    return [Sampled(token_id=token_id, logprobs=logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+    return [
+        Sampled(
+            token_id=token_id,
+            logprobs=logprobs.get(index),
+            is_last=state.grammar is not None and state.grammar.is_whole,
+            problem=state.grammar.problem if state.grammar is not None else "",
+        )
+        for index, (state, token_id) in enumerate(zip(states, token_ids, strict=True))
+    ]
 
 
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:

@@ -5,7 +5,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.grammar import Grammars
 from cluster.spec.messages import Admit
+from workers.engine.grammar_state import GrammarState
 from workers.engine.token_counts import TokenCounts
 
 Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -15,8 +17,10 @@ Shifts = tuple[NDArray[np.int64], NDArray[np.float32]]
 class SamplingState:
     """One request's Sampling and, as far as that looks back, its tokens."""
 
-    def __init__(self, admit: Admit, vocab_size: int) -> None:
+    def __init__(self, admit: Admit, vocab_size: int, grammars: Grammars | None = None) -> None:
+        """Waits for the grammar to be compiled if there is one."""
         self.sampling = row = admit.sampling
+        output = admit.history[admit.prompt_len :]
         self.asks = row.looks_back or bool(row.logit_bias or row.allowed_ids or row.min_tokens)
         """Logits may have to be changed."""
         self._vocab_size = vocab_size
@@ -28,7 +32,8 @@ class SamplingState:
         """Where there are penalties."""
         if row.has_penalties:
             prompt = admit.history[: admit.prompt_len] if row.repetition_penalty != 1 else []
-            self.counts = TokenCounts(prompt, admit.history[admit.prompt_len :])
+            self.counts = TokenCounts(prompt, output)
+        self.grammar = GrammarState(grammars, row, output, vocab_size) if row.grammar else None
 
     def shifts(self, position: int) -> Shifts:
         """Bias and bans at this output position."""
@@ -42,6 +47,8 @@ class SamplingState:
             self._tokens.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.append(token_id)
 
     def _banned(self, position: int) -> set[int]:
         """Bans that would leave nothing are lifted: some token must be drawn."""

@@ -93,8 +93,12 @@ class DecodeLeader(LeaderCore):
         """Stream the new tokens; end the requests that have their last one."""
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
-            logprobs = sampled[sequence.room].logprobs
-            self._emit(self._requests[sequence.room], sequence, [logprobs] if logprobs is not None else [])
+            request, drawn = self._requests[sequence.room], sampled[sequence.room]
+            if drawn.problem:
+                self.send_failure(request.submit, drawn.problem, retryable=False)
+                self._stop(request, drawn.problem, now_s)
+            else:
+                self._emit(request, sequence, [drawn.logprobs] if drawn.logprobs is not None else [])
         self._reserve(now_s)
 
     def load(self) -> ReplicaLoad:
@@ -226,6 +230,7 @@ class DecodeLeader(LeaderCore):
             timed=submit.timed,
             page_keys=request.page_keys,
             pages=pages,
+            is_whole=session.result.is_last,
         )
         self._steps.add_running(sequence)
         self._emit(request, sequence, session.result.logprobs, session.result.cached_tokens)

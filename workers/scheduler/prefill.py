@@ -107,6 +107,9 @@ class PrefillLeader(LeaderCore):
             request = self._requests[sequence.room]
             if self._allocator.is_caching:
                 request.page_keys = sequence.keys_of(sequence.prompt_len, self._settings.layout.page_size)
+            if problem := sampled[sequence.room].problem:
+                self._give_up(request, problem, retryable=False)
+                continue
             request.pages = self._steps.remove(sequence.room)
             self._move(request, PrefillState.SENDING, "first token")
             result = result_of(self._settings, request, sampled[sequence.room], sequence.cached_len)

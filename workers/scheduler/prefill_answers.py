@@ -16,6 +16,7 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
         prefill=settings.me,
         decode_incarnation=request.ticket.decode.incarnation,
         token_ids=[first.token_id],
+        is_last=first.is_last,
         logprobs=[first.logprobs] if first.logprobs is not None else [],
         cached_tokens=cached_tokens,
         senders=[cp_rank for cp_rank in range(row.sizes.cp) if is_sender(row.transfer_mode, cp_rank)],

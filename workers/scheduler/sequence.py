@@ -42,6 +42,8 @@ class Sequence:
     """The ranks know this room."""
     timed: bool = False
     """The ranks keep a timeline of it."""
+    is_whole: bool = False
+    """Its grammar allows nothing more."""
 
     @property
     def pending_len(self) -> int:
@@ -68,7 +70,7 @@ class Sequence:
         """Why the sequence ends with the token it has just got, if it does."""
         if self.num_outputs == 0:
             return None
-        if self.tokens[-1] in self.stopping.stop_token_ids:
+        if self.is_whole or self.tokens[-1] in self.stopping.stop_token_ids:
             return FinishReason.STOP
         if self.num_outputs >= self.stopping.max_tokens or len(self.tokens) >= self.max_len:
             return FinishReason.LENGTH

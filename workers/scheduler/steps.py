@@ -124,6 +124,7 @@ class StepScheduler:
                 self._holders.share(sequence)
             if row.samples:
                 sequence.tokens.append(sampled[row.room].token_id)
+                sequence.is_whole = sampled[row.room].is_last
                 advanced.append(sequence)
         return advanced
 

@@ -26,6 +26,20 @@ WRONG_STOP = "must be a string, or a list of at most 16 strings; none of them em
 WRONG_CONTENT = "must be a string, or a list of parts of type text; images, audio and files are not supported"
 CONTEXT_IS = "this model's context is 512 tokens for prompt and answer together"
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
+WRONG_TOOL_CHOICE = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+NO_TOOLS = (
+    "not supported here: the chat template of this model shows no way to call tools, or router.tool_parser is none; "
+    'allowed beside "tool_choice": "none"'
+)
+WRONG_FORMAT = (
+    'must be an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
+    '{"name": ..., "schema": {...}}'
+)
+LOOK_AHEAD = (
+    'at 1(8): invalid regex "a(?=b)" (in regex): regex parse error: '
+    "error: look-around, including look-ahead and look-behind, is not supported"
+)
+UNSATISFIABLE = "Unsatisfiable schema: minimum (2) is greater than maximum (1)"
 
 BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("model", MISSING, "field required"),
@@ -70,6 +84,18 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("allowed_token_ids", [], "List should have at least 1 item after validation, not 0, got []"),
     ("allowed_token_ids", [1, 999], "there is no token 999; allowed: 0 to 257"),
     ("bad_words[0]", [""], "String should have at least 1 character, got ''"),
+    ("guided_regex", "a(?=b)", LOOK_AHEAD),
+    ("guided_choice", [], "List should have at least 1 item after validation, not 0, got []"),
+    ("guided_json", 5, "must be a JSON schema: an object, or its text"),
+    ("guided_json", "{", "not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ("guided_json", {"type": "integer", "minimum": 2, "maximum": 1}, UNSATISFIABLE),
+    ("guided_grammar", "nonsense ::", "Expected ::= at line 1, 'nonsense ' ^ '::'"),
+    ("structured_outputs.structural_tag", {"structural_tag": {}}, "Extra inputs are not permitted, got {}"),
+    (
+        "structured_outputs.choice",
+        {"choice": ["a"], "regex": "b"},
+        "the answer can have only one form, got structured_outputs.regex and structured_outputs.choice",
+    ),
     ("min_tokens", 17, "must be at most max_tokens, 16, got 17"),
 ]
 BAD_CHATS: list[tuple[str, Any, str]] = [
@@ -78,13 +104,18 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("messages[0].role", [{"role": "king", "content": "x"}], f"Input should be {ROLES}, got 'king'"),
     ("messages[0].content", [{"role": "user", "content": [{"type": "image_url"}]}], WRONG_CONTENT),
     ("messages", [{"role": "user", "content": "x" * 600}], f"the prompt has 619 tokens; {CONTEXT_IS}"),
-    ("tools", [{}], 'not supported, got [{}]; allowed: null or [], or anything beside "tool_choice": "none"'),
+    ("tools[0].type", [{}], "field required"),
+    ("tools", [{"type": "function", "function": {"name": "f"}}], NO_TOOLS),
+    ("tool_choice", "required", "there are no tools to choose from"),
+    ("tool_choice", "any", WRONG_TOOL_CHOICE),
     ("top_logprobs", 2, "only allowed when logprobs is true"),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),
+    ("response_format", {"type": "xml"}, WRONG_FORMAT),
+    ("response_format.json_schema", {"type": "json_schema"}, 'field required where type is "json_schema"'),
     (
-        "response_format",
-        {"type": "json_object"},
-        'not supported, got {"type":"json_object"}; allowed: null or {"type":"text"}',
+        "response_format.json_schema.schema",
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objec"}}},
+        "Invalid type: objec",
     ),
 ]
 BAD_OTHERS: list[tuple[str, str, Any, str]] = [

@@ -12,6 +12,9 @@ from tests.fakes.router_cluster import CACHED_TOKENS, RouterCluster, run_cluster
 pytestmark = pytest.mark.integration
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
 def text_of(events: list[Any]) -> str:
     return "".join(event["choices"][0]["text"] for event in events)
 
@@ -82,7 +85,7 @@ class TestReplicasAreAsked:
         assert shared.last_submit().sampling.num_logprobs is None
 
     def test_tools_that_must_not_be_called(self, shared: RouterCluster) -> None:
-        body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "max_tokens": 1}
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 1}
         assert shared.post("/v1/chat/completions", tool_choice="none", **body).status_code == 200
 
 

@@ -1,0 +1,101 @@
+"""From a chat request to what replicas are asked, and to how its answer is read: tools, thoughts, structured output."""
+
+from functools import partial
+
+from router.api.constrain import checked_grammar, wanted_answer
+from router.api.constraint_fields import NamedTool, Tool
+from router.api.errors import bad_request
+from router.api.intake import chat_prompt, check, make_ask
+from router.api.requests import ChatRequest
+from router.constraints import Constraint, either, json_part
+from router.flight import Ask
+from router.message import MessageReader, NewReader
+from router.reasoning import CLOSING, OPENING, Thinking, thinking_after
+from router.service import Service
+from router.tool_calls.dialects import Dialect
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+async def chat_ask(service: Service, body: ChatRequest) -> tuple[Ask, NewReader]:
+    """The ask of a conversation, and what reads its answers.
+
+    Raises:
+        ApiError: 404 or 400.
+    """
+    check(service, body)
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
+    dialect = _dialect(service, body)
+    adds = body.add_generation_prompt is not False
+    prompt_ids, prompt = await chat_prompt(service, body.messages, adds, body.variables)
+    thinking = thinking_after(prompt) if service.has_thoughts else Thinking.NONE
+    grammar = await checked_grammar(service, _constraint(body, dialect), thinking)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    ask = make_ask(service, body, prompt_ids, max_tokens, service.max_tokens, "messages", grammar)
+    return ask, partial(_reader, body, dialect, thinking)
+
+
+def markers(service: Service, body: ChatRequest) -> tuple[str, ...]:
+    """Texts that an answer's reader must see, even if they are special tokens."""
+    dialect = _dialect(service, body)
+    thoughts = (OPENING, CLOSING) if service.has_thoughts else ()
+    return thoughts if dialect is None else (*thoughts, *dialect.markers)
+
+
+def _reader(body: ChatRequest, dialect: Dialect | None, thinking: Thinking) -> MessageReader:
+    parser = dialect.parser([tool.function.name for tool in body.tools or ()]) if dialect is not None else None
+    return MessageReader(thinking, parser)
+
+
+def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
+    """How calls are written, where the model may call something."""
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise bad_request("tool_choice: there are no tools to choose from", "tool_choice")
+    if not body.tools or body.tool_choice == "none":
+        return None
+    if service.dialect is None:
+        known = "the chat template of this model shows no way to call tools, or router.tool_parser is none"
+        raise bad_request(f'tools: not supported here: {known}; allowed beside "tool_choice": "none"', "tools")
+    return service.dialect
+
+
+def _constraint(body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
+    """What the answer must be: of the form that is asked for, or calls, where they must or may be."""
+    answer = wanted_answer(body)
+    is_free = body.tool_choice in (None, "auto")
+    if dialect is None or (is_free and answer is None):
+        return answer
+    calls = _calls(body, dialect)
+    if answer is None:
+        return calls
+    if not is_free:
+        raise bad_request("tool_choice: a call that must come leaves no room for a structured answer", "tool_choice")
+    return either(calls, answer)
+
+
+def _calls(body: ChatRequest, dialect: Dialect) -> Constraint:
+    tools = _callable(body)
+    names = [tool.function.name for _, tool in tools]
+    parts = {
+        f"arguments_{place}": json_part(
+            _NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters,
+            f"tools[{index}].function.parameters",
+        )
+        for place, (index, tool) in enumerate(tools)
+    }
+    several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    return Constraint(rules=dialect.lark(names, several=several), starts=("calls",), parts=parts)
+
+
+def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:
+    """The tools that the choice leaves, with their places among all."""
+    tools = list(enumerate(body.tools or ()))
+    if not isinstance(body.tool_choice, NamedTool):
+        return tools
+    name = body.tool_choice.function.name
+    chosen = [(index, tool) for index, tool in tools if tool.function.name == name]
+    if not chosen:
+        allowed = ", ".join(tool.function.name for _, tool in tools)
+        raise bad_request(f"tool_choice: there is no tool {name!r}; allowed: {allowed}", "tool_choice")
+    return chosen

@@ -1,0 +1,80 @@
+"""Fields of a request that say what its answer must be made of, as OpenAI's API has them, with vLLM's additions."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
+"""A JSON schema, or the text of one."""
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=4096)]
+Pattern = Annotated[str, Field(min_length=1)]
+
+EXPECTED = {
+    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "guided_json": "a JSON schema: an object, or its text",
+    "json": "a JSON schema: an object, or its text",
+    "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
+    '{"name": ..., "schema": {...}}',
+}
+"""In words, the fields that may have several types."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=(), populate_by_name=True)
+
+
+class NamedSchema(_Part):
+    """``response_format.json_schema``."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    """What the answer's text is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's field for all kinds; one of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    json_: Schema | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+
+
+class Function(_Part):
+    """What the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Part):
+    """A function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Part):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(_Part):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, Field(union_mode="left_to_right")]

@@ -1,0 +1,79 @@
+"""Thoughts before an answer, as Qwen3's chat template writes them: ``<think>`` thoughts ``</think>`` answer."""
+
+from enum import Enum
+
+from cluster.spec.config import ReasoningParser
+from router.marker import MarkerScanner, Trimmer
+
+OPENING, CLOSING = "<think>", "</think>"
+
+
+class Thinking(Enum):
+    """What can stand before an answer."""
+
+    NONE = "none"
+    """Nothing is split off."""
+    OPTIONAL = "optional"
+    """Thoughts, if the answer begins with the opening marker."""
+    BEGUN = "begun"
+    """Thoughts; the prompt ends with the opening marker."""
+
+
+def has_thoughts(setting: ReasoningParser, template: str | None) -> bool:
+    """Whether thoughts are split off the answers of a model with this chat template."""
+    return setting == "qwen3" or (setting == "auto" and template is not None and CLOSING in template)
+
+
+def thinking_after(prompt: str) -> Thinking:
+    """What can stand before the answer to a rendered prompt, by how it ends."""
+    end = prompt[-64:].rstrip()
+    if end.endswith(CLOSING):
+        return Thinking.NONE
+    return Thinking.BEGUN if end.endswith(OPENING) else Thinking.OPTIONAL
+
+
+class ThoughtSplitter:
+    """Divides a text into thoughts and answer, without the white space around the thoughts."""
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._start: str | None = "" if thinking is Thinking.OPTIONAL else None
+        """Text that may be the beginning of the opening marker; None once that is known."""
+        self._thinks = thinking is Thinking.BEGUN
+        self._scanner = MarkerScanner(CLOSING)
+        self._thoughts = Trimmer()
+        self._answer = Trimmer(keeps_start=thinking is Thinking.NONE)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Thoughts and answer that this text completes."""
+        if self._start is not None:
+            self._start, text = self._decide(self._start + text)
+        if not self._thinks:
+            return "", self._say(text)
+        before, after = self._scanner.push(text)
+        thoughts = self._thoughts.push(before)
+        if after is None:
+            return thoughts, ""
+        self._thinks = False
+        self._thoughts.flush()
+        return thoughts, self._say(after)
+
+    def flush(self) -> tuple[str, str]:
+        """What is held back of both."""
+        if self._thinks:
+            thoughts = self._thoughts.push(self._scanner.flush())
+            return thoughts + self._thoughts.flush(), ""
+        return "", self._say(self._start or "") + self._answer.flush()
+
+    def _decide(self, start: str) -> tuple[str | None, str]:
+        """What is still open, and what goes on."""
+        stripped = start.lstrip()
+        if stripped.startswith(OPENING):
+            self._thinks = True
+            return None, stripped.removeprefix(OPENING)
+        if OPENING.startswith(stripped):
+            return start, ""
+        self._answer = Trimmer(keeps_start=True)
+        return None, start
+
+    def _say(self, text: str) -> str:
+        return self._answer.push(text)

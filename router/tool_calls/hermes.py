@@ -1,0 +1,68 @@
+"""Calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` beside any text."""
+
+from collections.abc import Collection
+
+from router.marker import MarkerScanner, Trimmer
+from router.tool_calls.call_scanner import CallScanner
+from router.tool_calls.events import Event, Said
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+class HermesParser:
+    """White space around calls is dropped; marked text that is no call is said as it is."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Marked calls of unknown functions are calls too, for the client to answer; ``names`` do not matter."""
+        del names
+        self._opening, self._closing = MarkerScanner(OPENING), MarkerScanner(CLOSING)
+        self._text = Trimmer(keeps_start=True)
+        self._call: CallScanner | None = None
+        self._has_called = False
+
+    def push(self, text: str) -> list[Event]:
+        """See ``ToolParser``."""
+        events: list[Event] = []
+        rest: str | None = text
+        while rest:
+            rest = self._say(rest, events) if self._call is None else self._follow(self._call, rest, events)
+        return events
+
+    def flush(self) -> list[Event]:
+        """See ``ToolParser``."""
+        if self._call is not None:
+            return [] if self._call.has_begun else self._unread(self._call)
+        said = self._text.push(self._opening.flush())
+        end = self._text.flush()
+        return [Said(said + end)] if said or (end and not self._has_called) else []
+
+    def _say(self, text: str, events: list[Event]) -> str | None:
+        """Text up to the next call; what follows its marker."""
+        before, after = self._opening.push(text)
+        if said := self._text.push(before):
+            events.append(Said(said))
+        if after is not None:
+            self._call = CallScanner()
+        return after
+
+    def _follow(self, call: CallScanner, text: str, events: list[Event]) -> str | None:
+        """The call at hand; what follows it."""
+        if call.has_begun and call.is_over:
+            _, after = self._closing.push(text)
+            if after is not None:
+                self._call = None
+            return after
+        found, rest = call.push(text if call.raw else text.lstrip())
+        if call.has_begun:
+            self._has_called = True
+            self._text = Trimmer()
+        elif call.is_over:
+            found += self._unread(call)
+            self._call = None
+        events += found
+        return rest
+
+    def _unread(self, call: CallScanner) -> list[Event]:
+        """What looked like a call."""
+        said = self._text.push(OPENING + call.raw)
+        return [Said(said)] if said else []

@@ -1,0 +1,143 @@
+"""What replicas are asked where an answer must have a form: the grammar takes what it should, and nothing else."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.grammar import Grammars
+from tests.fakes.model_folder import EOS, TEMPLATE, VOCAB_SIZE, write_model_folder
+from tests.fakes.router_cluster import RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+SCHEMA |= {"required": ["a"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+TOOLS = [
+    {"type": "function", "function": {"name": "get", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+NAMED = {"type": "function", "function": {"name": "stop"}}
+HERMES = TEMPLATE + "{# <tool_call> </think> #}"
+LLAMA3 = TEMPLATE + "{# <|python_tag|> #}"
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def grammars(folder: Path) -> Iterator[Grammars]:
+    grammars = Grammars(folder, VOCAB_SIZE)
+    yield grammars
+    grammars.close()
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterCluster]:
+    yield from run_cluster(write_model_folder(tmp_path_factory.mktemp("hermes"), template=HERMES))
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterCluster]:
+    yield from run_cluster(write_model_folder(tmp_path_factory.mktemp("llama3"), template=LLAMA3))
+
+
+def check(grammars: Grammars, cluster: RouterCluster, good: list[str], bad: list[str]) -> None:
+    """What the last request's grammar says of whole texts."""
+    sampling = cluster.last_submit().sampling
+    assert sampling.ending_ids == {EOS}
+
+    def is_taken(text: str) -> bool:
+        matcher = grammars.matcher(sampling.grammar)
+        matcher.advance(text.encode())
+        return matcher.is_whole and not matcher.problem
+
+    assert [text for text in good if not is_taken(text)] == []
+    assert [text for text in bad if is_taken(text)] == []
+
+
+JSON_CASES = (['{"a": 1}', '{\n  "a" : 22\n}'], ["", '{"a": 1.5}', "{}", 'x{"a": 1}', '{"a": 1} x'])
+CASES: list[tuple[dict[str, Any], tuple[list[str], list[str]]]] = [
+    ({"response_format": FORMAT}, JSON_CASES),
+    ({"guided_json": SCHEMA}, JSON_CASES),
+    ({"guided_json": json.dumps(SCHEMA)}, JSON_CASES),
+    ({"structured_outputs": {"json": SCHEMA}}, JSON_CASES),
+    ({"response_format": {"type": "json_object"}}, (["{}", '{"b": [null, "é"]}'], ["[]", "1", "{"])),
+    ({"structured_outputs": {"json_object": True}}, (["{}"], ["[]"])),
+    ({"guided_regex": r'\d{2}/[a-z"\n]+'}, (["12/ab", '12/"\n'], ["12/", "1/a", "12/A"])),
+    ({"structured_outputs": {"regex": "a|bc"}}, (["a", "bc"], ["ab", "b", ""])),
+    ({"guided_choice": ["yes", 'n"o\n', "😀"]}, (["yes", 'n"o\n', "😀"], ["y", "no", "yesyes"])),
+    ({"structured_outputs": {"choice": ["x"]}}, (["x"], ["y"])),
+    ({"guided_grammar": 'start: "a" b\nb: "c"+'}, (["ac", "acc"], ["a"])),
+    ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]+'}}, (["a12"], ["a"])),
+]
+
+
+@pytest.mark.parametrize(("fields", "texts"), CASES)
+def test_every_form_in_both_apis(
+    shared: RouterCluster, grammars: Grammars, fields: dict[str, Any], texts: tuple[list[str], list[str]]
+) -> None:
+    for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        reply = shared.post(path, max_tokens=2, **prompt, **fields)
+        assert reply.status_code == 200, reply.text
+        check(grammars, shared, *texts)
+
+
+def test_no_form_asks_for_nothing(shared: RouterCluster) -> None:
+    shared.complete("x", response_format={"type": "text"}, structured_outputs={"json_object": False}, guided_json=None)
+    assert shared.last_submit().sampling.grammar == ""
+
+
+def ask(cluster: RouterCluster, **fields: Any) -> None:
+    reply = cluster.post("/v1/chat/completions", messages=MESSAGES, max_tokens=2, **fields)
+    assert reply.status_code == 200, reply.text
+
+
+def hermes_call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> None:
+    get, stop = hermes_call("get", '{"a": 1}'), hermes_call("stop", "{}")
+    ask(hermes, tools=TOOLS, tool_choice="required")
+    thought = "<think>\nhm < </thin\n</think>\n\n"
+    wrong = ["", "hi", hermes_call("get", "{}"), hermes_call("put", "{}"), f"{get} x", thought]
+    check(grammars, hermes, [get, stop, f"{get}\n{stop}", thought + get], wrong)
+    ask(hermes, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    check(grammars, hermes, [get], [f"{get}\n{get}"])
+    ask(hermes, tools=TOOLS, tool_choice=NAMED)
+    check(grammars, hermes, [stop], [get, f"{stop}\n{stop}"])
+    ask(hermes, tools=TOOLS, response_format={"type": "json_object"})
+    check(grammars, hermes, [get, "{}", f'{thought}{{"a": 1}}'], ["x", f"{get}{{}}"])
+    ask(hermes, tools=TOOLS)
+    assert hermes.last_submit().sampling.grammar == ""
+
+
+def test_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
+    get, stop = '{"name": "get", "parameters": {"a": 1}}', '{"name": "stop", "parameters": {}}'
+    ask(llama3, tools=TOOLS, tool_choice="required")
+    check(grammars, llama3, [get, f"{get}; {stop}"], ["", f"{get} {stop}", f"<think>x</think>{get}"])
+    ask(llama3, tools=TOOLS, tool_choice=NAMED)
+    check(grammars, llama3, [stop], [get])
+
+
+def test_what_is_wrong_with_tools_is_named(hermes: RouterCluster) -> None:
+    def refused(**fields: Any) -> tuple[str, str]:
+        reply = hermes.post("/v1/chat/completions", messages=MESSAGES, **fields)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        return error["param"], error["message"]
+
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "objec"}}}
+    param, message = refused(tools=[*TOOLS, bad], tool_choice="required")
+    assert param == "tools[2].function.parameters"
+    assert "Invalid type: objec" in message
+    other = {"type": "function", "function": {"name": "other"}}
+    assert refused(tools=TOOLS, tool_choice=other) == (
+        "tool_choice",
+        "tool_choice: there is no tool 'other'; allowed: get, stop",
+    )
+    param, message = refused(tools=TOOLS, tool_choice="required", response_format=FORMAT)
+    assert (param, message.partition(":")[0]) == ("tool_choice", "tool_choice")
+    ask(hermes, tools=[*TOOLS, bad])

@@ -1,0 +1,150 @@
+"""Tools and thoughts as the openai client sees them, whole and as a stream."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fakes.model_folder import write_model_folder
+from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}</tool>{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}{# <tool_call> #}"
+)
+ARGUMENTS = '{"city": "Zürich {", "days": [1, 2]}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+ANSWER = f"<think>\nThey ask\nfor weather.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterCluster]:
+    yield from run_cluster(write_model_folder(tmp_path_factory.mktemp("tools"), template=TEMPLATE))
+
+
+@pytest.fixture
+def client(cluster: RouterCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    cluster.decode.says = None
+
+
+def test_whole(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = ANSWER.encode()
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=2)
+    for choice in whole.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see."
+        assert choice.message.model_extra == {"reasoning_content": "They ask\nfor weather."}
+        calls: Any = choice.message.tool_calls
+        assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [
+            ("function", "weather", ARGUMENTS)
+        ] * 2
+    ids = [call.id for choice in whole.choices for call in choice.message.tool_calls or ()]
+    assert len(set(ids)) == 4
+    assert bytes(cluster.last_submit().prompt_ids) == b"<tool>weather</tool><user>hi\n<assistant>"
+
+
+def collect(chunks: list[Any]) -> tuple[str, str, list[dict[str, str]]]:
+    """Thoughts, content and calls, put together as clients do."""
+    thoughts = content = ""
+    calls: list[dict[str, str]] = []
+    for delta in [chunk.choices[0].delta for chunk in chunks if chunk.choices]:
+        thoughts += (delta.model_extra or {}).get("reasoning_content") or ""
+        content += delta.content or ""
+        for call in delta.tool_calls or ():
+            if call.id:
+                assert call.index == len(calls)
+                calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+            else:
+                assert call.function.name is None
+            calls[call.index]["arguments"] += call.function.arguments or ""
+    return thoughts, content, calls
+
+
+def check_stream(chunks: list[Any]) -> None:
+    thoughts, content, calls = collect(chunks)
+    assert (thoughts, content) == ("They ask\nfor weather.", "Let me see.")
+    assert [(call["name"], call["arguments"]) for call in calls] == [("weather", ARGUMENTS)] * 2
+    assert calls[0]["id"] != calls[1]["id"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
+    assert chunks[-1].usage.completion_tokens == len(ANSWER.encode())
+
+
+def test_stream(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = ANSWER.encode()
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    check_stream(chunks)
+    assert len(chunks) == len(ANSWER.encode()) + 2, "one chunk a token, the role before, the usage behind"
+
+
+async def test_stream_of_the_asynchronous_client(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = ANSWER.encode()
+    async with openai.AsyncOpenAI(base_url=str(client.base_url), api_key="none", max_retries=0) as asynchronous:
+        stream = await asynchronous.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        check_stream([chunk async for chunk in stream])
+
+
+def test_the_clients_own_accumulator(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = CALL.encode()
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+        final: Any = stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", json.loads(ARGUMENTS))
+    assert final.choices[0].message.content in (None, "")
+
+
+def test_only_calls_have_no_content(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = CALL.encode()
+    message = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS).choices[0].message
+    assert message.content is None
+    assert message.model_extra == {}
+
+
+def test_without_tools_nothing_is_a_call(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = CALL.encode()
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields).choices[0]
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
+
+
+def test_thinking_can_be_switched_off(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = b"plain"
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    message = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=extra).choices[0].message
+    assert (message.content, message.model_extra) == ("plain", {})
+    assert bytes(cluster.last_submit().prompt_ids).endswith(b"<think>\n\n</think>\n\n")
+
+
+def test_answers_go_back_into_the_conversation(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = CALL.encode()
+    message: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+    cluster.decode.says = b"It rains."
+    answer = client.chat.completions.create(model=MODEL, messages=[*MESSAGES, message, result], tools=TOOLS)
+    assert answer.choices[0].message.content == "It rains."
+    assert b"<tool>rain" in bytes(cluster.last_submit().prompt_ids)
+
+
+def test_parsers_can_be_switched_off(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, template=TEMPLATE)
+    for plain in run_cluster(folder, tool_parser="none", reasoning_parser="none"):
+        plain.decode.says = ANSWER.encode()
+        reply = plain.post("/v1/chat/completions", messages=MESSAGES).json()
+        assert reply["choices"][0]["message"]["content"] == ANSWER
+        assert plain.post("/v1/chat/completions", messages=MESSAGES, tools=TOOLS).status_code == 400

@@ -1,0 +1,97 @@
+"""Output of a random model keeps to its grammar over handoff and retraction, and costs nobody else a token."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.sampling import Sampling, Stopping
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
+from tests.integration.test_engine_matrix import prompts_of
+from workers.local import LocalCluster, Prompt, RemoteError
+
+pytestmark = pytest.mark.integration
+
+NUM_PAGES, PAGE_BYTES = 30, 8192
+"""The prompts fill 27 pages, so that answers run out of them and some are retracted and start again."""
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+CODE = r"[A-F]{4}-[0-9]{8}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    folder = write_model_folder(tmp_path_factory.mktemp("checkpoint"))
+    make_checkpoint(folder, "qwen3", seed=11, vocab_size=VOCAB_SIZE)
+    cluster = LocalCluster()
+    cluster.load(
+        DeployConfig.model_validate(
+            {
+                "model": {"served_name": "qwen3"},
+                "kv": {"page_size": 16, "memory_gib": (NUM_PAGES + 1.5) * PAGE_BYTES / 2**30},
+                "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
+            }
+        ),
+        folder,
+    )
+    with cluster.running():
+        yield cluster
+    cluster.close()
+
+
+def asked(prompt: list[int], part: dict[str, Any], max_tokens: int = 80, **fields: Any) -> Prompt:
+    sampling = Sampling(grammar=json.dumps({"grammars": [part]}), ending_ids=frozenset({EOS}), **fields)
+    return Prompt(prompt, Stopping(max_tokens=max_tokens, stop_token_ids=frozenset({EOS})), sampling)
+
+
+def text_of(token_ids: list[int]) -> str:
+    return bytes(token_id for token_id in token_ids if token_id != EOS).decode()
+
+
+def test_everybody_keeps_to_his_grammar(cluster: LocalCluster) -> None:
+    greedy, *drawn = prompts_of((90, 200, 33, 5, 64))
+    schema, code = {"json_schema": SCHEMA}, {"lark_grammar": f"start: /{CODE}/"}
+    prompts = [
+        Prompt(greedy, Stopping(max_tokens=40)),
+        asked(drawn[0], schema, num_logprobs=2),
+        asked(drawn[1], schema, temperature=1.5, seed=3, frequency_penalty=0.5),
+        asked(drawn[2], code, temperature=2.0, seed=4, min_tokens=3),
+        asked(drawn[3], {"lark_grammar": 'start: "y"'}),
+    ]
+    together = cluster.answer(prompts, timeout_s=120)
+    for answer in together[1:3]:
+        jsonschema.validate(json.loads(text_of(answer.token_ids)), SCHEMA)
+    assert re.fullmatch(CODE, text_of(together[3].token_ids))
+    assert text_of(together[4].token_ids) == "y"
+    assert len(together[1].logprobs) == len(together[1].token_ids)
+    alone = [cluster.answer([prompt], timeout_s=120)[0] for prompt in prompts]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60])
+def test_what_cannot_be_followed_fails_alone(cluster: LocalCluster, max_tokens: int) -> None:
+    (prompt,) = prompts_of((20,))
+    with pytest.raises(RemoteError, match="the grammar cannot be followed"):
+        cluster.answer([asked(prompt, {"lark_grammar": "start: nothing"}, max_tokens)], timeout_s=120)
+    late = {"lark_grammar": 'start: "ab" END\nEND: ";"'}
+    stopping = Stopping(max_tokens=9, stop_token_ids=frozenset({ord(";")}))
+    sampling = Sampling(grammar=json.dumps({"grammars": [late]}), ending_ids=stopping.stop_token_ids)
+    with pytest.raises(RemoteError, match="such as end the answer"):
+        cluster.answer([Prompt(prompt, stopping, sampling)], timeout_s=120)
+    (after,) = cluster.answer([asked(prompt, {"lark_grammar": 'start: "ab"'})], timeout_s=120)
+    assert text_of(after.token_ids) == "ab"

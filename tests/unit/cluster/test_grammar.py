@@ -1,0 +1,110 @@
+"""Grammars as masks over a byte-level model's tokens."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.grammar import Grammars, lark_of
+from cluster.spec.errors import UserError
+from tests.fakes.model_folder import BOS, EOS, VOCAB_SIZE, write_model_folder
+
+
+def lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def grammars(folder: Path) -> Iterator[Grammars]:
+    grammars = Grammars(folder, VOCAB_SIZE + 40)
+    yield grammars
+    grammars.close()
+
+
+def ids(mask: np.ndarray) -> list[int]:
+    return [int(token_id) for token_id in np.flatnonzero(mask)]
+
+
+def test_a_text_is_followed_to_its_end(grammars: Grammars) -> None:
+    matcher = grammars.matcher(lark('start: "ab" | "abc"'))
+    assert len(matcher.allowed()) == VOCAB_SIZE + 40
+    assert ids(matcher.allowed()) == [ord("a")]
+    matcher.advance(b"ab")
+    assert ids(matcher.allowed()) == [ord("c")]
+    assert (matcher.is_whole, matcher.is_over) == (True, False)
+    matcher.advance(b"c")
+    assert ids(matcher.allowed()) == []
+    assert (matcher.is_whole, matcher.is_over, matcher.problem) == (True, True, "")
+
+
+def test_a_model_with_fewer_tokens_than_its_tokenizer(folder: Path) -> None:
+    grammars = Grammars(folder, 100)
+    assert ids(grammars.matcher(lark('start: "a" | "z"')).allowed()) == [ord("a")]
+    grammars.close()
+
+
+def test_special_tokens_come_only_where_they_are_named(grammars: Grammars) -> None:
+    assert {BOS, EOS}.isdisjoint(ids(grammars.matcher(lark("start: /(?s:.*)/")).allowed()))
+    assert ids(grammars.matcher(lark('start: <s> "a"')).allowed()) == [BOS]
+
+
+def test_a_token_that_does_not_fit_is_a_problem(grammars: Grammars) -> None:
+    matcher = grammars.matcher(lark('start: "ab"'))
+    matcher.advance(b"x")
+    assert "\n" not in matcher.problem
+    assert "doesn't satisfy the grammar" in matcher.problem
+
+
+def test_each_text_is_compiled_once_and_followed_apart(grammars: Grammars) -> None:
+    before = grammars.num_compiled
+    one, other = (grammars.matcher(lark('start: "once" /x*/')) for _ in range(2))
+    one.advance(b"on")
+    assert grammars.num_compiled == before + 1
+    assert (ids(one.allowed()), ids(other.allowed())) == ([ord("c")], [ord("o")])
+
+
+def test_the_least_recently_used_is_forgotten(grammars: Grammars) -> None:
+    texts = [lark(f'start: "{number}"') for number in range(65)]
+    for text in texts:
+        grammars.matcher(text)
+    before = grammars.num_compiled
+    grammars.matcher(texts[-1])
+    assert grammars.num_compiled == before
+    grammars.matcher(texts[0])
+    assert grammars.num_compiled == before + 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (lark("start: /a(?=b)/"), "look-around"),
+        (lark("start: nothing"), "nothing"),
+        (json.dumps({"grammars": [{"json_schema": {"type": "objec"}}]}), "Invalid type: objec"),
+        ("nonsense", "Expected"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(grammars: Grammars, grammar: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        grammars.matcher(grammar)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    grammars = Grammars(tmp_path, 256)
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        grammars.matcher(lark('start: "a"'))
+    grammars.close()
+
+
+def test_either_notation_of_a_grammar() -> None:
+    assert lark_of('start: "a"') == 'start: "a"'
+    assert "start" in lark_of('root ::= "yes" | "no"')
+    with pytest.raises(UserError, match="Expected ::="):
+        lark_of("no grammar")

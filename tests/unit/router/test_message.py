@@ -1,0 +1,214 @@
+"""Messages read from text in pieces: how the text is cut makes no difference, and no marker is ever seen in part."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from router.message import MessagePart, MessageReader
+from router.reasoning import Thinking, has_thoughts, thinking_after
+from router.tool_calls.dialects import DIALECTS, find_dialect
+from router.tool_calls.events import ToolParser
+
+NAMES = ["get", "put"]
+
+Make = Callable[[], MessageReader]
+
+
+def reader(dialect: str | None = None, thinking: Thinking = Thinking.NONE) -> MessageReader:
+    parser: ToolParser | None = DIALECTS[dialect].parser(NAMES) if dialect else None
+    return MessageReader(thinking, parser)
+
+
+def joined(parts: list[MessagePart]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, content, and calls with their arguments; checks that parts follow OpenAI's order."""
+    names: list[str] = []
+    arguments: list[str] = []
+    for part in parts:
+        assert len({call.index for call in part.calls}) == len(part.calls)
+        for call in part.calls:
+            if call.id:
+                assert call.index == len(names)
+                names.append(call.name)
+                arguments.append("")
+            assert call.index == len(names) - 1
+            arguments[call.index] += call.arguments
+    return (
+        "".join(part.thoughts for part in parts),
+        "".join(part.content for part in parts),
+        list(zip(names, arguments, strict=True)),
+    )
+
+
+def read(make: MessageReader, *pieces: str) -> tuple[str, str, list[tuple[str, str]]]:
+    parts = [make.push(piece, is_end=False) for piece in pieces]
+    return joined([*parts, make.push("", is_end=True)])
+
+
+GET = '<tool_call>\n{"name": "get", "arguments": {"x": "a}\\"b", "y": [1, {"z": 2}]}}\n</tool_call>'
+ARGS = '{"x": "a}\\"b", "y": [1, {"z": 2}]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("hello <b> ", "hello <b> ", []),
+        (GET, "", [("get", ARGS)]),
+        (f"Let me see.\n\n{GET}\n{GET}\n", "Let me see.", [("get", ARGS), ("get", ARGS)]),
+        (f"{GET} done", "done", [("get", ARGS)]),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "put"}</tool_call>', "", [("put", '{"a": 1}')]),
+        ('<tool_call>{"name": "other"}</tool_call>', "", [("other", "{}")]),
+        ('<tool_call>{"name": "get", "arguments": {"a": 1', "", [("get", '{"a": 1')]),
+        ('a <tool_call>{"na', 'a <tool_call>{"na', []),
+        ("a <tool_call> [1] </tool_call>", "a <tool_call>[1] </tool_call>", []),
+        ("a <tool_ca", "a <tool_ca", []),
+        ("<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
+        (
+            '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
+            '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
+            [],
+        ),
+    ],
+)
+def test_hermes(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert read(reader("hermes"), text) == ("", content, calls)
+    assert read(reader("hermes"), *text) == ("", content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('{"name": "get", "parameters": {"x": 1}}', "", [("get", '{"x": 1}')]),
+        ('<|python_tag|>{"name": "get", "parameters": {"x": 1}}', "", [("get", '{"x": 1}')]),
+        (
+            '\n{"type": "function", "name": "get", "parameters": {}} ; {"name": "put"}',
+            "",
+            [("get", "{}"), ("put", "{}")],
+        ),
+        ('{"name": "get", "parameters": {}} and', "and", [("get", "{}")]),
+        ('{"name": "Bob", "parameters": {}} is', '{"name": "Bob", "parameters": {}} is', []),
+        (' {"age": 7}', ' {"age": 7}', []),
+        ('It is {"name": "get", "parameters": {}}', 'It is {"name": "get", "parameters": {}}', []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("<|pyth", "<|pyth", []),
+        ('{"name": "get", "para', "", [("get", "")]),
+        ('{"na', '{"na', []),
+        ("", "", []),
+    ],
+)
+def test_llama3(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert read(reader("llama3"), text) == ("", content, calls)
+    assert read(reader("llama3"), *text) == ("", content, calls)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "text", "thoughts", "content"),
+    [
+        (Thinking.OPTIONAL, "<think>\na < b\n</think>\n\nyes\n", "a < b", "yes\n"),
+        (Thinking.OPTIONAL, "\n<think></think>yes", "", "yes"),
+        (Thinking.OPTIONAL, " yes <think>no</think>", "", " yes <think>no</think>"),
+        (Thinking.OPTIONAL, "<think>on and on </thin", "on and on </thin", ""),
+        (Thinking.OPTIONAL, "<thi", "", "<thi"),
+        (Thinking.BEGUN, "\nso\n</think>\n\nyes", "so", "yes"),
+        (Thinking.BEGUN, "so on ", "so on ", ""),
+        (Thinking.NONE, "<think>a</think>b", "", "<think>a</think>b"),
+    ],
+)
+def test_thoughts(thinking: Thinking, text: str, thoughts: str, content: str) -> None:
+    assert read(reader(None, thinking), text) == (thoughts, content, [])
+    assert read(reader(None, thinking), *text) == (thoughts, content, [])
+
+
+def test_a_call_after_thoughts() -> None:
+    text = f"<think>\nI call <tool_call>\n</think>\n\n{GET}"
+    assert read(reader("hermes", Thinking.OPTIONAL), *text) == ("I call <tool_call>", "", [("get", ARGS)])
+
+
+SCRAPS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "\n",
+    " ",
+    "a",
+    "<",
+    ";",
+    "}",
+    '"',
+    "\\",
+]
+SCRAPS += [
+    '{"name": "get", "arguments": ',
+    '{"x": "}"}',
+    '{"name": "put", "parameters": {"a": [1]}}',
+    "{",
+    '{"b": 1}',
+    ",",
+]
+TEXTS = st.lists(st.sampled_from(SCRAPS), max_size=12).map("".join)
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=8), data=st.data())
+@example(text='{"name": "get", "arguments": {"x": "}"}}', cuts=[20], data=None)
+def test_cuts_make_no_difference(text: str, cuts: list[int], data: st.DataObject | None) -> None:
+    dialects = [None, *DIALECTS] if data is None else [data.draw(st.sampled_from([None, *DIALECTS]))]
+    for dialect in dialects:
+        for thinking in Thinking:
+            places = sorted({min(cut, len(text)) for cut in cuts})
+            pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+            whole = read(reader(dialect, thinking), text)
+            assert read(reader(dialect, thinking), *pieces) == whole
+            assert read(reader(dialect, thinking), *text) == whole
+
+
+@given(
+    arguments=st.dictionaries(
+        st.text(), st.recursive(st.none() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=5)
+    ),
+    before=st.text(alphabet="ab <{\n", max_size=9),
+    indent=st.none() | st.integers(0, 3),
+)
+def test_every_arguments_come_as_they_were_written(
+    arguments: dict[str, object], before: str, indent: int | None
+) -> None:
+    written = json.dumps({"name": "get", "arguments": arguments}, indent=indent)
+    _, content, calls = read(reader("hermes"), *f"{before}<tool_call>{written}</tool_call>")
+    assert content == before.rstrip()
+    assert [(name, json.loads(text)) for name, text in calls] == [("get", arguments)]
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    streaming = reader("hermes")
+    streaming.push('<tool_call>{"name": "get", "arguments": {"text": "long', is_end=False)
+    part = streaming.push(" and longer", is_end=False)
+    assert [call.arguments for call in part.calls] == [" and longer"]
+
+
+@pytest.mark.parametrize(
+    ("template", "dialect"),
+    [
+        (None, None),
+        ("{{ messages }}", None),
+        ("... return a json object within <tool_call></tool_call> XML tags", "hermes"),
+        ("<tool_call>\n<function=name>", None),
+        ('{{ "<|python_tag|>" }} {"name": ..., "parameters": ...}', "llama3"),
+    ],
+)
+def test_the_template_tells_the_dialect(template: str | None, dialect: str | None) -> None:
+    assert find_dialect("auto", template) is (DIALECTS[dialect] if dialect else None)
+    assert find_dialect("none", template) is None
+    assert find_dialect("llama3", template) is DIALECTS["llama3"]
+
+
+def test_template_and_prompt_tell_about_thoughts() -> None:
+    assert has_thoughts("auto", "... </think> ...")
+    assert not has_thoughts("auto", None)
+    assert not has_thoughts("none", "</think>")
+    assert has_thoughts("qwen3", None)
+    assert thinking_after("<|im_start|>assistant\n") is Thinking.OPTIONAL
+    assert thinking_after("<|im_start|>assistant\n<think>\n") is Thinking.BEGUN
+    assert thinking_after("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Thinking.NONE
