@@ -7,6 +7,9 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.tokenizer import Tokenizer
 from router.directory import Directory
+from router.gate import Gate
+from router.key_limits import KeyLimits
+from router.key_ring import KeyRing
 from router.metrics import Metrics
 from router.relay import Relay
 
@@ -20,6 +23,9 @@ class Service:
     relay: Relay
     directory: Directory
     metrics: Metrics
+    gate: Gate
+    limits: KeyLimits
+    keys: KeyRing
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
 
