@@ -4,8 +4,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from router.api import errors, generation, models, status, timelines
+from router.api import admin, errors, generation, models, response_routes, status, timelines, tokens
 from router.api.body import component_schemas
+from router.api.keys import key_needed
 from router.api.request_id import RequestIds
 from router.service import Service
 
@@ -13,7 +14,11 @@ from router.service import Service
 def create_app(service: Service) -> FastAPI:
     """The application over one service; runs in the event loop that the service's relay belongs to."""
     app = _App(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
-    for routes in (generation.routes, models.routes, status.routes, timelines.routes):
+    app.state.max_body_bytes = service.config.router.max_body_mib << 20
+
+    for routes in (generation.routes, response_routes.routes, tokens.routes, models.routes, timelines.routes):
+        app.include_router(routes(service), dependencies=[key_needed(service)])
+    for routes in (status.routes, admin.routes):
         app.include_router(routes(service))
     errors.install(app, service.metrics)
     app.add_middleware(RequestIds)

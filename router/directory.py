@@ -72,6 +72,17 @@ class Directory:
         return known.entry.rows if known is not None else ()
 
     @property
+    def peers(self) -> list[Peer]:
+        """Every replica that is known and not lost, whether or not it takes new requests."""
+        return [known.peer for known in self._known.values()]
+
+    def pool_tokens_of(self, peer: Peer) -> int | None:
+        """Tokens that one replica has room for; None while it has not said."""
+        known = self._known.get((peer.replica, peer.incarnation))
+        pages = known.entry.load.total_pages if known is not None else 0
+        return pages * known.entry.leader.layout.page_size if known is not None and pages else None
+
+    @property
     def pool_tokens(self) -> int | None:
         """Tokens that every replica which takes new requests has room for; None while no such replica has said."""
         loads = [

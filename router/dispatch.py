@@ -43,9 +43,15 @@ class Dispatch:
         """Whether this request has not ended."""
         return room in self._flights
 
-    def open(self, ask: Ask, prefill: Peer, decode: Peer, deadline_s: float) -> tuple[Room, list[Action]]:
-        """Start a request on a pair of replicas."""
-        room = self._draw()
+    def draw_room(self) -> Room:
+        """A room for the next ``open``, for those who choose replicas by it."""
+        return self._draw()
+
+    def open(
+        self, ask: Ask, prefill: Peer, decode: Peer, deadline_s: float, room: Room | None = None
+    ) -> tuple[Room, list[Action]]:
+        """Start a request on a pair of replicas, in a room that ``draw_room`` gave or in a fresh one."""
+        room = self._draw() if room is None else room
         assert room not in self._flights, f"room {room} drawn twice"
         flight = Flight(
             room=room,
@@ -142,6 +148,10 @@ class Dispatch:
         """Nobody reads the answer any more."""
         flight = self._flights[room]
         return self._end(flight, Stage.CANCELLED, "client left", flight.legs)
+
+    def on_slow_reader(self, room: Room, reason: str) -> list[Action]:
+        """The client reads more slowly than may be kept for it."""
+        return self._fail(self._flights[room], Cause.SLOW_READER, reason, self._flights[room].legs)
 
     def on_enough(self, room: Room) -> list[Action]:
         """A stop string completed the answer before the model ended it."""

@@ -12,6 +12,14 @@ class QueueFullError(BatonError):
     """No request can be taken before some of those at hand are computed; says how many there are."""
 
 
+class KeyLimitError(BatonError):
+    """The client's key has what it may have; says what that is."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
 class ClientLeftError(BatonError):
     """The client closed its connection before the answer was whole."""
 

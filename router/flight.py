@@ -49,6 +49,8 @@ class Cause(StrEnum):
     """The request's deadline passed."""
     STOPPED = "stopped"
     """The router stops."""
+    SLOW_READER = "slow_reader"
+    """The client left too much of its stream unread."""
     BROKEN_OUTPUT = "broken_output"
     """The tokens that came are not one answer: one is missing, or there are too many."""
 
@@ -100,6 +102,8 @@ class Ask:
     """Lower values have their turn earlier."""
     timed: bool = False
     """Every rank keeps a timeline of it."""
+    session: str = ""
+    """What the client calls the conversation it belongs to; empty for none."""
 
 
 @dataclass(slots=True, kw_only=True)

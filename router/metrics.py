@@ -11,6 +11,7 @@ from cluster.spec.registry import TableSnapshot
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.flight import ENDS
+from router.gate import Gate
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -49,9 +50,9 @@ class Metrics:
             registry=registry,
         )
 
-    def watch(self, dispatch: Dispatch, directory: Directory) -> None:
-        """Also report what these two count themselves."""
-        self.registry.register(_Counts(dispatch, directory))
+    def watch(self, dispatch: Dispatch, directory: Directory, gate: Gate) -> None:
+        """Also report what these count themselves."""
+        self.registry.register(_Counts(dispatch, directory, gate))
 
     def exposition(self) -> bytes:
         """Everything, in Prometheus' text format."""
@@ -59,8 +60,9 @@ class Metrics:
 
 
 class _Counts(Collector):
-    def __init__(self, dispatch: Dispatch, directory: Directory) -> None:
+    def __init__(self, dispatch: Dispatch, directory: Directory, gate: Gate) -> None:
         self._dispatch = dispatch
+        self._gate = gate
         self._directory = directory
 
     def describe(self) -> Iterable[Metric]:
@@ -68,6 +70,9 @@ class _Counts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("baton_num_requests_running", "Requests that are open.", value=self._dispatch.num_open)
+        yield GaugeMetricFamily(
+            "baton_num_requests_waiting", "HTTP requests that wait for room.", value=self._gate.num_waiting
+        )
         ended = CounterMetricFamily("baton_request_ended", "Requests by how they ended.", labels=["outcome"])
         for stage in sorted(ENDS, key=lambda stage: stage.value):
             ended.add_metric([stage.value], self._dispatch.ended[stage])

@@ -29,6 +29,11 @@ class Progress:
         if action.finish is not None:
             self.end(now_s)
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens that the client has left unread."""
+        return self.stream.num_unread(self._index)
+
     def end(self, now_s: float) -> None:
         """The answer is whole."""
         self._metrics.e2e_s.observe(now_s - self._arrived_s)

@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import itertools
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cluster.channel import Outbox
 from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.ids import Room
+from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Failure, Message, Output, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
@@ -21,8 +19,8 @@ from router.errors import NotReadyError, QueueFullError
 from router.flight import Action, Ask, Emit, Fail, Send
 from router.load import with_room
 from router.metrics import Metrics
-from router.policies.candidate import Candidate, Chance
-from router.policies.registry import find_policy
+from router.picker import Picker
+from router.policies.candidate import Candidate, Load
 from router.progress import Progress
 from router.timelines import Timelines
 
@@ -42,15 +40,18 @@ class Relay:
         clock: Clock,
         metrics: Metrics,
         timelines: Timelines,
+        on_room: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_room`` is called when a request for which there was no room may find some."""
         self._request_timeout_s = config.router.request_timeout_s
         self._max_queued_tokens = config.prefill.max_queued_tokens
-        self._policies = {
-            Role.PREFILL: find_policy(config.router.prefill_policy),
-            Role.DECODE: find_policy(config.router.decode_policy),
+        self._max_fill = config.decode.max_fill
+        self._max_unread_tokens = config.router.max_unread_tokens
+        self._on_room = on_room
+        self._pickers = {
+            Role.PREFILL: Picker(config.router.prefill_policy),
+            Role.DECODE: Picker(config.router.decode_policy),
         }
-        self._turns = {role: itertools.count() for role in Role}
-        self._random = random.Random()
         self._dispatch = dispatch
         self._directory = directory
         self._outbox = outbox
@@ -82,21 +83,25 @@ class Relay:
 
         Raises:
             NotReadyError: the router drains, or a role has no ready replica.
-            QueueFullError: every prefill replica has as many prompt tokens before it as it may have.
+            QueueFullError: every replica of a role has as many tokens before it as it may have.
         """
         if reason := self.why_not_ready():
             raise NotReadyError(reason)
         if not with_room(self._candidates(Role.PREFILL), self._max_queued_tokens):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             raise QueueFullError(f"the queue is full: {limit} wait at every prefill replica; try again later")
+        if not self._decodes_for(sum(len(ask.prompt_ids) + ask.stopping.max_tokens for ask in asks)):
+            limit = f"{self._max_fill:g} times what it holds (decode.max_fill)"
+            raise QueueFullError(f"the queue is full: every decode replica has tokens for {limit}; try again later")
         answer = Answer(len(asks), self._enough, self._leave)
         self._num_answers += 1
         self._idle.clear()
         opened_s = self._clock.now_s()
         deadline_s = opened_s + self._request_timeout_s
         for index, ask in enumerate(asks):
-            prefill, decode = self._pick(Role.PREFILL), self._pick(Role.DECODE)
-            room, actions = self._dispatch.open(ask, prefill, decode, deadline_s)
+            room = self._dispatch.draw_room()
+            prefill, decode = (self._pick(role, ask, room) for role in (Role.PREFILL, Role.DECODE))
+            room, actions = self._dispatch.open(ask, prefill, decode, deadline_s, room)
             answer.add(room, prefill, decode, timed=ask.timed)
             if ask.timed:
                 self.timelines.begin(room, [*self._directory.rows(prefill), *self._directory.rows(decode)])
@@ -117,16 +122,45 @@ class Relay:
                 self.timelines.on_timeline(message)
             case _:
                 self._dispatch.dropped["foreign"] += 1
+        self._on_room()
 
     def on_table(self, snapshot: TableSnapshot) -> None:
         """The bootstrap table changed."""
         self._give_up(self._directory.update(snapshot, self._clock.now_s()))
+        self._on_room()
         self._wake_at(self._directory.next_deadline_s)
 
     async def drain(self) -> None:
         """Take no new requests and wait until every answer was read to its end."""
-        self._draining = True
+        self.pause()
         await self._idle.wait()
+
+    def pause(self) -> None:
+        """Take no new requests."""
+        self._draining = True
+        self._on_room()
+
+    def resume(self) -> None:
+        """Take new requests again."""
+        self._draining = False
+
+    def tell(self, peer: Peer, message: Message) -> None:
+        """Send a message to a replica, if it listens."""
+        self._tell(peer.address, message)
+
+    def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
+        """What is open at each replica that has anything open."""
+        return self._dispatch.load.lines()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return self._dispatch.num_open
+
+    @property
+    def is_paused(self) -> bool:
+        """No new requests are taken."""
+        return self._draining
 
     def stop(self) -> None:
         """Fail what is open."""
@@ -152,13 +186,25 @@ class Relay:
         self._num_answers -= 1
         if not self._num_answers:
             self._idle.set()
+        self._on_room()
 
-    def _pick(self, role: Role) -> Peer:
+    def _pick(self, role: Role, ask: Ask, room: Room) -> Peer:
         candidates = self._candidates(role)
         if role is Role.PREFILL:
             candidates = with_room(candidates, self._max_queued_tokens) or candidates
-        chance = Chance(turn=next(self._turns[role]), unit=self._random.random())
-        return self._policies[role](candidates, chance).peer
+        else:
+            candidates = self._decodes_for(len(ask.prompt_ids) + ask.stopping.max_tokens) or candidates
+        return self._pickers[role].pick(candidates, ask, room)
+
+    def _decodes_for(self, num_tokens: int) -> list[Candidate]:
+        """Those that are idle, or would not be filled beyond what they may."""
+
+        def fits(candidate: Candidate) -> bool:
+            pool_tokens = self._directory.pool_tokens_of(candidate.peer)
+            has_room = pool_tokens is None or candidate.load.num_tokens + num_tokens <= pool_tokens * self._max_fill
+            return has_room or not candidate.load.num_requests
+
+        return [candidate for candidate in self._candidates(Role.DECODE) if fits(candidate)]
 
     def _candidates(self, role: Role) -> list[Candidate]:
         return self._dispatch.load.candidates(self._directory.ready(role))
@@ -170,8 +216,15 @@ class Relay:
                     self._send(action)
                 case Emit():
                     self._progress[action.room].emit(action, self._clock.now_s())
+                    self._end_slow_reader(action.room)
                 case Fail():
                     self._progress[action.room].stream.fail(action)
+
+    def _end_slow_reader(self, room: Room) -> None:
+        num_unread = self._progress[room].num_unread
+        if num_unread > self._max_unread_tokens and self._dispatch.is_open(room):
+            limit = f"allowed: {self._max_unread_tokens} (router.max_unread_tokens)"
+            self._perform(self._dispatch.on_slow_reader(room, f"{num_unread} tokens were left unread; {limit}"))
 
     def _send(self, action: Send) -> None:
         try:

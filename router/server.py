@@ -25,6 +25,9 @@ from cluster.tokenizer import Tokenizer
 from router.app import create_app
 from router.directory import Directory
 from router.dispatch import Dispatch
+from router.gate import Gate
+from router.key_limits import KeyLimits
+from router.key_ring import read_keys
 from router.listener import listen, reachable
 from router.metrics import Metrics
 from router.relay import Relay
@@ -60,12 +63,13 @@ class RouterServer:
             incarnation: of this start, for the replicas.
 
         Raises:
-            UserError: the model folder cannot be used.
+            UserError: the model folder, or the file of API keys, cannot be used.
         """
         self._config = config
         self._model_folder = model_folder
         self._tokenizer = Tokenizer(model_folder)
         max_context(config, self._tokenizer)
+        self._keys = read_keys(config.router)
         self._rendezvous = rendezvous
         self._host = host
         self._incarnation = incarnation
@@ -155,9 +159,10 @@ class RouterServer:
         me = Peer(replica=ROUTER, incarnation=self._incarnation, address=address)
         dispatch, metrics = Dispatch(me), Metrics()
         directory = Directory(grace_s=self._config.resources.lease_s)
-        metrics.watch(dispatch, directory)
         timelines = Timelines(address)
-        relay = Relay(self._config, dispatch, directory, outbox, SystemClock(), metrics, timelines)
+        gate = Gate(self._config.router.max_waiting_requests, self._config.router.max_wait_s)
+        metrics.watch(dispatch, directory, gate)
+        relay = Relay(self._config, dispatch, directory, outbox, SystemClock(), metrics, timelines, gate.look)
         return Service(
             config=self._config,
             tokenizer=self._tokenizer,
@@ -165,6 +170,9 @@ class RouterServer:
             directory=directory,
             metrics=metrics,
             grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),
+            gate=gate,
+            limits=KeyLimits(SystemClock()),
+            keys=self._keys,
         )
 
     async def _follow_table(self, relay: Relay) -> None:

@@ -9,6 +9,9 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.tokenizer import Tokenizer
 from router.directory import Directory
+from router.gate import Gate
+from router.key_limits import KeyLimits
+from router.key_ring import KeyRing
 from router.metrics import Metrics
 from router.reasoning import has_thoughts
 from router.relay import Relay
@@ -25,6 +28,9 @@ class Service:
     directory: Directory
     metrics: Metrics
     grammars: Grammars
+    gate: Gate
+    limits: KeyLimits
+    keys: KeyRing
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
 

@@ -29,6 +29,8 @@ class Stream:
     def __init__(self, num_choices: int) -> None:
         self.cached_tokens = [0] * num_choices
         """Prompt tokens of every choice that prefill did not compute."""
+        self.num_tokens = 0
+        """Of all choices, read or not."""
         self._num_unfinished = num_choices
         self._parts: dict[int, Part] = {}
         self._failure: Fail | None = None
@@ -46,7 +48,13 @@ class Stream:
         part.token_ids += token_ids
         part.logprobs += logprobs
         part.finish = finish
+        self.num_tokens += len(token_ids)
         self._news.set()
+
+    def num_unread(self, index: int) -> int:
+        """Tokens of a choice that wait to be read."""
+        part = self._parts.get(index)
+        return len(part.token_ids) if part else 0
 
     def fail(self, failure: Fail) -> None:
         """Nothing more will come."""

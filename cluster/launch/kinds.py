@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.spec.config import DeployConfig, Device
+from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.registry import RankRow
@@ -136,3 +137,9 @@ def worker_environ(config: DeployConfig) -> dict[str, str]:
 def service_environ() -> dict[str, str]:
     """Environment of router and bootstrap: Ray does not hide GPUs from those who asked for none."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def router_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """That of a service, and the keys in the driver's own, which Ray need not pass on."""
+    keys = (ADMIN_KEY.name, API_KEYS.name)
+    return service_environ() | {name: environ[name] for name in keys if name in environ}

@@ -1,11 +1,12 @@
 """One start of the bootstrap service, and one of the router: single actors at home, that need no resources."""
 
+import os
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from cluster.launch.calls import Deadline, gather
-from cluster.launch.kinds import service_environ
+from cluster.launch.kinds import router_environ, service_environ
 from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
@@ -48,7 +49,7 @@ class RouterProcess:
     def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
         self._tools = tools
         self._actor = tools.system.start(
-            tools.kinds.router, [service_environ(), incarnation], name=f"{ROUTER}-{incarnation}", seat=None
+            tools.kinds.router, [router_environ(os.environ), incarnation], name=f"{ROUTER}-{incarnation}", seat=None
         )
         self._control: str | None = None
         self.runs: dict[str, Future[Any]] = {}

@@ -25,6 +25,8 @@ from router.policies.registry import POLICIES
 _LOOK_S = 0.25
 """How often deadlines are looked at."""
 
+_SESSIONS = ("", "a", "b")
+
 
 class RouterProcess(Process):
     """Sends requests to pairs of replicas and their tokens to clients."""
@@ -61,9 +63,10 @@ class RouterProcess(Process):
         if not all(ready.values()):
             client.finish(End.REFUSED)
             return
-        prefill, decode = (self._pick(role, ready[role]) for role in (Role.PREFILL, Role.DECODE))
+        room = self.dispatch.draw_room()
+        prefill, decode = (self._pick(role, ready[role], room) for role in (Role.PREFILL, Role.DECODE))
         deadline_s = self.around.now_s() + self.around.shape.request_timeout_s
-        room, actions = self.dispatch.open(_request(client.ask), prefill, decode, deadline_s)
+        room, actions = self.dispatch.open(_request(client.ask), prefill, decode, deadline_s, room)
         self._clients[room] = client
         self.around.trace.add(
             "request", room, "of", len(client.ask.prompt), "tokens to", prefill.replica, decode.replica
@@ -96,8 +99,9 @@ class RouterProcess(Process):
             self._perform(self.dispatch.on_client_left(room))
             self._finish(room, End.LEFT)
 
-    def _pick(self, role: Role, ready: list[Peer]) -> Peer:
-        chance = Chance(turn=next(self._turns), unit=self.around.random.random())
+    def _pick(self, role: Role, ready: list[Peer], room: Room) -> Peer:
+        random = self.around.random
+        chance = Chance(turn=next(self._turns), unit=random.random(), room=room, session=random.choice(_SESSIONS))
         return self._policies[role](self.dispatch.load.candidates(ready), chance).peer
 
     def _draw_room(self) -> Room:

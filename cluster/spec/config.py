@@ -12,6 +12,9 @@ PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
+PolicyName = Literal[
+    "round_robin", "random", "power_of_two", "least_requests", "least_tokens", "session", "follow_room"
+]
 
 
 class _Node(BaseModel):
@@ -122,6 +125,8 @@ class DecodeConfig(PoolConfig):
 
     chunk_tokens: PositiveInt = 2048
     """Most tokens computed in one step when a request must be recomputed here."""
+    max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
+    """Most prompts and longest possible answers at one replica, in its pools; beyond it requests wait in the router."""
 
 
 class TransferBackendName(StrEnum):
@@ -159,14 +164,34 @@ class RouterConfig(_Node):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 8000
     """Port to listen on; 0 takes a free one."""
-    prefill_policy: Literal["round_robin", "random", "least_tokens"] = "round_robin"
+    prefill_policy: PolicyName = "least_tokens"
     """How a prefill replica is picked."""
-    decode_policy: Literal["round_robin", "random", "least_tokens"] = "least_tokens"
+    decode_policy: PolicyName = "least_tokens"
     """How a decode replica is picked."""
     tool_parser: ToolParserName = "auto"
     """How the model writes tool calls; auto tells it from the chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """Whether thoughts (`<think>`) are split off answers; auto does so where the chat template knows them."""
+    max_waiting_requests: Annotated[int, Field(ge=0, strict=True)] = 256
+    """Most requests that wait in the router for room at the replicas; further ones get 429."""
+    max_wait_s: PositiveSeconds = 10.0
+    """Longest wait in the router; then the answer is 429."""
+    api_keys_file: Text | None = None
+    """YAML list of API keys (name, key, max_requests, tokens_per_minute, priority); anybody may ask without any key."""
+    key_max_requests: PositiveInt | None = None
+    """Most open requests of one API key; no limit by default."""
+    key_tokens_per_minute: PositiveInt | None = None
+    """Most tokens of prompts and answers of one API key in a minute; no limit by default."""
+    max_body_mib: Annotated[int, Field(ge=1, le=64, strict=True)] = 64
+    """Longest body of a request, in MiB; 64 is a prompt of some ten million tokens."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt of one request, in tokens; as long as fits by default."""
+    max_choices: Annotated[int, Field(ge=1, le=128, strict=True)] = 128
+    """Largest `n` of a request."""
+    max_unread_tokens: PositiveInt = 32768
+    """Most tokens of one choice that are kept for a client which reads slowly; beyond it the request ends."""
+    slow_reader_s: PositiveSeconds = 60.0
+    """Longest time in which a client may take nothing of its stream; then the request ends."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Longest life of one request."""
     sse_comment_s: PositiveSeconds = 10.0

@@ -76,4 +76,25 @@ TOKEN: EnvVar[str | None] = EnvVar(
     default=lambda _environ: None,
     show=lambda text: f"{len(text)} characters",
 )
-ALL: tuple[EnvVar[Path] | EnvVar[str | None], ...] = (CACHE_DIR, TOKEN)
+ADMIN_KEY: EnvVar[str | None] = EnvVar(
+    name="BATON_ADMIN_KEY",
+    sentence="Key of the router's `/admin` routes; without it they are closed.",
+    allowed="8 or more printable ASCII characters without a space",
+    parse=_token,
+    default=lambda _environ: None,
+    show=lambda text: f"{len(text)} characters",
+)
+API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
+    name="BATON_API_KEYS",
+    sentence="Keys that clients of the router may use, besides those of `router.api_keys_file`.",
+    allowed="keys of 8 or more printable ASCII characters without a space, joined by commas",
+    parse=lambda text: tuple(_token(key.strip()) for key in text.split(",")),
+    default=lambda _environ: (),
+    show=lambda text: f"{len(text)} characters",
+)
+ALL: tuple[EnvVar[Path] | EnvVar[str | None] | EnvVar[tuple[str, ...]], ...] = (
+    CACHE_DIR,
+    TOKEN,
+    ADMIN_KEY,
+    API_KEYS,
+)

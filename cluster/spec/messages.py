@@ -308,6 +308,14 @@ class Drain(_Message, frozen=True):
     """Take no new requests; finish those at hand."""
 
 
+class Resume(_Message, frozen=True):
+    """Take new requests again."""
+
+
+class FlushCache(_Message, frozen=True):
+    """Forget the cached pages that nobody holds."""
+
+
 Message = (
     Submit
     | Cancel
@@ -326,5 +334,7 @@ Message = (
     | SendReport
     | Shutdown
     | Drain
+    | Resume
+    | FlushCache
     | TableUpdate
 )

@@ -9,10 +9,16 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from router.api.errors import ApiError, bad_request
-from router.api.requests import EXPECTED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-
-MAX_BODY_BYTES = 64 * 1024 * 1024
-"""A prompt of some ten million tokens."""
+from router.api.requests import (
+    EXPECTED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokensRequest,
+)
+from router.api.response_request import ResponseRequest
+from router.api.target_request import TargetRequest
 
 _REF = "#/components/schemas/{model}"
 
@@ -25,11 +31,12 @@ async def read(request: Request, schema: type[Body]) -> Body:
     Raises:
         ApiError: 413 when it is too large, 400 naming the first field that is wrong.
     """
+    limit: int = request.app.state.max_body_bytes
     received = bytearray()
     async for part in request.stream():
         received += part
-        if len(received) > MAX_BODY_BYTES:
-            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+        if len(received) > limit:
+            message = f"the body is larger than {limit} bytes (router.max_body_mib)"
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
     try:
         return schema.model_validate_json(bytes(received))
@@ -45,7 +52,15 @@ def document(schema: type[BaseModel]) -> dict[str, Any]:
 
 def component_schemas() -> dict[str, Any]:
     """All schemas of bodies, by name, for the ``components`` of the OpenAPI document."""
-    bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    bodies = (
+        CompletionRequest,
+        ChatRequest,
+        ResponseRequest,
+        TokensRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        TargetRequest,
+    )
     _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     schemas: dict[str, Any] = definitions["$defs"]
     return schemas

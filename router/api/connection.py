@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.spec.config import RouterConfig
 from router.answer import Answer
 from router.api.errors import failed
 from router.errors import ClientLeftError, RequestFailedError
@@ -41,12 +42,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, open_answer: Callable[[], Answer], frames: Callable[[Answer], Frames], comment_s: float) -> None:
+    def __init__(
+        self,
+        open_answer: Callable[[], AbstractAsyncContextManager[Answer]],
+        frames: Callable[[Answer], Frames],
+        config: RouterConfig,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._open_answer = open_answer
         self._frames = frames
-        self._comment_s = comment_s
+        self._config = config
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +64,7 @@ class EventStream(Response):
             return
 
     async def _write(self, send: Send) -> None:
-        with self._open_answer() as answer:
+        async with self._open_answer() as answer:
             self.headers.update(answer.headers)
             async with aclosing(self._commented(self._frames(answer))) as frames:
                 try:
@@ -74,7 +80,7 @@ class EventStream(Response):
         """The frames, with a comment after every so many seconds without the first one."""
         first = asyncio.ensure_future(anext(frames))
         try:
-            while not (await asyncio.wait([first], timeout=self._comment_s))[0]:
+            while not (await asyncio.wait([first], timeout=self._config.sse_comment_s))[0]:
                 yield _WAITING
             yield first.result()
         finally:
@@ -84,11 +90,18 @@ class EventStream(Response):
             yield frame
 
     async def _send(self, send: Send, frame: bytes) -> None:
-        if not self._started:
-            self._started = True
-            start: Message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            await send(start)
-        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        """Write one frame; a client that takes nothing for long is given up, with what is open for it."""
+        try:
+            async with asyncio.timeout(self._config.slow_reader_s):
+                if not self._started:
+                    self._started = True
+                    await send(self._start())
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except TimeoutError:
+            raise ClientLeftError("the client takes nothing of its stream") from None
+
+    def _start(self) -> Message:
+        return {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
 
 
 def event(data: bytes) -> bytes:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.errors import ClientLeftError, NotReadyError, QueueFullError, RequestFailedError
+from router.errors import ClientLeftError, KeyLimitError, NotReadyError, QueueFullError, RequestFailedError
 from router.flight import Cause
 from router.metrics import Metrics
 
@@ -22,6 +22,7 @@ _STATUS = {
     Cause.TIMED_OUT: HTTPStatus.GATEWAY_TIMEOUT,
     Cause.STOPPED: HTTPStatus.SERVICE_UNAVAILABLE,
     Cause.BROKEN_OUTPUT: HTTPStatus.INTERNAL_SERVER_ERROR,
+    Cause.SLOW_READER: HTTPStatus.REQUEST_TIMEOUT,
 }
 
 
@@ -71,6 +72,12 @@ def queue_full(error: QueueFullError) -> ApiError:
     return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=_RETRY)
 
 
+def key_limit(error: KeyLimitError) -> ApiError:
+    """A request that was not taken because its key has what it may have."""
+    headers = {"retry-after": str(error.retry_after_s)}
+    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="rate_limit_exceeded", headers=headers)
+
+
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Answer every error of this application in this shape, and count it."""
 
@@ -79,8 +86,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         metrics.refused.labels(str(int(shaped.status))).inc()
         return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
 
-    kinds = (ApiError, RequestFailedError, NotReadyError, QueueFullError, ClientLeftError, HTTPException, Exception)
-    for kind in kinds:
+    ours = (ApiError, RequestFailedError, NotReadyError, QueueFullError, KeyLimitError, ClientLeftError)
+    for kind in (*ours, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -94,6 +101,8 @@ def _shape(request: Request, error: Exception) -> ApiError:
             return not_ready(error)
         case QueueFullError():
             return queue_full(error)
+        case KeyLimitError():
+            return key_limit(error)
         case ClientLeftError():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
         case HTTPException():

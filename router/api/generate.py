@@ -1,7 +1,9 @@
 """Runs the asks of one HTTP request and writes their answer, whole or as it comes."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,49 +13,84 @@ from router.api.connection import EventStream, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
 from router.api.shapes import Shape
 from router.flight import Ask
+from router.key_limits import limit_of
+from router.key_ring import ApiKey
 from router.service import Service
 from router.text import AnswerText, Piece, TextRules, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One HTTP request, ready to be sent to replicas."""
+class Work:
+    """What one HTTP request wants of replicas."""
 
+    caller: ApiKey | None
+    """Whose it is; None where no key is needed."""
     asks: Sequence[Ask]
     """One for every choice; those of one prompt stand together."""
     num_choices: int
     """Of each prompt."""
     rules: TextRules
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Work):
+    """One HTTP request, ready to be sent to replicas and answered."""
+
     shape: Shape
     include_usage: bool
     continuous_usage: bool
-    arrived_s: float
 
 
 async def respond_whole(service: Service, request: Request, job: Job) -> Response:
     """The answer at once.
 
     Raises:
-        NotReadyError, RequestFailedError, ClientLeftError: there is none.
+        NotReadyError, QueueFullError, RequestFailedError, ClientLeftError: there is none.
     """
-    with service.relay.open(job.asks, job.arrived_s) as answer:
-        parts = await unless_client_leaves(request.receive, _collect(answer, _texts(service, job)))
-        choices = [join(pieces) for pieces in parts]
-        num_tokens = sum(len(choice.token_ids) for choice in choices)
-        content = job.shape.whole(choices, _usage(job, answer, num_tokens))
-        return Response(content, headers=answer.headers, media_type="application/json")
+    choices, usage, headers = await unless_client_leaves(request.receive, collect(service, job))
+    return Response(job.shape.whole(choices, usage), headers=headers, media_type="application/json")
 
 
 def respond_stream(service: Service, job: Job) -> Response:
     """The answer as it comes."""
     return EventStream(
-        open_answer=lambda: service.relay.open(job.asks, job.arrived_s),
-        frames=lambda answer: _frames(answer, _texts(service, job), job),
-        comment_s=service.config.router.sse_comment_s,
+        open_answer=lambda: opened(service, job),
+        frames=lambda answer: _frames(answer, texts_of(service, job), job),
+        config=service.config.router,
     )
 
 
-async def _pieces(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+@asynccontextmanager
+async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
+    """Send the asks to replicas when there is room; what is still open at the end is cancelled.
+
+    Raises:
+        NotReadyError, QueueFullError, KeyLimitError: they cannot be sent.
+    """
+    name, limit = limit_of(service.config.router, work.caller)
+    with service.limits.open(name, limit):
+        open_answer = partial(service.relay.open, work.asks, work.arrived_s)
+        with await service.gate.enter(open_answer, min(ask.priority for ask in work.asks)) as answer:
+            try:
+                yield answer
+            finally:
+                service.limits.spend(name, limit, _prompt_tokens(work) + answer.stream.num_tokens)
+
+
+async def collect(service: Service, work: Work) -> tuple[list[Piece], Usage, dict[str, str]]:
+    """Every choice whole, what they used, and the headers of the response."""
+    async with opened(service, work) as answer:
+        parts: list[list[Piece]] = [[] for _ in work.asks]
+        async for pieces in pieces_of(answer, texts_of(service, work)):
+            for index, piece in pieces:
+                parts[index].append(piece)
+        choices = [join(part) for part in parts]
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        return choices, usage_of(work, answer, num_tokens), answer.headers
+
+
+async def pieces_of(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
     """A piece for every token of every choice, those that wait together; a choice's last one says why it ends."""
     while parts := await answer.stream.receive():
         waiting = []
@@ -65,15 +102,6 @@ async def _pieces(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerator
         yield waiting
 
 
-async def _collect(answer: Answer, texts: Sequence[AnswerText]) -> list[list[Piece]]:
-    """The pieces of every choice."""
-    collected: list[list[Piece]] = [[] for _ in texts]
-    async for pieces in _pieces(answer, texts):
-        for index, piece in pieces:
-            collected[index].append(piece)
-    return collected
-
-
 async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> AsyncGenerator[bytes, None]:
     """A chunk for every token, also one whose text is not whole yet: clients count and time tokens by chunks.
 
@@ -81,33 +109,38 @@ async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> Asyn
     """
     opened: set[int] = set()
     num_tokens = 0
-    async for pieces in _pieces(answer, texts):
+    async for pieces in pieces_of(answer, texts):
         events = []
         for index, piece in pieces:
             if index not in opened:
                 opened.add(index)
                 events += [event(opening)] if (opening := job.shape.opening(index)) else []
             num_tokens += len(piece.token_ids)
-            usage = _usage(job, answer, num_tokens) if job.continuous_usage else None
+            usage = usage_of(job, answer, num_tokens) if job.continuous_usage else None
             events.append(event(job.shape.chunk(index, piece, usage)))
         if events:
             yield b"".join(events)
     if job.include_usage:
-        yield event(job.shape.closing(_usage(job, answer, num_tokens)))
+        yield event(job.shape.closing(usage_of(job, answer, num_tokens)))
     yield event(b"[DONE]")
 
 
-def _texts(service: Service, job: Job) -> list[AnswerText]:
-    return [AnswerText(service.tokenizer, job.rules) for _ in job.asks]
+def texts_of(service: Service, work: Work) -> list[AnswerText]:
+    """For every choice what makes text of its tokens."""
+    return [AnswerText(service.tokenizer, work.rules) for _ in work.asks]
 
 
-def _usage(job: Job, answer: Answer, completion_tokens: int) -> Usage:
+def usage_of(work: Work, answer: Answer, completion_tokens: int) -> Usage:
     """A prompt counts once, however many choices it has."""
-    prompt_tokens = sum(len(ask.prompt_ids) for ask in job.asks[:: job.num_choices])
-    cached_tokens = sum(answer.stream.cached_tokens[:: job.num_choices])
+    prompt_tokens = _prompt_tokens(work)
+    cached_tokens = sum(answer.stream.cached_tokens[:: work.num_choices])
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
     )
+
+
+def _prompt_tokens(work: Work) -> int:
+    return sum(len(ask.prompt_ids) for ask in work.asks[:: work.num_choices])

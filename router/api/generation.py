@@ -1,6 +1,7 @@
 """``/v1/completions`` and ``/v1/chat/completions``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from fastapi import APIRouter
@@ -11,9 +12,11 @@ from router.api.body import document, read
 from router.api.chat import chat_ask, markers
 from router.api.generate import Job, respond_stream, respond_whole
 from router.api.intake import completion_asks
+from router.api.keys import caller_of, priority_of
 from router.api.request_id import request_id
 from router.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.api.sampling import choices_of, text_rules
+from router.api.session import session_of
 from router.api.shapes import ChatShape, CompletionShape, Shape
 from router.flight import Ask
 from router.service import Service
@@ -30,7 +33,7 @@ def routes(service: Service) -> APIRouter:
         body = await read(request, CompletionRequest)
         asks = await completion_asks(service, body)
         shape = CompletionShape(request_id(request), service, body, _echoes(service, body, asks))
-        return await _respond(service, request, body, _job(service, body, asks, shape, arrived_s))
+        return await respond(service, request, body, job_of(service, request, body, asks, shape, arrived_s))
 
     @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest))
     async def chat_completions(request: Request) -> Response:
@@ -39,14 +42,15 @@ def routes(service: Service) -> APIRouter:
         body = await read(request, ChatRequest)
         ask, new_reader = await chat_ask(service, body)
         shape = ChatShape(request_id(request), service, body, new_reader)
-        job = _job(service, body, [ask], shape, arrived_s, markers(service, body))
-        return await _respond(service, request, body, job)
+        job = job_of(service, request, body, [ask], shape, arrived_s, markers(service, body))
+        return await respond(service, request, body, job)
 
     return router
 
 
-def _job(
+def job_of(
     service: Service,
+    request: Request,
     body: GenerationRequest,
     asks: Sequence[Ask],
     shape: Shape,
@@ -54,8 +58,11 @@ def _job(
     markers: Sequence[str] = (),
 ) -> Job:
     """Every choice of every prompt as an ask of its own."""
+    session, priority = session_of(request, body.others), priority_of(request, body.priority)
+    ours = [replace(ask, session=session, priority=priority) for ask in asks]
     return Job(
-        asks=[choice for ask in asks for choice in choices_of(ask, body.num_choices)],
+        caller=caller_of(request),
+        asks=[choice for ask in ours for choice in choices_of(ask, body.num_choices)],
         num_choices=body.num_choices,
         rules=text_rules(service, body, markers),
         shape=shape,
@@ -65,7 +72,8 @@ def _job(
     )
 
 
-async def _respond(service: Service, request: Request, body: GenerationRequest, job: Job) -> Response:
+async def respond(service: Service, request: Request, body: GenerationRequest, job: Job) -> Response:
+    """The answer, whole or as it comes."""
     return respond_stream(service, job) if body.stream else await respond_whole(service, request, job)
 
 

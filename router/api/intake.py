@@ -9,7 +9,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.sampling import Stopping
 from router.api.constrain import checked_grammar, wanted_answer
 from router.api.errors import ApiError, bad_request
-from router.api.requests import ChatMessage, CompletionRequest, GenerationRequest
+from router.api.requests import ChatMessage, CompletionRequest, GenerationRequest, TokensRequest
 from router.api.sampling import make_sampling, stop_token_ids
 from router.api.unsupported import refuse_unsupported
 from router.flight import Ask
@@ -52,6 +52,17 @@ async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask
     grammar = await checked_grammar(service, wanted_answer(body))
     default = _DEFAULT_COMPLETION_TOKENS
     return [make_ask(service, body, prompt, body.max_tokens, default, "prompt", grammar) for prompt in prompts]
+
+
+async def tokens_ask(service: Service, body: TokensRequest) -> Ask:
+    """The ask of a prompt in tokens.
+
+    Raises:
+        ApiError: 404 or 400.
+    """
+    check(service, body)
+    grammar = await checked_grammar(service, wanted_answer(body))
+    return make_ask(service, body, body.prompt_ids, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt_ids", grammar)
 
 
 async def chat_prompt(
@@ -106,6 +117,9 @@ def check(service: Service, body: GenerationRequest) -> None:
     """
     check_model(service, body.model)
     refuse_unsupported(body.others)
+    max_choices = service.config.router.max_choices
+    if body.num_choices > max_choices:
+        raise bad_request(f"n: at most {max_choices} (router.max_choices), got {body.num_choices}", "n")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only allowed when stream is true", "stream_options")
     for param, token_ids in (("logit_bias", body.logit_bias), ("allowed_token_ids", body.allowed_token_ids)):
@@ -145,6 +159,10 @@ def make_ask(
     if not prompt_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
     check_token_ids(service, prompt_ids, param)
+    longest = service.config.router.max_prompt_tokens
+    if longest is not None and len(prompt_ids) > longest:
+        allowed = f"{longest} (router.max_prompt_tokens)"
+        raise bad_request(f"{param}: the prompt has {len(prompt_ids)} tokens; allowed: {allowed}", param, _TOO_LONG)
     room = service.max_tokens - len(prompt_ids)
     if room < 1 or (wanted is not None and wanted > room):
         raise _too_long(service, len(prompt_ids), wanted, param)

@@ -17,7 +17,7 @@ def completion_logprobs(tokenizer: Tokenizer, piece: Piece) -> CompletionLogprob
     tokens = [token_text(tokenizer, token_id) for token_id in piece.token_ids]
     return CompletionLogprobs(
         text_offset=piece.offsets,
-        token_logprobs=[_finite(told.logprob) for told in piece.logprobs],
+        token_logprobs=[finite(told.logprob) for told in piece.logprobs],
         tokens=tokens,
         top_logprobs=[_by_text(tokenizer, token, told) for token, told in zip(tokens, piece.logprobs, strict=True)],
     )
@@ -30,7 +30,7 @@ def chat_logprobs(tokenizer: Tokenizer, piece: Piece) -> ChatLogprobs | None:
 
     def entry(token_id: int, logprob: float) -> TokenLogprob:
         raw = list(token_bytes(tokenizer, token_id))
-        return TokenLogprob(token=token_text(tokenizer, token_id), logprob=_finite(logprob), bytes=raw)
+        return TokenLogprob(token=token_text(tokenizer, token_id), logprob=finite(logprob), bytes=raw)
 
     content = []
     for token_id, told in zip(piece.token_ids, piece.logprobs, strict=True):
@@ -50,10 +50,11 @@ def _by_text(tokenizer: Tokenizer, chosen: str, told: TokenLogprobs) -> dict[str
     """Best first; of several tokens with one text the likeliest counts. The chosen one is there in any case."""
     logprobs: dict[str, float] = {}
     for token_id, logprob in zip(told.top_ids, told.top_logprobs, strict=True):
-        logprobs.setdefault(token_text(tokenizer, token_id), _finite(logprob))
-    logprobs.setdefault(chosen, _finite(told.logprob))
+        logprobs.setdefault(token_text(tokenizer, token_id), finite(logprob))
+    logprobs.setdefault(chosen, finite(told.logprob))
     return logprobs
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A number that JSON can write."""
     return max(logprob, _LEAST)

@@ -30,7 +30,9 @@ EXPECTED = {
 """In words, the fields that may have several types."""
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """What every body has in common."""
+
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
     @property
@@ -39,14 +41,14 @@ class _Body(BaseModel):
         return self.model_extra or {}
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How a stream ends."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(_Body):
+class GenerationRequest(Body):
     """What completions and chat have in common."""
 
     model: str
@@ -123,14 +125,26 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-class TextPart(_Body):
+class TokensRequest(GenerationRequest):
+    """``POST /generate``: a completion whose prompt and answer are tokens."""
+
+    prompt_ids: TokenIds
+    logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """``logprobs`` itself."""
+        return self.logprobs
+
+
+class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message; fields beyond these go to the chat template as they are."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -177,7 +191,7 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """``POST /tokenize``: a prompt or messages."""
 
     model: str | None = None
@@ -194,7 +208,7 @@ class TokenizeRequest(_Body):
         return template_variables(self.tools, self.chat_template_kwargs)
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None

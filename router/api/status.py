@@ -7,6 +7,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.version import VERSION
+from router.api.keys import key_needed
 from router.errors import NotReadyError
 from router.service import Service
 
@@ -37,7 +38,7 @@ def routes(service: Service) -> APIRouter:
         """Prometheus' text format."""
         return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    @router.get("/cluster")
+    @router.get("/cluster", dependencies=[key_needed(service)])
     async def cluster() -> Response:
         """The bootstrap table as this router last saw it."""
         if service.directory.snapshot is None:

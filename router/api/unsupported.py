@@ -32,14 +32,14 @@ _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
 """Any value of these is harmless beside "none" for that."""
 
 
-def refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    """Check the undeclared fields of a request.
+def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = _HARMLESS) -> None:
+    """Check the undeclared fields of a request; ``table`` has, by field, the values besides null that ask for nothing.
 
     Raises:
         ApiError: 400 that names the first one that would change the answer.
     """
     for name, value in fields.items():
-        harmless, switch = _HARMLESS.get(name), _SWITCHED_OFF_BY.get(name, "")
+        harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
         if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):
             continue
         if fields.get(switch) == "none":

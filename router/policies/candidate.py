@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.spec.ids import Room
 from cluster.spec.messages import Peer
 
 
@@ -31,7 +32,17 @@ class Chance:
     """Choices made before this one."""
     unit: float
     """Uniform over [0, 1)."""
+    room: Room
+    """Of the request."""
+    session: str = ""
+    """What the client calls the conversation that the request belongs to; empty for none."""
 
 
 Policy = Callable[[Sequence[Candidate], Chance], Candidate]
 """Pure. Called by the router once per request and role, with at least one candidate, ordered by replica."""
+
+
+def in_turn(candidates: Sequence[Candidate], chance: Chance) -> list[Candidate]:
+    """The candidates, each of them first once in as many choices: ``min`` takes the first of equals."""
+    first = chance.turn % len(candidates)
+    return [*candidates[first:], *candidates[:first]]

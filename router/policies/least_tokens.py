@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from router.policies.candidate import Candidate, Chance
+from router.policies.candidate import Candidate, Chance, in_turn
 
 
 def least_tokens(candidates: Sequence[Candidate], chance: Chance) -> Candidate:
     """Fewest tokens, then fewest requests; equals take turns."""
-    first = chance.turn % len(candidates)
     return min(
-        [*candidates[first:], *candidates[:first]],
-        key=lambda candidate: (candidate.load.num_tokens, candidate.load.num_requests),
+        in_turn(candidates, chance), key=lambda candidate: (candidate.load.num_tokens, candidate.load.num_requests)
     )

@@ -11,7 +11,7 @@ from typing import Self
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, Failure, GiveTimeline, Output, Peer, Shutdown, Submit, Timeline
+from cluster.spec.messages import Cancel, Failure, GiveTimeline, Message, Output, Peer, Shutdown, Submit, Timeline
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
@@ -62,6 +62,8 @@ class FakeReplica:
     """While clear, no tokens are sent."""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
+    told: list[Message] = field(default_factory=list)
+    """Everything else that came."""
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def __enter__(self) -> Self:
@@ -98,6 +100,12 @@ class FakeReplica:
             assert self.news.wait_for(lambda: len(self.submits) >= count, timeout_s), f"{self.name}: {self.submits}"
             return list(self.submits)
 
+    def wait_told(self, kind: type, timeout_s: float = 60.0) -> list[Message]:
+        """The other messages of a kind, as soon as there is one."""
+        with self.news:
+            assert self.news.wait_for(lambda: any(isinstance(message, kind) for message in self.told), timeout_s)
+            return [message for message in self.told if isinstance(message, kind)]
+
     def _loop(self) -> None:
         outbox = Outbox()
         running = True
@@ -110,7 +118,7 @@ class FakeReplica:
         self._inbox.close()
         outbox.close()
 
-    def _take(self, message: object, outbox: Outbox) -> bool:
+    def _take(self, message: Message, outbox: Outbox) -> bool:
         with self.news:
             match message:
                 case Submit():
@@ -124,6 +132,8 @@ class FakeReplica:
                 case Cancel():
                     self.cancels.append(message)
                     self._open.pop(message.room, None)
+                case _:
+                    self.told.append(message)
             self.news.notify_all()
         return not isinstance(message, Shutdown)
 

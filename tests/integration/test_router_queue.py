@@ -46,7 +46,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder = write_model_folder(tmp_path_factory.mktemp("model"), max_context=512)
     config = DeployConfig(
         model=ModelConfig(path=f"somewhere/{MODEL}"),
-        router=RouterConfig(port=0),
+        router=RouterConfig(port=0, max_waiting_requests=0),
         prefill=PrefillConfig(max_queued_tokens=LIMIT),
     )
     table = FakeTable()

@@ -129,6 +129,13 @@ class PageAllocator:
         self.free([page for page in pages if page not in kept])
         self._tree.release(path)
 
+    def flush(self) -> None:
+        """Forget every cached page that nobody holds."""
+        if self._tree:
+            idle = [self._tree.num_idle(owner) for owner in range(self._num_owners)]
+            for page in reversed(self._tree.evict(idle)):
+                self._put_back(page)
+
     def check_integrity(self, held: Sequence[int]) -> None:
         """Prove that the given pages are exactly those handed out, each once, or a cached one once for each holder."""
         holders = Counter(held)

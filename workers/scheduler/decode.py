@@ -14,10 +14,12 @@ from cluster.spec.messages import (
     Done,
     Drain,
     Drained,
+    FlushCache,
     Message,
     Output,
     Refused,
     Result,
+    Resume,
     Revoke,
     StepPlan,
     Submit,
@@ -67,8 +69,10 @@ class DecodeLeader(LeaderCore):
                 self._on_prefill(message, now_s)
             case TableUpdate():
                 self._on_table(message.snapshot, now_s)
-            case Drain():
-                self.draining = True
+            case Drain() | Resume():
+                self.draining = isinstance(message, Drain)
+            case FlushCache():
+                self._allocator.flush()
             case _:
                 self.drop(message)
         self._reserve(now_s)

@@ -13,8 +13,10 @@ from cluster.spec.messages import (
     Cancel,
     Drain,
     DropSend,
+    FlushCache,
     Message,
     Peer,
+    Resume,
     Revoke,
     SendReport,
     SendState,
@@ -72,8 +74,10 @@ class PrefillLeader(LeaderCore):
                 self._on_report(message)
             case TableUpdate():
                 self._on_table(message.snapshot)
-            case Drain():
-                self.draining = True
+            case Drain() | Resume():
+                self.draining = isinstance(message, Drain)
+            case FlushCache():
+                self._allocator.flush()
             case _:
                 self.drop(message)
 

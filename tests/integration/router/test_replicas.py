@@ -1,6 +1,7 @@
 """Replicas that come, fail and go under open requests."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,26 @@ class TestReplicasComeAndGo:
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "broken_output")
         assert reply.json()["error"]["message"] == "decode-0: output 3 is missing; 6 came next"
         cluster.decode.wait_cancels(1)
+
+    def test_a_request_waits_in_the_router_until_decode_has_room(self, cluster: RouterCluster) -> None:
+        # Pools of 4 tokens, filled 16 times by the choices of one request.
+        entries = (entry_of(peer, total_pages=1) for peer in (cluster.prefill.peer, cluster.decode.peer))
+        cluster.table.show(table_of(*entries, version=2))
+        deadline_s = time.monotonic() + 60
+        while cluster.http.get("/v1/models").json()["data"][0]["max_model_len"] != 4:
+            assert time.monotonic() < deadline_s
+        cluster.decode.flow.clear()
+        body = {"prompt": "a", "max_tokens": 2}
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(cluster.post, "/v1/completions", **body, n=16)
+            cluster.decode.wait_submits(16)
+            second = threads.submit(cluster.post, "/v1/completions", **body)
+            while not cluster.metric("baton_num_requests_waiting"):
+                assert time.monotonic() < deadline_s
+            assert len(cluster.decode.submits) == 16
+            cluster.decode.flow.set()
+            assert [reply.result().status_code for reply in (first, second)] == [200, 200]
+        cluster.assert_empty()
 
     def test_deadline(self, folder: Path) -> None:
         for cluster in run_cluster(folder, request_timeout_s=0.2):

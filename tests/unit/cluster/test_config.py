@@ -66,7 +66,10 @@ BAD_FILES = {
     ),
     "policy": (
         "router: {decode_policy: fastest}",
-        ["router.decode_policy: got 'fastest'; allowed: round_robin, random, least_tokens"],
+        [
+            "router.decode_policy: got 'fastest'; allowed: round_robin, random, power_of_two, least_requests, "
+            "least_tokens, session, follow_room"
+        ],
     ),
     "dtype": ("model: {dtype: fp8}", ["model.dtype: got 'fp8'; allowed: auto, float32, bfloat16"]),
     "backend": ("transfer: {backend: tcp}", ["transfer.backend: got 'tcp'; allowed: shared_memory, mooncake"]),

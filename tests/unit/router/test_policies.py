@@ -7,21 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.config import RouterConfig
+from cluster.spec.ids import Room
 from router.policies.candidate import Candidate, Chance, Load
 from router.policies.registry import POLICIES, find_policy
 from tests.fakes.bootstrap import peer_of
 
 
-def candidates_of(*tokens: int) -> list[Candidate]:
+def candidates_of(*tokens: int, requests: int = 1) -> list[Candidate]:
     return [
-        Candidate(peer=peer_of(f"decode-{i}"), load=Load(num_requests=1, num_tokens=count))
+        Candidate(peer=peer_of(f"decode-{i}"), load=Load(num_requests=requests, num_tokens=count))
         for i, count in enumerate(tokens)
     ]
 
 
+def chance_of(turn: int = 0, unit: float = 0.0, room: int = 1, session: str = "") -> Chance:
+    return Chance(turn=turn, unit=unit, room=Room(room), session=session)
+
+
 def picks(name: str, candidates: list[Candidate], count: int) -> list[int]:
     policy = find_policy(name)
-    chosen = [policy(candidates, Chance(turn=turn, unit=turn / count)) for turn in range(count)]
+    chosen = [policy(candidates, chance_of(turn, turn / count)) for turn in range(count)]
     return [candidates.index(candidate) for candidate in chosen]
 
 
@@ -44,19 +49,65 @@ def test_least_tokens_looks_at_requests_next() -> None:
     assert picks("least_tokens", candidates, 2) == [1, 1]
 
 
+def test_least_requests_looks_at_tokens_next() -> None:
+    loads = [Load(num_requests=2, num_tokens=1), Load(num_requests=1, num_tokens=9), Load(num_requests=1, num_tokens=5)]
+    candidates = [Candidate(peer=peer_of(f"decode-{i}"), load=load) for i, load in enumerate(loads)]
+    assert picks("least_requests", candidates, 2) == [2, 2]
+
+
+def test_power_of_two_draws_every_pair_alike_and_takes_the_better() -> None:
+    # Of the six ordered pairs of three, the best is in four and the second best wins the other two.
+    assert Counter(picks("power_of_two", candidates_of(9, 0, 5), 6)) == {1: 4, 2: 2}
+    assert picks("power_of_two", candidates_of(7), 3) == [0, 0, 0]
+
+
+def test_follow_room_is_the_rooms_remainder() -> None:
+    candidates = candidates_of(5, 0, 9)
+    policy = find_policy("follow_room")
+    assert [candidates.index(policy(candidates, chance_of(room=room))) for room in (7, 8, 9)] == [1, 2, 0]
+
+
+@given(session=st.text(min_size=1), gone=st.integers(0, 4), tokens=st.lists(st.integers(0, 9), min_size=5, max_size=5))
+def test_a_replica_that_leaves_moves_only_its_own_sessions(session: str, gone: int, tokens: list[int]) -> None:
+    candidates, policy = candidates_of(*tokens), find_policy("session")
+    before = policy(candidates, chance_of(session=session))
+    rest = [candidate for place, candidate in enumerate(candidates) if place != gone]
+    after = policy(rest, chance_of(turn=3, unit=0.5, room=9, session=session))
+    assert after == before or before == candidates[gone]
+
+
+def test_sessions_are_spread_and_requests_without_one_go_by_load() -> None:
+    candidates, policy = candidates_of(5, 2, 9), find_policy("session")
+    homes = Counter(policy(candidates, chance_of(session=str(i))).peer.replica for i in range(300))
+    assert all(70 < count < 130 for count in homes.values()), homes
+    assert policy(candidates, chance_of()) == candidates[1]
+
+
+def test_a_session_stays_when_its_replica_starts_again() -> None:
+    policy = find_policy("session")
+    old, new = ([Candidate(peer=peer_of(f"decode-{i}", start), load=Load()) for i in range(4)] for start in (1, 2))
+    for session in map(str, range(20)):
+        chosen = (policy(candidates, chance_of(session=session)).peer.replica for candidates in (old, new))
+        assert len(set(chosen)) == 1
+
+
 @given(
     name=st.sampled_from(sorted(POLICIES)),
     tokens=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     turn=st.integers(0, 100),
     unit=st.floats(0, 1, exclude_max=True),
+    room=st.integers(1, 2**63 - 1),
+    session=st.text(max_size=3),
 )
-def test_any_choice_is_a_candidate(name: str, tokens: list[int], turn: int, unit: float) -> None:
+def test_any_choice_is_a_candidate(
+    name: str, tokens: list[int], turn: int, unit: float, room: int, session: str
+) -> None:
     candidates = candidates_of(*tokens)
-    assert find_policy(name)(candidates, Chance(turn=turn, unit=unit)) in candidates
+    assert find_policy(name)(candidates, chance_of(turn, unit, room, session)) in candidates
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown policy 'best'; allowed: least_tokens, random, round_robin"):
+    with pytest.raises(ValueError, match="unknown policy 'best'; allowed: follow_room, least_requests, least_tokens, "):
         find_policy("best")
 
 

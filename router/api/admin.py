@@ -1,0 +1,86 @@
+"""``/admin``: what an operator may do to a running cluster, behind a key of its own."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.spec.messages import Drain, FlushCache, Peer, Resume
+from router.api.body import document, read
+from router.api.errors import bad_request
+from router.api.keys import admin_key_needed
+from router.api.target_request import TargetRequest
+from router.service import Service
+
+
+def routes(service: Service) -> APIRouter:
+    """The administrator's routes."""
+    router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[admin_key_needed(service)])
+    body_of_target: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
+
+    @router.post("/drain", **body_of_target)
+    async def drain(request: Request) -> dict[str, object]:
+        """Send no new requests to a replica; without a name, take no new ones at all. Open ones go on."""
+        body = await read(request, TargetRequest)
+        if body.replica is None:
+            service.relay.pause()
+            return {"draining": "router"}
+        service.relay.tell(_peer(service, body.replica), Drain())
+        return {"draining": body.replica}
+
+    @router.post("/resume", **body_of_target)
+    async def resume(request: Request) -> dict[str, object]:
+        """The opposite of drain."""
+        body = await read(request, TargetRequest)
+        if body.replica is None:
+            service.relay.resume()
+            return {"resumed": "router"}
+        service.relay.tell(_peer(service, body.replica), Resume())
+        return {"resumed": body.replica}
+
+    @router.post("/flush_cache", **body_of_target)
+    async def flush_cache(request: Request) -> dict[str, object]:
+        """Forget the cached pages that no request holds: of one replica, or of all."""
+        body = await read(request, TargetRequest)
+        peers = service.directory.peers if body.replica is None else [_peer(service, body.replica)]
+        for peer in peers:
+            service.relay.tell(peer, FlushCache())
+        return {"flushing": [peer.replica for peer in peers]}
+
+    @router.get("/load")
+    async def load() -> Response:
+        """What is open and what waits, as this router counts it and as each replica's last heartbeat said."""
+        return Response(msgspec.json.encode(_load(service)), media_type="application/json")
+
+    return router
+
+
+def _peer(service: Service, name: str) -> Peer:
+    """A replica that the table has.
+
+    Raises:
+        ApiError: 400 that lists those there are.
+    """
+    peers = {str(peer.replica): peer for peer in service.directory.peers}
+    if name not in peers:
+        raise bad_request(f"replica: there is no {name!r}; there are: {', '.join(peers) or 'none'}", "replica")
+    return peers[name]
+
+
+def _load(service: Service) -> dict[str, object]:
+    book = service.relay.load_lines()
+    snapshot = service.directory.snapshot
+    entries = snapshot.replicas if snapshot else ()
+    replicas = {
+        entry.replica: {
+            "open": book.get((entry.replica, entry.incarnation)),
+            "ready": entry.ready,
+            "heartbeat": entry.load,
+        }
+        for entry in entries
+    }
+    relay = service.relay
+    router = {"open": relay.num_open, "waiting": service.gate.num_waiting, "draining": relay.is_paused}
+    return {"router": router, "replicas": replicas}

@@ -1,0 +1,19 @@
+"""Which conversation a request belongs to, for policies that keep one on one replica."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+
+_HEADER = "x-session-id"
+_FIELDS = ("prompt_cache_key", "user")
+_MAX_CHARS = 256
+
+
+def session_of(request: Request, others: Mapping[str, Any]) -> str:
+    """``X-Session-Id``, else OpenAI's ``prompt_cache_key`` or ``user``; empty where none of them is given.
+
+    ``others`` are the undeclared fields of the body; one that is not a text counts as not given.
+    """
+    given = (request.headers.get(_HEADER), *(others.get(field) for field in _FIELDS))
+    return next((text[:_MAX_CHARS] for text in given if isinstance(text, str) and text), "")

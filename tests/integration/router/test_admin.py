@@ -1,0 +1,158 @@
+"""The administrator's routes, and the keys of clients."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.spec.errors import UserError
+from cluster.spec.messages import Drain, FlushCache, Resume
+from tests.fakes.bootstrap import FakeTable
+from tests.fakes.router_cluster import MODEL, RouterCluster, make_server, run_cluster
+
+pytestmark = pytest.mark.integration
+
+ADMIN = {"authorization": "Bearer the-admin-key"}
+KEYS = """
+- {name: busy, key: key-of-busy, max_requests: 1, priority: 3}
+- {name: thrifty, key: key-of-thrifty, tokens_per_minute: 5}
+"""
+
+
+@pytest.fixture
+def guarded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RouterCluster]:
+    monkeypatch.setenv("BATON_ADMIN_KEY", "the-admin-key")
+    monkeypatch.setenv("BATON_API_KEYS", "key-of-anybody, key-of-another")
+    (tmp_path / "keys.yaml").write_text(KEYS)
+    yield from run_cluster(folder, api_keys_file=str(tmp_path / "keys.yaml"))
+
+
+def ask(cluster: RouterCluster, key: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    fields = {"model": MODEL, "prompt": "abc", "max_tokens": 2, **body}
+    return cluster.http.post(path, json=fields, headers={"authorization": f"Bearer {key}"})
+
+
+def admin(cluster: RouterCluster, path: str, **body: Any) -> Any:
+    reply = cluster.http.post(f"/admin/{path}", json=body, headers=ADMIN)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_without_a_key_the_administrators_routes_are_closed(shared: RouterCluster) -> None:
+    reply = shared.http.post("/admin/drain", json={}, headers=ADMIN)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "no_admin_key")
+
+
+def test_the_administrators_key_is_its_own(guarded: RouterCluster) -> None:
+    for headers in ({}, {"authorization": "Bearer key-of-anybody"}, {"authorization": "the-admin-key"}):
+        assert guarded.http.get("/admin/load", headers=headers).status_code == 401
+    assert ask(guarded, "the-admin-key").status_code == 401
+
+
+def test_replicas_are_told(guarded: RouterCluster) -> None:
+    assert admin(guarded, "drain", replica="decode-0") == {"draining": "decode-0"}
+    assert guarded.decode.wait_told(Drain)
+    assert admin(guarded, "resume", replica="decode-0") == {"resumed": "decode-0"}
+    assert guarded.decode.wait_told(Resume)
+    assert admin(guarded, "flush_cache", replica="prefill-0") == {"flushing": ["prefill-0"]}
+    assert guarded.prefill.wait_told(FlushCache)
+    assert sorted(admin(guarded, "flush_cache")["flushing"]) == ["decode-0", "prefill-0"]
+    assert guarded.decode.wait_told(FlushCache)
+    unknown = guarded.http.post("/admin/drain", json={"replica": "decode-7"}, headers=ADMIN)
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
+    assert "there are: " in unknown.json()["error"]["message"]
+
+
+def test_the_router_drains_and_resumes(guarded: RouterCluster) -> None:
+    admin(guarded, "drain")
+    assert guarded.http.get("/ready").status_code == 503
+    assert ask(guarded, "key-of-anybody").status_code == 503
+    assert guarded.http.get("/admin/load", headers=ADMIN).json()["router"]["draining"]
+    admin(guarded, "resume")
+    assert ask(guarded, "key-of-anybody").status_code == 200
+
+
+def test_load_counts_what_is_open(guarded: RouterCluster) -> None:
+    guarded.decode.flow.clear()
+    with guarded.http.stream(
+        "POST",
+        "/v1/completions",
+        json={"model": MODEL, "prompt": "abc", "max_tokens": 5, "stream": True},
+        headers={"authorization": "Bearer key-of-anybody"},
+    ):
+        load = guarded.http.get("/admin/load", headers=ADMIN).json()
+        guarded.decode.flow.set()
+    assert load["router"] == {"open": 1, "waiting": 0, "draining": False}
+    assert load["replicas"]["prefill-0"]["open"] == {"num_requests": 1, "num_tokens": 4}
+    assert load["replicas"]["decode-0"]["open"] == {"num_requests": 1, "num_tokens": 9}
+
+
+def test_only_known_keys_may_ask(guarded: RouterCluster) -> None:
+    for key in ("key-of-anybody", "key-of-another", "key-of-busy"):
+        assert ask(guarded, key).status_code == 200
+    refused = ask(guarded, "key-of-nobody")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert "key-of-nobody" not in refused.text
+    for path in ("/v1/models", "/cluster", "/timelines/1"):
+        assert guarded.http.get(path).status_code == 401, path
+    for path in ("/health", "/ready", "/version", "/metrics"):
+        assert guarded.http.get(path).status_code == 200, path
+
+
+def test_a_key_has_only_so_many_requests_open(guarded: RouterCluster) -> None:
+    guarded.decode.flow.clear()
+    headers = {"authorization": "Bearer key-of-busy"}
+    body = {"model": MODEL, "prompt": "abc", "max_tokens": 2, "stream": True}
+    with guarded.http.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+        guarded.decode.wait_submits(1)
+        refused = ask(guarded, "key-of-busy")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["message"] == "busy: 1 requests are open; allowed: 1 requests at once"
+        guarded.decode.flow.set()
+        assert ask(guarded, "key-of-anybody").status_code == 200
+        assert "[DONE]" in reply.read().decode()
+    guarded.assert_empty()
+    assert ask(guarded, "key-of-busy").status_code == 200
+
+
+def test_a_key_has_its_priority_and_may_only_ask_for_later(guarded: RouterCluster) -> None:
+    for asked, given in ((None, 3), (-5, 3), (9, 9)):
+        assert ask(guarded, "key-of-busy", priority=asked).status_code == 200
+        assert guarded.last_submit().priority == given
+
+
+def test_a_key_has_only_so_many_tokens_a_minute(guarded: RouterCluster) -> None:
+    assert ask(guarded, "key-of-thrifty", max_tokens=300).status_code == 200
+    refused = ask(guarded, "key-of-thrifty")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert int(refused.headers["retry-after"]) > 1000
+
+
+def test_keys_that_cannot_be_read_stop_the_start(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"router\.api_keys_file: .*cannot be read"):
+        make_server(folder, FakeTable(), api_keys_file=str(tmp_path / "none"))
+
+
+def test_limits_of_a_request(folder: Path) -> None:
+    for cluster in run_cluster(folder, max_choices=2, max_prompt_tokens=5, max_body_mib=1):
+        error = cluster.post("/v1/completions", prompt="abc", n=3).json()["error"]
+        assert error["message"] == "n: at most 2 (router.max_choices), got 3"
+        error = cluster.post("/v1/completions", prompt="abcdef").json()["error"]
+        assert error["message"] == "prompt: the prompt has 7 tokens; allowed: 5 (router.max_prompt_tokens)"
+        assert cluster.post("/v1/completions", prompt="x" * 2**20).status_code == 413
+        assert cluster.post("/v1/completions", prompt="abcd", n=2).status_code == 200
+
+
+def test_a_reader_that_leaves_too_much_is_cut_off_and_others_go_on(folder: Path) -> None:
+    for cluster in run_cluster(folder, max_unread_tokens=4, slow_reader_s=60.0):
+        cluster.decode.batch = 100
+        reply = cluster.post("/v1/completions", prompt="abc", max_tokens=200)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (408, "slow_reader")
+        assert "left unread; allowed: 4 (router.max_unread_tokens)" in reply.json()["error"]["message"]
+        cluster.decode.wait_cancels(1)
+        cluster.assert_empty()
+        cluster.decode.batch = 1
+        cluster.decode.token_s = 0.01
+        assert cluster.post("/v1/completions", prompt="abc", max_tokens=6).status_code == 200

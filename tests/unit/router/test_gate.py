@@ -1,0 +1,115 @@
+"""Who waits in the router, in which order, and for how long."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from router.answer import Answer
+from router.errors import NotReadyError, QueueFullError
+from router.gate import Gate
+
+
+class Replicas:
+    """Room for so many answers."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.opened: list[str] = []
+        self.num_left = 0
+        self.is_ready = True
+
+    def opener(self, name: str) -> Callable[[], Answer]:
+        def open_answer() -> Answer:
+            if not self.is_ready:
+                raise NotReadyError("draining")
+            if len(self.opened) - self.num_left >= self.room:
+                raise QueueFullError("full")
+            self.opened.append(name)
+            return Answer(1, lambda _: None, self._leave)
+
+        return open_answer
+
+    def _leave(self, _: object) -> None:
+        self.num_left += 1
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_urgent_go_first_then_the_first_to_come() -> None:
+    gate, replicas = Gate(9, 60.0), Replicas(1)
+    with await gate.enter(replicas.opener("a"), 0):
+        waiting = [
+            asyncio.create_task(gate.enter(replicas.opener(name), priority))
+            for name, priority in (("b", 0), ("late", 5), ("c", 0), ("soon", -1))
+        ]
+        await settle()
+        assert (replicas.opened, gate.num_waiting) == (["a"], 4)
+    for count in range(2, 6):
+        gate.look()
+        await settle()
+        assert len(replicas.opened) == count
+        replicas.num_left += 1
+    assert replicas.opened == ["a", "soon", "b", "c", "late"]
+    await asyncio.gather(*waiting)
+    assert gate.num_waiting == 0
+
+
+async def test_nobody_overtakes_who_waits() -> None:
+    gate, replicas = Gate(9, 60.0), Replicas(0)
+    first = asyncio.create_task(gate.enter(replicas.opener("first"), 0))
+    await settle()
+    replicas.room = 2
+    with await gate.enter(replicas.opener("second"), 0):
+        assert replicas.opened == ["first", "second"]
+    await first
+
+
+async def test_a_full_queue_and_a_long_wait_are_refused() -> None:
+    gate, replicas = Gate(1, 0.01), Replicas(0)
+    waiting = asyncio.create_task(gate.enter(replicas.opener("waits"), 0))
+    await settle()
+    with pytest.raises(QueueFullError, match=r"^full$"):
+        await gate.enter(replicas.opener("one too many"), 0)
+    with pytest.raises(QueueFullError, match=r"full; waited 0\.01 s \(router\.max_wait_s\)"):
+        await waiting
+    assert gate.num_waiting == 0
+
+
+async def test_who_leaves_makes_way() -> None:
+    gate, replicas = Gate(9, 60.0), Replicas(0)
+    gone = asyncio.create_task(gate.enter(replicas.opener("gone"), 0))
+    stays = asyncio.create_task(gate.enter(replicas.opener("stays"), 0))
+    await settle()
+    gone.cancel()
+    await settle()
+    replicas.room = 1
+    gate.look()
+    await stays
+    assert replicas.opened == ["stays"]
+
+
+async def test_an_answer_that_nobody_takes_is_left() -> None:
+    gate, replicas = Gate(9, 60.0), Replicas(0)
+    gone = asyncio.create_task(gate.enter(replicas.opener("gone"), 0))
+    await settle()
+    replicas.room = 1
+    gate.look()
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (replicas.opened, replicas.num_left) == (["gone"], 1)
+
+
+async def test_what_stops_the_first_one_does_not_stop_the_rest() -> None:
+    gate, replicas = Gate(9, 60.0), Replicas(0)
+    waiting = [asyncio.create_task(gate.enter(replicas.opener(name), 0)) for name in "ab"]
+    await settle()
+    replicas.is_ready = False
+    gate.look()
+    for task in waiting:
+        with pytest.raises(NotReadyError):
+            await task

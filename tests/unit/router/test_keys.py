@@ -1,0 +1,114 @@
+"""The keys of clients: read, found, counted."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from cluster.spec.config import RouterConfig
+from cluster.spec.errors import UserError
+from router.errors import KeyLimitError
+from router.key_limits import ANYBODY, KeyLimits, Limit, limit_of
+from router.key_ring import ApiKey, read_keys
+
+
+class Clock:
+    """Time by hand."""
+
+    def __init__(self) -> None:
+        self.time_s = 100.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+
+def file_of(folder: Path, text: str) -> RouterConfig:
+    path = folder / "keys.yaml"
+    path.write_text(text)
+    return RouterConfig(api_keys_file=str(path))
+
+
+def test_keys_come_from_file_and_environment(tmp_path: Path) -> None:
+    config = file_of(tmp_path, "- {name: ann, key: key-of-ann, max_requests: 2}")
+    ring = read_keys(config, {"BATON_API_KEYS": "key-number-0,key-number-1", "BATON_ADMIN_KEY": "key-of-admin"})
+    ann, second = ring.find("key-of-ann"), ring.find("key-number-1")
+    assert ann is not None
+    assert second is not None
+    assert (ann.name, ann.max_requests, second.name) == ("ann", 2, "key-1")
+    assert ring.find("key-of-admin") is None
+    assert ring.find("") is None
+    assert ring.is_admin("key-of-admin")
+    assert not ring.is_admin("")
+
+
+def test_without_keys_it_is_open_and_has_no_administrator() -> None:
+    ring = read_keys(RouterConfig(), {})
+    assert ring.is_open
+    assert not ring.is_admin("")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- {name: ann, key: short}", r"0\.key"),
+        ("- {name: ann}", r"0\.key"),
+        ("- {name: ann, key: long-enough, colour: red}", r"0\.colour"),
+        ("name: ann", "the whole"),
+        ("- {name: [", "is not YAML"),
+        ("- {name: a, key: same-same}\n- {name: b, key: same-same}", "the same key"),
+        ("- {name: a, key: one-one-1}\n- {name: a, key: two-two-2}", "the same name"),
+        ("- {name: a, key: one-one-1, max_requests: 0}", "max_requests"),
+    ],
+)
+def test_a_bad_file_is_refused_without_quoting_a_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
+        read_keys(file_of(tmp_path, text), {})
+    assert not any(key in str(refused.value) for key in ("short", "same-same", "one-one-1", "long-enough"))
+
+
+def test_limits_are_the_keys_own_or_the_routers() -> None:
+    config = RouterConfig(key_max_requests=3, key_tokens_per_minute=70)
+    assert limit_of(config, None) == (ANYBODY, Limit(3, 70))
+    assert limit_of(config, ApiKey(name="ann", key="long-enough", max_requests=9)) == ("ann", Limit(9, 70))
+
+
+def test_requests_at_once() -> None:
+    limits, limit = KeyLimits(Clock()), Limit(1, None)
+    with limits.open("ann", limit), limits.open("bob", limit), pytest.raises(KeyLimitError), limits.open("ann", limit):
+        pass
+    with limits.open("ann", limit):
+        pass
+
+
+def test_tokens_come_back_with_time() -> None:
+    clock = Clock()
+    limits, limit = KeyLimits(clock), Limit(None, 60)
+    with limits.open("ann", limit):
+        limits.spend("ann", limit, 90)
+    with pytest.raises(KeyLimitError, match="60 a minute") as refused, limits.open("ann", limit):
+        pass
+    assert refused.value.retry_after_s == 31
+    clock.time_s += 30
+    with pytest.raises(KeyLimitError), limits.open("ann", limit):
+        pass
+    clock.time_s += 1
+    with limits.open("ann", limit):
+        pass
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 500)), max_size=30), st.integers(1, 300))
+@hypothesis_settings(deadline=None)
+def test_who_waits_as_told_is_let_in(steps: list[tuple[float, int]], tokens_per_minute: int) -> None:
+    clock = Clock()
+    limits, limit = KeyLimits(clock), Limit(None, tokens_per_minute)
+    for wait_s, num_tokens in steps:
+        clock.time_s += wait_s
+        try:
+            with limits.open("ann", limit):
+                limits.spend("ann", limit, num_tokens)
+        except KeyLimitError as error:
+            clock.time_s += error.retry_after_s
+            with limits.open("ann", limit):
+                pass
