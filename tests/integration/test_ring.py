@@ -105,7 +105,7 @@ def test_a_chain_through_every_page_of_128k_tokens_is_followed(tmp_path: Path, e
     prompt = chain_prompt(num_pages * page_size + 1, page_size)
     build_recall_checkpoint(tmp_path)
     prefill = {"parallel": {"cp": 4}, "mode": "ring"}
-    kv = {"page_size": page_size, "memory_gib": 4}
+    kv = {"page_size": page_size, "memory_gib": 0.3}
     transfer = {"transfer_timeout_s": 3600}  # counts from the ticket on, and so from before the prompt is computed
     config = DeployConfig.model_validate({"kv": kv, "prefill": prefill, "transfer": transfer})
     with engine.running(tmp_path, config) as cluster:
