@@ -42,6 +42,8 @@ class Library:
         numbers, both int64. Nothing is checked against the tensors' sizes. Strides are any, but adjacent elements of
         a head are adjacent in memory, and the result is contiguous.
         """
+        if not len(items):
+            return
         for x in (query, key, value):
             assert x.dtype == torch.bfloat16, f"the native backend is for bf16, not {x.dtype}"
             assert x.shape[-1] <= MOST_DIMS, f"a head of {x.shape[-1]} dims"
