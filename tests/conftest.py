@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from cluster.cli.check_install import installed_version, missing_mooncake_packages
 from tests.leftovers import Before, find_leftovers
+from workers.attention.native.compile import CannotCompileError, find_compiler
 
 REQUIRE_MOONCAKE = "BATON_REQUIRE_MOONCAKE"
 """Set by CI: tests of the mooncake backend must run, a skip of one is a failure."""
@@ -30,7 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say what would make it run."""
-    for mark, reason in (("mooncake", _mooncake_missing(items)), ("gpu", _gpu_missing(items))):
+    missing = {"mooncake": _mooncake_missing(items), "native": _native_missing(items), "gpu": _gpu_missing(items)}
+    for mark, reason in missing.items():
         if reason is None:
             continue
         marked = [item for item in items if item.get_closest_marker(mark)]
@@ -89,6 +91,16 @@ def _mooncake_missing(items: list[pytest.Item]) -> str | None:
     if installed_version("mooncake-transfer-engine-non-cuda") or installed_version("mooncake-transfer-engine"):
         return None
     return "pip install -c constraints.txt '.[mooncake]'"
+
+
+def _native_missing(items: list[pytest.Item]) -> str | None:
+    if not any(item.get_closest_marker("native") for item in items):
+        return None
+    try:
+        find_compiler()
+    except CannotCompileError as error:
+        return f"{error}; {error.mend}" if error.mend else str(error)
+    return None
 
 
 def _gpu_missing(items: list[pytest.Item]) -> str | None:

@@ -11,7 +11,7 @@ from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting
-from workers.attention.registry import load_backend
+from workers.attention.registry import fastest_backend
 from workers.bench_attention import TimedAttention
 from workers.bench_step import StepLens, StepTime, Way
 from workers.cache.page_pool import PagePool
@@ -44,7 +44,7 @@ class BenchRank:
         self._model = _random_model(config, dtype)
         num_pages = pages_for(max_len, _PAGE_SIZE)
         self._pool = PagePool(num_pages, config.num_kv_heads, config.num_layers, _PAGE_SIZE, config.head_dim, dtype)
-        self._backend = TimedAttention(load_backend("torch"))
+        self._backend = TimedAttention(fastest_backend(self._model.device, dtype))
         self._store: ReplicaStore | None = None
         self._groups: dict[int, Communicator] = {}
         self._rates: dict[int, Rates] = {}

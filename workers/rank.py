@@ -13,7 +13,7 @@ from cluster.spec.pool import pool_layout
 from cluster.spec.ranks import GroupName, groups
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
-from workers.attention.registry import load_backend
+from workers.attention.registry import fastest_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
@@ -88,7 +88,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         torch.frombuffer(region.buffer, dtype=torch.uint8),
     )
     model = load_model(folder, dtype=torch_dtype(dtype), device=device)
-    attention = load_backend("torch")
+    attention = fastest_backend(device, torch_dtype(dtype))
     runner = ModelRunner(model, pool, attention, cp_group, spec.ownership, grammars)
     runner.warm_up()
     shape = ModelShape.of(model_config, dtype)

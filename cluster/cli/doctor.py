@@ -21,6 +21,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_machine.check_port,
     check_machine.check_cores,
     check_machine.check_memory,
+    check_machine.check_attention,
     check_machine.check_model_cache,
     check_machine.check_open_files,
 )

@@ -63,7 +63,7 @@ def _token(text: str) -> str:
 
 CACHE_DIR = EnvVar(
     name="BATON_CACHE_DIR",
-    sentence="Folder of built checkpoints.",
+    sentence="Folder of built checkpoints and compiled kernels.",
     allowed="the absolute path of a folder",
     parse=_absolute_folder,
     default=_default_cache,

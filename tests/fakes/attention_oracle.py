@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from cluster.spec.strategy import Passing, Strategy
-from workers.attention.torch_backend import TorchAttention
+from workers.attention.registry import fastest_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import join_rows
 from workers.engine.attention_context import CpExchange
@@ -95,6 +95,7 @@ class ScenarioRun:
     def __init__(self, scenario: Scenario, group: Communicator) -> None:
         self.scenario = scenario
         self.exchange = CpExchange(group)
+        self.backend = fastest_backend(torch.device("cpu"), scenario.dtype)
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
@@ -112,7 +113,7 @@ class ScenarioRun:
     def _step(self, lens: tuple[int, ...]) -> StepResult:
         present = [request for request, length in enumerate(lens) if length]
         batch = self._batch(lens, present)
-        context = make_context(batch, self.scenario.passing, self.pool, TorchAttention(), self.exchange)
+        context = make_context(batch, self.scenario.passing, self.pool, self.backend, self.exchange)
         outs = []
         for layer in range(NUM_LAYERS):
             q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))

@@ -1,0 +1,164 @@
+"""The native backend against attention by definition in float64: any shapes, strides, pages and runs."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.workers.test_row_attention import check, masked_attention, rank_pairs, seen_by_definition, tensors
+from workers.attention.interface import AttentionBackend
+from workers.attention.registry import load_backend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.runs import Run
+
+pytestmark = pytest.mark.native
+
+OUT_TOLERANCE, LSE_TOLERANCE = 0.02, 1e-3
+
+
+@pytest.fixture(scope="module")
+def native() -> AttentionBackend:
+    return load_backend("native")
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def check_bf16(result: Partial, expected: Partial) -> None:
+    assert (result.out.dtype, result.lse.dtype) == (torch.bfloat16, torch.float32)
+    np.testing.assert_allclose(result.out.double(), expected.out, atol=OUT_TOLERANCE, rtol=OUT_TOLERANCE)
+    np.testing.assert_allclose(result.lse.double(), expected.lse, atol=LSE_TOLERANCE, rtol=1e-5)
+
+
+def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run) -> Partial:
+    """One run's queries over the keys of its request ``[tokens, heads, dim]``."""
+    positions = run.first_position + np.arange(run.count) * run.step
+    return masked_attention(query, key, value, positions[:, None] >= np.arange(len(key)))
+
+
+class Pages:
+    """Requests in the pages of one pool, whose other slots are NaN; ``gap`` dims lie between two heads' rows."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, page_size: int, gap: int, seed: int) -> None:
+        counts = [-(-length // page_size) for length in lengths]
+        pool = PagePool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, torch.bfloat16)
+        pool.data.fill_(torch.nan)
+        self.views = tuple(view[..., :head_dim] for view in pool.layer_view(1))
+        self.tables = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).split(counts)
+        self.kv = [draw(seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
+        for table, kv in zip(self.tables, self.kv, strict=True):
+            for place in range(len(kv)):
+                for view, rows in zip(self.views, kv[place], strict=True):
+                    view[table[place // page_size], :, place % page_size] = rows
+
+
+@st.composite
+def some_runs(draw: st.DrawFn) -> tuple[list[Run], list[int]]:
+    """Runs of up to three requests, in any order, and the requests' lengths."""
+    runs, lengths = [], []
+    for number in range(draw(st.integers(1, 3))):
+        count, step = draw(st.sampled_from([(1, 1), (1, 1), (7, 3), (40, 1), (150, 2), (300, 1)]))
+        runs.append(Run(number, draw(st.integers(0, 400)), count, step))
+        lengths.append(runs[-1].last_position + 1 + draw(st.integers(0, 20)))
+    return draw(st.permutations(runs)), lengths
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    some_runs(),
+    st.sampled_from([64, 80, 96, 128, 256, 8, 33]),
+    st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 3), (1, 8), (1, 7)]),
+    st.sampled_from([16, 64, 128, 5]),
+    st.sampled_from([0, 1, 64]),
+    st.integers(0, 99),
+)
+def test_runs_over_pages(
+    native: AttentionBackend,
+    case: tuple[list[Run], list[int]],
+    head_dim: int,
+    heads: tuple[int, int],
+    page_size: int,
+    gap: int,
+    seed: int,
+) -> None:
+    runs, lengths = case
+    pages = Pages(lengths, heads[0], head_dim, page_size, gap, seed)
+    num_queries = sum(run.count for run in runs)
+    query = draw(seed + 50, num_queries, heads[0] * heads[1] + 1, head_dim + gap)[:, 1:, :head_dim]
+    result = native.prepare(runs, pages.tables, page_size).attend(query, *pages.views)
+    start = 0
+    for run in runs:
+        mine = slice(start, start + run.count)
+        kv = pages.kv[run.request][: run.last_position + 1]
+        check_bf16(Partial(result.out[mine], result.lse[mine]), by_definition(query[mine], kv[:, 0], kv[:, 1], run))
+        start += run.count
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=3), st.integers(1, 60), st.integers(0, 99))
+def test_all_queries_see_the_first_keys(
+    native: AttentionBackend, key_lens: list[int], num_queries: int, seed: int
+) -> None:
+    pages = Pages(key_lens, 2, 64, 16, 0, seed)
+    runs = [Run(number, 3, num_queries, 1) for number in range(len(key_lens))]
+    query = draw(seed + 50, num_queries * len(key_lens), 4, 64)
+    result = native.prepare(runs, pages.tables, 16, key_lens).attend(query, *pages.views)
+    for number, kv in enumerate(pages.kv):
+        mine = slice(number * num_queries, (number + 1) * num_queries)
+        seen = np.ones((num_queries, len(kv)), dtype=bool)
+        expected = masked_attention(query[mine], kv[:, 0], kv[:, 1], seen)
+        check_bf16(Partial(result.out[mine], result.lse[mine]), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rank_pairs())
+def test_rows_whose_pieces_meet_in_one_query(native: AttentionBackend, case: tuple[list[Run], list[Run]]) -> None:
+    seen = seen_by_definition(*case)
+    query, key, value = tensors(*seen.shape, torch.bfloat16)
+    result = native.prepare_rows(*case).attend(query, key, value)
+    check(result, masked_attention(query, key, value, seen), atol=0.02)
+
+
+def test_many_tiles_and_threads_find_the_same(native: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    pages = Pages([900, 700], 2, 64, 64, 0, 1)
+    runs, query = [Run(0, 0, 900, 1), Run(1, 699, 1, 1)], draw(2, 901, 8, 64)
+    of_one, of_three = (
+        backend.prepare(runs, pages.tables, 64).attend(query, *pages.views)
+        for backend in (native, load_backend("native"))
+    )
+    assert torch.equal(of_one.out, of_three.out)
+    assert torch.equal(of_one.lse, of_three.lse)
+
+
+@pytest.mark.parametrize("num_queries", [1, 200])
+@pytest.mark.parametrize("size", [1.0, 300.0, 3000.0, -3000.0])
+def test_a_late_needle_far_above_all_before(native: AttentionBackend, num_queries: int, size: float) -> None:
+    query, key, value = draw(0, num_queries, 4, 64).abs(), draw(1, 500, 1, 64), draw(2, 500, 1, 64)
+    key[:] += size / 64
+    key[230] = 2 * abs(size) / 64
+    run = Run(0, 500 - num_queries, num_queries, 1)
+    result = native.prepare_rows([run], [Run(0, 0, 500, 1)]).attend(query, key, value)
+    check_bf16(result, by_definition(query, key, value, run))
+
+
+def test_what_lies_out_of_bounds_is_refused_before_it_is_read(native: AttentionBackend) -> None:
+    pages, query = Pages([40], 1, 64, 16, 0, 1), draw(2, 1, 2, 64)
+    with pytest.raises(AssertionError, match="ends past its pages"):
+        native.prepare([Run(0, 48, 1, 1)], pages.tables, 16)
+    step = native.prepare([Run(0, 39, 1, 1)], [torch.tensor([0, 1, 99])], 16)
+    with pytest.raises(AssertionError, match="page 99 of"):
+        step.attend(query, *pages.views)
+    with pytest.raises(AssertionError, match="0 queries"):
+        step.attend(query[:0], *pages.views)
+    with pytest.raises(AssertionError, match=r"for bf16, not torch\.float32"):
+        native.prepare([Run(0, 39, 1, 1)], pages.tables, 16).attend(query.float(), *pages.views)
+
+
+def test_no_runs_yield_no_rows(native: AttentionBackend) -> None:
+    pages = Pages([3], 1, 64, 16, 0, 1)
+    assert native.prepare([], [], 16).attend(draw(0, 0, 2, 64), *pages.views).out.shape == (0, 2, 64)
+    assert native.prepare_rows([], []).attend(draw(0, 0, 2, 64), *pages.kv[0].unbind(1)).out.shape == (0, 2, 64)

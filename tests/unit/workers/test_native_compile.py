@@ -1,0 +1,138 @@
+"""How the native library comes to be: once, whole, and never a reason not to start. The compiler is a stand-in."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.cli.check_machine import check_attention
+from cluster.cli.finding import Status
+from workers.attention import registry
+from workers.attention.native import compile as native
+from workers.attention.native.compile import CannotCompileError, compiled_library, find_compiler
+from workers.attention.torch_backend import TorchAttention
+
+COMPILER = """#!/bin/sh
+case "$1" in --version) echo 1; exit;; esac
+while [ "$1" != -o ]; do shift; done
+sleep 0.2
+echo code > "$2"
+echo "$2" >> "$(dirname "$0")/compiled"
+"""
+BUILD = """
+from workers.attention.native import compile
+compile.CPU_FLAGS = ()
+print(compile.compiled_library())
+"""
+
+
+@pytest.fixture(autouse=True)
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of programs with a compiler in it, on a CPU that has all it takes, and an empty cache."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    set_compiler(folder, COMPILER)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "CPU_FLAGS", ())
+    return folder
+
+
+def set_compiler(folder: Path, script: str) -> None:
+    (folder / "c++").write_text(script)
+    (folder / "c++").chmod(0o755)
+
+
+def num_compiled(tools: Path) -> int:
+    made = tools / "compiled"
+    return len(made.read_text().splitlines()) if made.exists() else 0
+
+
+def test_it_is_compiled_once(tools: Path) -> None:
+    path = compiled_library()
+    assert path.read_bytes().startswith(b"code\n")
+    assert compiled_library() == path
+    assert num_compiled(tools) == 1
+
+
+def test_processes_that_start_at_once_compile_once(tools: Path) -> None:
+    command = [sys.executable, "-c", BUILD]
+    root = Path(native.__file__).parents[3]
+    started = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {process.communicate(timeout=60)[0] for process in started}
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len(paths) == num_compiled(tools) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"code\n", b"x" * 100])
+def test_a_broken_file_is_compiled_again(damage: bytes, tools: Path) -> None:
+    path = compiled_library()
+    whole = path.read_bytes()
+    path.write_bytes(damage)
+    assert compiled_library().read_bytes() == whole
+    assert num_compiled(tools) == 2
+
+
+def test_another_source_or_compiler_is_another_library(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {compiled_library()}
+    set_compiler(tools, COMPILER.replace("echo 1", "echo 2"))
+    paths.add(compiled_library())
+    (tools / "other.cpp").write_text("other")
+    monkeypatch.setattr(native, "SOURCES", (tools / "other.cpp",))
+    paths.add(compiled_library())
+    assert len(paths) == 3
+
+
+def test_nothing_half_made_stays(tools: Path) -> None:
+    set_compiler(tools, "#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'x.cpp:1: error: no' >&2; exit 1\n")
+    with pytest.raises(CannotCompileError, match=r"c\+\+ failed: x.cpp:1: error: no") as failure:
+        compiled_library()
+    assert failure.value.mend == "apt-get install -y g++"
+    folder = tools.parent / "cache" / "native"
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(tools: Path) -> None:
+    (tools.parent / "cache").mkdir()
+    (tools.parent / "cache" / "native").write_text("in the way")
+    with pytest.raises(CannotCompileError, match="native"):
+        compiled_library()
+
+
+def test_another_users_code_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(CannotCompileError, match="belongs to another user"):
+        compiled_library()
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert isinstance(registry.fastest_backend(torch.device("cpu"), torch.bfloat16), TorchAttention)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message == "attention in plain torch, at half the speed: no C++ compiler; apt-get install -y g++"
+    finding = check_attention()
+    assert (finding.status, finding.found) == (Status.WARN, "plain torch: no C++ compiler")
+    assert finding.mend.endswith("apt-get install -y g++")
+
+
+def test_on_a_cpu_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw\n")
+    monkeypatch.setattr(native, "CPU_FLAGS", ("avx512f", "avx512_bf16"))
+    with pytest.raises(CannotCompileError, match=r"the CPU has no avx512_bf16$"):
+        find_compiler(info)
+    with pytest.raises(CannotCompileError, match="the CPU has no avx512f, avx512_bf16"):
+        find_compiler(tmp_path / "absent")
+    finding = check_attention(lambda: find_compiler(info))
+    assert (finding.status, finding.mend) == (Status.OK, "")
+
+
+def test_fp32_and_gpus_never_ask_for_it(tools: Path) -> None:
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        assert isinstance(registry.fastest_backend(torch.device(device), dtype), TorchAttention)
+    assert num_compiled(tools) == 0

@@ -1,0 +1,164 @@
+// Attention of bf16 queries over bf16 keys and values that lie in pages, for CPUs with AVX512-BF16.
+//
+// A tile is some query rows (query by query, the G heads that share a kv head) and one kv head. It goes through its keys
+// block by block; a large one packs each block for all its rows, a small one has it rearranged in registers.
+//
+// Strides and offsets are in elements.
+
+#include "block.h"
+
+namespace {
+
+struct Strides {
+  int64_t page, head, slot;
+};
+
+struct Item {
+  int64_t first_query, num_queries, table, first_key, num_keys;
+  int64_t ahead, step;  // Query i sees keys 0..ahead + i * step, as far as there are.
+};
+
+struct Attention {
+  const bf16 *query, *key, *value;
+  bf16* out;
+  float* lse;
+  const int64_t* tables;
+  const Item* items;
+  int64_t* next_tile;  // Shared by all threads of one call.
+  int64_t num_items, page_size, kv_heads, groups, head_dim, query_stride, query_head_stride;
+  Strides key_strides, value_strides;
+};
+
+// Goes through the pages of one item for one kv head.
+class Cursor {
+ public:
+  Cursor(const Attention& a, const Item& item, int64_t head)
+      : a_(a), table_(a.tables + item.table + item.first_key / a.page_size), slot_(item.first_key % a.page_size),
+        left_(item.num_keys), key_(a.key + head * a.key_strides.head), value_(a.value + head * a.value_strides.head) {}
+
+  void next(Block& block) {
+    int i = 0;
+    while (i < kBlock && left_ > 0) {
+      const int64_t count = std::min({int64_t(kBlock - i), left_, a_.page_size - slot_});
+      const bf16* key = key_ + *table_ * a_.key_strides.page + slot_ * a_.key_strides.slot;
+      const bf16* value = value_ + *table_ * a_.value_strides.page + slot_ * a_.value_strides.slot;
+      for (const int end = i + int(count); i < end; ++i) {
+        block.key[i] = key, block.value[i] = value;
+        key += a_.key_strides.slot, value += a_.value_strides.slot;
+      }
+      left_ -= count, slot_ += count;
+      if (slot_ == a_.page_size) slot_ = 0, ++table_;
+    }
+    for (; i < kBlock; ++i) block.key[i] = block.value[i] = kZeros;
+  }
+
+ private:
+  const Attention& a_;
+  const int64_t* table_;
+  int64_t slot_, left_;
+  const bf16 *key_, *value_;
+};
+
+// Merge a finished row with what the output holds; an empty row of it is (0, -inf).
+void write_row(const Scratch& s, int64_t row, int64_t head_dim, bf16* out, float* lse) {
+  const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sums + row * kLanes));
+  const float found = (s.reference[row] + std::log2(sum)) * float(M_LN2);
+  const float top = std::max(found, *lse);
+  const float merged = top + std::log(std::exp(found - top) + std::exp(*lse - top));
+  const float mine = std::exp(found - merged) / sum, theirs = std::exp(*lse - merged);
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    const __mmask16 mask = lanes16(head_dim - d);
+    __m512 x = _mm512_mul_ps(_mm512_load_ps(s.out + row * s.width + d), _mm512_set1_ps(mine));
+    if (theirs > 0) {
+      const __m512i held = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, out + d));
+      x = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(held, 16)), _mm512_set1_ps(theirs), x);
+    }
+    _mm256_mask_storeu_epi16(out + d, mask, (__m256i)_mm512_cvtneps_pbh(x));
+  }
+  *lse = merged;
+}
+
+// One tile, from its first block of keys to its rows of the result.
+class Tile {
+ public:
+  Tile(const Attention& a, const Item& item, int64_t head, int64_t first_row, int64_t num_rows, const Scratch& s)
+      : a_(a), item_(item), s_(s), head_(head), first_row_(first_row), num_rows_(num_rows),
+        padded_(num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows) {}
+
+  void attend() {
+    read_queries();
+    const float scale = float(M_LOG2E) / std::sqrt(float(a_.head_dim));
+    Cursor cursor(a_, item_, head_);
+    Block block, next;
+    cursor.next(next);
+    const int64_t most = last_seen(num_rows_ - 1);
+    for (int64_t begin = 0; begin < most; begin += kBlock) {
+      block = next;
+      cursor.next(next);
+      int seen[kTileRows];
+      for (int64_t row = 0; row < padded_; ++row)
+        seen[row] = int(std::clamp<int64_t>(last_seen(std::min(row, num_rows_ - 1)) - begin, 0, kBlock));
+      attend_block(block, next, seen, scale);
+    }
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
+      write_row(s_, row, a_.head_dim, a_.out + to * a_.head_dim, a_.lse + to);
+    }
+  }
+
+ private:
+  int64_t token(int64_t row) const { return item_.first_query + (first_row_ + row) / a_.groups; }
+  int64_t query_head(int64_t row) const { return head_ * a_.groups + (first_row_ + row) % a_.groups; }
+  int64_t last_seen(int64_t row) const {
+    return std::min(item_.num_keys, item_.ahead + (first_row_ + row) / a_.groups * item_.step + 1);
+  }
+
+  void read_queries() {
+    for (int64_t row = 0; row < padded_; ++row) {
+      const bf16* from = kZeros;
+      if (row < num_rows_) from = a_.query + token(row) * a_.query_stride + query_head(row) * a_.query_head_stride;
+      for (int64_t d = 0; d < a_.head_dim; d += 32)
+        _mm512_store_si512(s_.query + row * s_.width + d, _mm512_maskz_loadu_epi16(lanes32(a_.head_dim - d), from + d));
+      s_.reference[row] = s_.limit[row] = kUnset;
+    }
+    std::fill_n(s_.out, padded_ * s_.width, 0.0f);
+    std::fill_n(s_.sums, padded_ * kLanes, 0.0f);
+  }
+
+  void attend_block(const Block& block, const Block& next, const int* seen, float scale) {
+    switch (padded_) {
+      case 1: return attend_few<1>(s_, block, next, a_.head_dim, seen, scale);
+      case 2: return attend_few<2>(s_, block, next, a_.head_dim, seen, scale);
+      case 4: return attend_few<4>(s_, block, next, a_.head_dim, seen, scale);
+      case kFewRows: return attend_few<kFewRows>(s_, block, next, a_.head_dim, seen, scale);
+    }
+    pack_keys(block, a_.head_dim, s_.keys);
+    pack_values(block, *std::max_element(seen, seen + padded_), a_.head_dim, s_.width, s_.values);
+    for (int64_t row = 0; row < padded_; row += kRows) attend_packed<kRows>(s_, row, a_.head_dim, seen + row, scale);
+  }
+
+  const Attention& a_;
+  const Item& item_;
+  const Scratch& s_;
+  const int64_t head_, first_row_, num_rows_, padded_;
+};
+
+}  // namespace
+
+// Attend tiles until none is left, which several threads may do at once for one Attention, if no two items share a
+// query. Returns 0, or 1 without memory.
+extern "C" int baton_attend(const Attention* a) {
+  Scratch scratch(a->head_dim);
+  if (!scratch.memory) return 1;
+  int64_t first = 0;
+  int64_t mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED);
+  for (const Item* item = a->items; item < a->items + a->num_items; ++item) {
+    const int64_t rows = item->num_queries * a->groups, tiles = (rows + kTileRows - 1) / kTileRows;
+    for (; mine < first + tiles * a->kv_heads; mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED)) {
+      const int64_t head = (mine - first) / tiles, row = (mine - first) % tiles * kTileRows;
+      Tile(*a, *item, head, row, std::min<int64_t>(kTileRows, rows - row), scratch).attend();
+    }
+    first += tiles * a->kv_heads;
+  }
+  return 0;
+}

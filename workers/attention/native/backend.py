@@ -1,0 +1,124 @@
+"""Attention by the library of attention.cpp, straight from where keys and values lie: bf16 on a CPU.
+
+A step is a table of items, each some queries and the keys they see.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cluster.spec.kv import pages_for
+from workers.attention.interface import RowAttention, StepAttention
+from workers.attention.native.compile import compiled_library
+from workers.attention.native.library import Library
+from workers.attention.pieces import visible_pieces
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.runs import Run
+
+_ONE_PAGE = 1 << 62
+"""Page size of keys that lie in rows."""
+_FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
+
+
+class _Item(NamedTuple):
+    """The fields of Item in attention.cpp. Query i sees keys 0..ahead + i * step, as far as there are."""
+
+    first_query: int
+    num_queries: int
+    table: int
+    """Where its page numbers begin among those of all items."""
+    first_key: int
+    num_keys: int
+    ahead: int
+    step: int
+
+
+class NativeAttention:
+    """Copies no keys and needs no merge within a run; stateless, on as many threads as torch has."""
+
+    def __init__(self) -> None:
+        """Compile the library if this machine has none yet; CannotCompileError says why it cannot."""
+        self._library = Library(compiled_library(), torch.get_num_threads())
+
+    def prepare(
+        self,
+        runs: Sequence[Run],
+        page_tables: Sequence[Tensor],
+        page_size: int,
+        key_lens: Sequence[int] | None = None,
+    ) -> StepAttention:
+        """See AttentionBackend."""
+        first_queries = accumulate((run.count for run in runs), initial=0)
+        tables = list(accumulate((len(table) for table in page_tables), initial=0))
+        items = []
+        for run, first_query in zip(runs, first_queries, strict=False):
+            num_keys = run.last_position + 1 if key_lens is None else key_lens[run.request]
+            ahead, step = (run.first_position, run.step) if key_lens is None else (num_keys - 1, 0)
+            assert pages_for(num_keys, page_size) <= len(page_tables[run.request]), f"{run} ends past its pages"
+            if run.count and num_keys:
+                items.append(_Item(first_query, run.count, tables[run.request], 0, num_keys, ahead, step))
+        return _NativeStep(self._library, items, torch.cat([_FIRST_PAGE[:0], *page_tables]), page_size)
+
+    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
+        """See AttentionBackend."""
+        items = []
+        for query, key, ahead in visible_pieces(query_runs, key_runs):
+            num_keys = key.stop - key.start
+            ahead = num_keys - 1 if ahead is None else ahead
+            items.append(_Item(query.start, query.stop - query.start, 0, key.start, num_keys, ahead, 1))
+        return _NativeRows(self._library, items)
+
+
+class _NativeStep:
+    """Queries over pages."""
+
+    def __init__(self, library: Library, items: Sequence[_Item], tables: Tensor, page_size: int) -> None:
+        self._library = library
+        self._items = _as_tensor(items)
+        self._tables = tables
+        self._page_size = page_size
+        self._num_queries = max((item.first_query + item.num_queries for item in items), default=0)
+        self._num_pages = int(tables.max()) + 1 if len(tables) else 0
+
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
+        """See StepAttention."""
+        assert self._num_queries <= len(query), f"{len(query)} queries, {self._num_queries} in the runs"
+        assert key_pages.shape == value_pages.shape, f"keys {key_pages.shape}, values {value_pages.shape}"
+        assert self._num_pages <= len(key_pages), f"page {self._num_pages - 1} of {len(key_pages)}"
+        assert self._page_size == key_pages.shape[2], f"pages of {self._page_size} and of {key_pages.shape[2]} tokens"
+        result = _empty(query)
+        self._library.attend(self._items, self._tables, self._page_size, query, key_pages, value_pages, result)
+        return result
+
+
+class _NativeRows:
+    """Queries over rows, which are one page. Pieces may share queries and so go one by one."""
+
+    def __init__(self, library: Library, items: Sequence[_Item]) -> None:
+        self._library = library
+        self._items = [_as_tensor([item]) for item in items]
+        self._num_queries = max((item.first_query + item.num_queries for item in items), default=0)
+        self._num_keys = max((item.first_key + item.num_keys for item in items), default=0)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+        """See RowAttention."""
+        assert self._num_queries <= len(query), f"{len(query)} queries, {self._num_queries} in the runs"
+        assert key.shape == value.shape, f"keys {key.shape}, values {value.shape}"
+        assert self._num_keys <= len(key), f"{len(key)} keys, {self._num_keys} in the runs"
+        result = _empty(query)
+        key, value = (x.transpose(0, 1)[None] for x in (key, value))
+        for item in self._items:
+            self._library.attend(item, _FIRST_PAGE, _ONE_PAGE, query, key, value, result)
+        return result
+
+
+def _as_tensor(items: Sequence[_Item]) -> Tensor:
+    return torch.tensor(items, dtype=torch.int64).view(-1, len(_Item._fields))
+
+
+def _empty(query: Tensor) -> Partial:
+    """The empty partial, contiguous whatever the query's strides."""
+    return Partial(query.new_zeros(query.shape), query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32))

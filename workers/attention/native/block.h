@@ -1,0 +1,340 @@
+// What is done with one block of keys and values: rearranging, scores, weights, weighted sums.
+//
+// A block is rearranged so that each instruction multiplies pairs of 16 keys (scores) or of 16 dims (values) with one
+// pair of a row. Exponentials are taken against a reference of each row that follows its largest score with slack, so
+// that what was summed is rescaled seldom; sums are fp32.
+//
+// R: rows at once. Strides and offsets are in elements.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+namespace {
+
+using bf16 = uint16_t;
+
+constexpr int kLanes = 16;
+constexpr int kBlock = 64;                   // Keys of a block.
+constexpr int kVectors = kBlock / kLanes;    // Vectors of a row's scores.
+constexpr int kRows = 6;                     // Rows at once: 24 sums, and registers for their factors.
+constexpr int kFewRows = 8;                  // A tile of so few reads keys and values where they lie.
+constexpr int kTileRows = 384;               // Their queries and sums stay in the second cache.
+constexpr int kMostDims = 1024;              // Of a head.
+constexpr float kSlack = 40.0f;              // Scores may pass their reference by this, in powers of two.
+constexpr float kHidden = -1e30f;            // A score that is not seen.
+constexpr float kUnset = -1e38f;             // The reference of a row before its first block.
+
+inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_load_si512(p); }
+inline __m512bh repeated_pair(const bf16* p) { return (__m512bh)_mm512_set1_epi32(*(const int*)p); }
+inline __mmask32 lanes32(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
+inline __mmask16 lanes16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// 2^x, with a relative error below 1e-4; bf16 keeps 4e-3.
+inline __m512 exp2(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, 0x09);
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07944154f), f, _mm512_set1_ps(0.22411230f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69646607f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.99989510f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// Where the keys and values of one block lie; what is past the last key is zeros.
+struct Block {
+  const bf16 *key[kBlock], *value[kBlock];
+};
+
+alignas(64) const bf16 kZeros[kMostDims] = {};
+
+// Fetch 32 dims from d of a row to the second cache: the next block, while this one is worked on. Pages are so short
+// that the processor's own prefetching has hardly begun when they end.
+inline void prefetch(const bf16* row, int64_t d) { _mm_prefetch((const char*)(row + d), _MM_HINT_T1); }
+
+// 16 rows of 16 pairs to 16 rows of one pair each.
+inline void transpose(__m512i x[16]) {
+  __m512i y[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+    y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+    y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+    x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
+    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
+  }
+}
+
+// 32 dims from d of 16 keys, as 16 vectors of a pair of dims of each.
+inline void load_pairs(const bf16* const* keys, int64_t d, int64_t head_dim, __m512i x[kLanes]) {
+  const __mmask32 mask = lanes32(head_dim - d);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) x[i] = _mm512_maskz_loadu_epi16(mask, keys[i] + d);
+  transpose(x);
+}
+
+// 32 dims from d of two values, as two vectors of pairs of the same dim.
+inline void interleave(const bf16* const* values, int64_t d, int64_t head_dim, __m512i x[2]) {
+  alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                   8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low_index = _mm512_load_si512(low);
+  const __m512i high_index = _mm512_add_epi16(low_index, _mm512_set1_epi16(16));
+  const __mmask32 mask = lanes32(head_dim - d);
+  const __m512i even = _mm512_maskz_loadu_epi16(mask, values[0] + d);
+  const __m512i odd = _mm512_maskz_loadu_epi16(mask, values[1] + d);
+  x[0] = _mm512_permutex2var_epi16(even, low_index, odd);
+  x[1] = _mm512_permutex2var_epi16(even, high_index, odd);
+}
+
+// Keys as [pair of dims][key][2].
+void pack_keys(const Block& block, int64_t head_dim, bf16* packed) {
+  for (int64_t d = 0; d < head_dim; d += 32) {
+    for (int first = 0; first < kBlock; first += kLanes) {
+      __m512i x[kLanes];
+      load_pairs(block.key + first, d, head_dim, x);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) _mm512_store_si512(packed + ((d / 2 + i) * kBlock + first) * 2, x[i]);
+    }
+  }
+}
+
+// Values as [pair of keys][dim][2], width dims a pair.
+void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t width, bf16* packed) {
+  for (int i = 0; i < num_keys; i += 2) {
+    for (int64_t d = 0; d < head_dim; d += 32) {
+      __m512i x[2];
+      interleave(block.value + i, d, head_dim, x);
+      _mm512_store_si512(packed + (i / 2 * width + d) * 2, x[0]);
+      _mm512_store_si512(packed + (i / 2 * width + d) * 2 + 32, x[1]);
+    }
+  }
+}
+
+// What a tile works on; freed at the end.
+struct Scratch {
+  int64_t width;  // Head dim in whole vectors of 32.
+  bf16 *query, *keys, *values, *weights;
+  float *out, *sums, *reference, *limit;
+  std::unique_ptr<void, decltype(&std::free)> memory{nullptr, &std::free};
+
+  explicit Scratch(int64_t head_dim) : width(round_up(head_dim, 32)) {
+    const int64_t sizes[] = {kTileRows * width * 2, kBlock * width * 2, kBlock * width * 2, kFewRows * kBlock * 2,
+                             kTileRows * width * 4, kTileRows * kLanes * 4, kTileRows * 4, kTileRows * 4};
+    int64_t total = 0;
+    for (int64_t size : sizes) total += size;
+    memory.reset(std::aligned_alloc(64, total));
+    char* at = static_cast<char*>(memory.get());
+    if (!at) return;
+    auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
+    query = (bf16*)take(sizes[0]), keys = (bf16*)take(sizes[1]), values = (bf16*)take(sizes[2]);
+    weights = (bf16*)take(sizes[3]), out = (float*)take(sizes[4]), sums = (float*)take(sizes[5]);
+    reference = (float*)take(sizes[6]), limit = (float*)take(sizes[7]);
+  }
+};
+
+// Move the reference of a row to its largest score in this block.
+void rebase(const Scratch& s, int64_t row, __m512 scores, float scale) {
+  const float top = _mm512_reduce_max_ps(scores) * scale;
+  if (top <= s.reference[row] + kSlack) return;
+  const __m512 factor = exp2(_mm512_set1_ps(s.reference[row] - top));
+  float* sums = s.sums + row * kLanes;
+  _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), factor));
+  for (float *out = s.out + row * s.width, *end = out + s.width; out < end; out += kLanes)
+    _mm512_store_ps(out, _mm512_mul_ps(_mm512_load_ps(out), factor));
+  s.reference[row] = top;
+  s.limit[row] = (top + kSlack) / scale;
+}
+
+template <int R>
+using Scores = __m512[R][kVectors];
+
+// Scores of R rows with a block's packed keys.
+template <int R>
+inline void score(const Scratch& s, int64_t row, int64_t head_dim, Scores<R>& x) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors; ++c) x[r][c] = _mm512_setzero_ps();
+  const bf16* query = s.query + row * s.width;
+  const bf16* keys = s.keys;
+  for (int64_t d = 0; d < head_dim; d += 2, query += 2, keys += 2 * kBlock) {
+    __m512bh k[kVectors];
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors; ++c) k[c] = pairs(keys + c * 2 * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m512bh q = repeated_pair(query + r * s.width);
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) x[r][c] = _mm512_dpbf16_ps(x[r][c], q, k[c]);
+    }
+  }
+}
+
+// The same with keys where they lie, for rows so few that packing would cost more than it saves.
+template <int R>
+inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, int64_t head_dim,
+                           Scores<R>& x) {
+  constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several of a row hide the latency of adding.
+  for (int c = 0; c * kLanes < num_keys; ++c) {
+    __m512 sums[R][kSums] = {};
+    for (int64_t d = 0; d < head_dim; d += 32) {
+      __m512i k[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) prefetch(next.key[c * kLanes + i], d);
+      load_pairs(block.key + c * kLanes, d, head_dim, k);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const __m512bh q = repeated_pair(s.query + r * s.width + d + 2 * i);
+          sums[r][i % kSums] = _mm512_dpbf16_ps(sums[r][i % kSums], q, (__m512bh)k[i]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      x[r][c] = sums[r][0];
+#pragma GCC unroll 3
+      for (int i = 1; i < kSums; ++i) x[r][c] = _mm512_add_ps(x[r][c], sums[r][i]);
+    }
+  }
+}
+
+// Weights of R rows from their scores; row r sees the first seen[r] keys.
+template <int R>
+inline void weigh(const Scratch& s, int64_t row, const int* seen, bool all_seen, float scale, Scores<R>& x) {
+  if (!all_seen) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c)
+        x[r][c] = _mm512_mask_mov_ps(_mm512_set1_ps(kHidden), lanes16(seen[r] - c * kLanes), x[r][c]);
+  }
+  unsigned far = 0;
+  __m512 largest[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    largest[r] = _mm512_max_ps(_mm512_max_ps(x[r][0], x[r][1]), _mm512_max_ps(x[r][2], x[r][3]));
+    far |= _mm512_cmp_ps_mask(largest[r], _mm512_set1_ps(s.limit[row + r]), _CMP_GT_OQ);
+  }
+  if (__builtin_expect(far, 0)) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) rebase(s, row + r, largest[r], scale);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const __m512 reference = _mm512_set1_ps(s.reference[row + r]);
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors; ++c) x[r][c] = exp2(_mm512_fmsub_ps(x[r][c], _mm512_set1_ps(scale), reference));
+    float* sums = s.sums + (row + r) * kLanes;
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(x[r][0], x[r][1]), _mm512_add_ps(x[r][2], x[r][3]));
+    _mm512_store_ps(sums, _mm512_add_ps(_mm512_load_ps(sums), sum));
+#pragma GCC unroll 2
+    for (int c = 0; c < kVectors; c += 2)
+      _mm512_store_si512(s.weights + r * kBlock + c * kLanes, (__m512i)_mm512_cvtne2ps_pbh(x[r][c + 1], x[r][c]));
+  }
+}
+
+// Add the weighted values of num_keys keys, dims first to first + 16 C, to the sums of R rows.
+template <int R, int C>
+void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys) {
+  __m512 x[R][C];
+  float* out = s.out + row * s.width + first;
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) x[r][c] = _mm512_load_ps(out + r * s.width + c * kLanes);
+  const bf16* values = s.values + first * 2;
+  for (int i = 0; i < num_keys; i += 2, values += 2 * s.width) {
+    __m512bh v[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) v[c] = pairs(values + c * 2 * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const __m512bh w = repeated_pair(s.weights + r * kBlock + i);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) x[r][c] = _mm512_dpbf16_ps(x[r][c], w, v[c]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) _mm512_store_ps(out + r * s.width + c * kLanes, x[r][c]);
+}
+
+// The same with values where they lie, for all rows of a small tile and all dims.
+template <int R>
+void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, int64_t head_dim) {
+  for (int64_t first = 0; first < head_dim; first += 2 * kLanes) {
+    __m512 x[R][2];
+    float* out = s.out + first;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; ++c) x[r][c] = _mm512_load_ps(out + r * s.width + c * kLanes);
+    for (int i = 0; i < num_keys; i += 2) {
+      __m512i v[2];
+      prefetch(next.value[i], first);
+      prefetch(next.value[i + 1], first);
+      interleave(block.value + i, first, head_dim, v);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512bh w = repeated_pair(s.weights + r * kBlock + i);
+#pragma GCC unroll 2
+        for (int c = 0; c < 2; ++c) x[r][c] = _mm512_dpbf16_ps(x[r][c], w, (__m512bh)v[c]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; ++c) _mm512_store_ps(out + r * s.width + c * kLanes, x[r][c]);
+  }
+}
+
+// A block's keys and values, packed, for R rows of a large tile.
+template <int R>
+void attend_packed(const Scratch& s, int64_t row, int64_t head_dim, const int* seen, float scale) {
+  const int most = *std::max_element(seen, seen + R);
+  if (most == 0) return;
+  Scores<R> x;
+  score<R>(s, row, head_dim, x);
+  weigh<R>(s, row, seen, *std::min_element(seen, seen + R) == kBlock, scale, x);
+  int64_t first = 0;
+  for (; first + 4 * kLanes <= s.width; first += 4 * kLanes) add_values<R, 4>(s, row, first, most);
+  if (first < s.width) add_values<R, 2>(s, row, first, most);
+}
+
+// A block's keys and values for a tile of R rows.
+template <int R>
+void attend_few(const Scratch& s, const Block& block, const Block& next, int64_t head_dim, const int* seen, float scale) {
+  const int most = *std::max_element(seen, seen + R);
+  Scores<R> x = {};
+  score_unpacked<R>(s, block, next, most, head_dim, x);
+  weigh<R>(s, 0, seen, *std::min_element(seen, seen + R) == kBlock, scale, x);
+  add_values_unpacked<R>(s, block, next, most, head_dim);
+}
+
+}  // namespace
