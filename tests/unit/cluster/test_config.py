@@ -68,7 +68,7 @@ BAD_FILES = {
         "router: {decode_policy: fastest}",
         [
             "router.decode_policy: got 'fastest'; allowed: round_robin, random, power_of_two, least_requests, "
-            "least_tokens, session, follow_room"
+            "least_tokens, prefix_aware, session, follow_room"
         ],
     ),
     "dtype": ("model: {dtype: fp8}", ["model.dtype: got 'fp8'; allowed: auto, float32, bfloat16"]),
