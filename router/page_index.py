@@ -3,6 +3,7 @@
 A hint for choosing replicas, no more: a replica that has lost a prefix computes it again.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ class _Known:
     next_number: int | None = None
     """Of the news; none before everything was told."""
     keys: set[bytes] = field(default_factory=set)
+    is_partial: bool = False
+    """Some were left out for want of memory, so that a page may be here without those above it."""
 
 
 class PageIndex:
@@ -52,6 +55,7 @@ class PageIndex:
             return False
         if news.number == 0:
             self._remove(known, list(known.keys))
+            known.is_partial = False
         elif known.next_number is None or news.number < known.next_number:
             return False
         elif news.number > known.next_number:
@@ -69,7 +73,9 @@ class PageIndex:
         known = self._known.get((peer.replica, peer.incarnation))
         if known is None:
             return 0
-        return next((number for number, key in enumerate(keys) if key not in known.keys), len(keys))
+        if known.is_partial:
+            return next((number for number, key in enumerate(keys) if key not in known.keys), len(keys))
+        return bisect_left(keys, True, key=lambda key: key not in known.keys)
 
     def keys_of(self, peer: Peer) -> frozenset[bytes]:
         """Everything that is known of one replica."""
@@ -78,7 +84,9 @@ class PageIndex:
 
     def _store(self, known: _Known, keys: Sequence[bytes]) -> None:
         before = len(known.keys)
-        known.keys.update(keys[: self._max_pages - self.num_pages])
+        room = self._max_pages - self.num_pages
+        known.is_partial = known.is_partial or len(keys) > room
+        known.keys.update(keys[:room])
         self.num_pages += len(known.keys) - before
 
     def _remove(self, known: _Known, keys: Sequence[bytes]) -> None:

@@ -30,10 +30,11 @@ def index_of(max_pages: int = 100) -> PageIndex:
 def test_the_longest_prefix_counts() -> None:
     index = index_of()
     assert not index.on_news(news(0, "abcx"), 0.0)
-    assert [index.count(ONE, keys(prompt)) for prompt in ("abc", "abd", "abcdx", "q", "")] == [3, 2, 3, 0, 0]
+    prompts = ("abc", "abd", "abcde", "x", "xy", "q", "")
+    assert [index.count(ONE, keys(prompt)) for prompt in prompts] == [3, 2, 3, 1, 1, 0, 0]
     assert index.count(OTHER, keys("abc")) == 0
     assert not index.on_news(news(1, "d", "x"), 0.0)
-    assert index.count(ONE, keys("abcdx")) == 4
+    assert [index.count(ONE, keys(prompt)) for prompt in ("abcdx", "x")] == [4, 0]
 
 
 def test_a_gap_is_noticed_once_and_mended_by_beginning_anew() -> None:
