@@ -32,8 +32,8 @@ class Picker:
         self._max_fill = config.decode.max_fill
         self._directory = directory
         self._load = load
-        self.uses_prefixes = _PREFIX_AWARE in names.values()
-        """Whether a policy asks what replicas have cached."""
+        self.prefix_roles = [role for role, name in names.items() if name == _PREFIX_AWARE]
+        """Those whose policy asks what replicas have cached."""
         self.pages = PageIndex(config.router.max_known_pages)
         """What they have cached, as far as they were asked."""
 

@@ -122,9 +122,8 @@ class Relay:
         """The bootstrap table changed."""
         now_s = self._clock.now_s()
         self._give_up(self._directory.update(snapshot, now_s))
-        if self._picker.uses_prefixes:
-            for peer in self._picker.pages.update(self._directory.peers, now_s):
-                self._follow_pages(peer)
+        for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
+            self._follow_pages(peer)
         self._on_room()
         self._wake_at(self._directory.next_deadline_s)
 
@@ -153,7 +152,7 @@ class Relay:
     @property
     def uses_prefixes(self) -> bool:
         """Whether the page keys of prompts are of any use to ``open``."""
-        return self._picker.uses_prefixes
+        return bool(self._picker.prefix_roles)
 
     @property
     def num_open(self) -> int:
@@ -204,7 +203,7 @@ class Relay:
 
     def _on_page_news(self, news: PageNews) -> None:
         if self._picker.pages.on_news(news, self._clock.now_s()):
-            for peer in self._directory.peers:
+            for peer in self._directory.peers(*self._picker.prefix_roles):
                 if (peer.replica, peer.incarnation) == (news.replica, news.incarnation):
                     self._follow_pages(peer)
 
