@@ -71,10 +71,9 @@ class Directory:
         known = self._known.get((peer.replica, peer.incarnation))
         return known.entry.rows if known is not None else ()
 
-    @property
-    def peers(self) -> list[Peer]:
-        """Every replica that is known and not lost, whether or not it takes new requests."""
-        return [known.peer for known in self._known.values()]
+    def peers(self, *roles: Role) -> list[Peer]:
+        """Every replica of these roles that is known and not lost, whether or not it takes new requests."""
+        return [known.peer for known in self._known.values() if known.entry.role in roles]
 
     def pool_tokens_of(self, peer: Peer) -> int | None:
         """Tokens that one replica has room for; None while it has not said."""

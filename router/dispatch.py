@@ -20,7 +20,7 @@ class Dispatch:
     """All open requests of one router."""
 
     def __init__(self, me: Peer, draw: Callable[[], Room] = draw_room) -> None:
-        self._me = me
+        self.me = me
         self._draw = draw
         self._flights: dict[Room, Flight] = {}
         self.load = LoadBook()
@@ -48,9 +48,20 @@ class Dispatch:
         return self._draw()
 
     def open(
-        self, ask: Ask, prefill: Peer, decode: Peer, deadline_s: float, room: Room | None = None
+        self,
+        ask: Ask,
+        prefill: Peer,
+        decode: Peer,
+        deadline_s: float,
+        room: Room | None = None,
+        cached_tokens: int = 0,
     ) -> tuple[Room, list[Action]]:
-        """Start a request on a pair of replicas, in a room that ``draw_room`` gave or in a fresh one."""
+        """Start a request on a pair of replicas.
+
+        Args:
+            room: one that ``draw_room`` gave; a fresh one by default.
+            cached_tokens: of the prompt, that prefill is not expected to compute.
+        """
         room = self._draw() if room is None else room
         assert room not in self._flights, f"room {room} drawn twice"
         flight = Flight(
@@ -58,12 +69,13 @@ class Dispatch:
             prefill=prefill,
             decode=decode,
             prompt_len=len(ask.prompt_ids),
+            prefill_len=len(ask.prompt_ids) - cached_tokens,
             max_tokens=ask.stopping.max_tokens,
             has_logprobs=ask.sampling.num_logprobs is not None,
             deadline_s=deadline_s,
         )
         self._flights[room] = flight
-        self.load.add(prefill, flight.prompt_len)
+        self.load.add(prefill, flight.prefill_len)
         self.load.add(decode, flight.decode_tokens)
         submit = Submit(
             room=room,
@@ -72,7 +84,7 @@ class Dispatch:
             stopping=ask.stopping,
             prefill=prefill,
             decode=decode,
-            router=self._me,
+            router=self.me,
             cache_salt=ask.cache_salt,
             priority=ask.priority,
             timed=ask.timed,
@@ -98,7 +110,7 @@ class Dispatch:
         cached_tokens = 0
         if flight.stage is Stage.WAITING:
             self._move(flight, Stage.STREAMING, "first output")
-            self.load.remove(flight.prefill, flight.prompt_len)
+            self.load.remove(flight.prefill, flight.prefill_len)
             cached_tokens = output.cached_tokens
         if output.finish is not None:
             self._end(flight, Stage.FINISHED, "last output", [])
@@ -181,7 +193,7 @@ class Dispatch:
             assert room == flight.room, f"room {flight.room} is filed under {room}"
             assert flight.stage not in ENDS, f"room {room} is {flight.stage.name} and still open"
             if flight.stage is Stage.WAITING:
-                expected.add(flight.prefill, flight.prompt_len)
+                expected.add(flight.prefill, flight.prefill_len)
             expected.add(flight.decode, flight.decode_tokens)
         assert self.load.lines() == expected.lines(), f"load {self.load.lines()} is not {expected.lines()}"
 
@@ -202,7 +214,7 @@ class Dispatch:
     def _end(self, flight: Flight, stage: Stage, event: str, cancelled: Sequence[Peer]) -> list[Action]:
         """Forget the request and cancel the given legs."""
         if flight.stage is Stage.WAITING:
-            self.load.remove(flight.prefill, flight.prompt_len)
+            self.load.remove(flight.prefill, flight.prefill_len)
         self.load.remove(flight.decode, flight.decode_tokens)
         self._move(flight, stage, event)
         self.ended[stage] += 1

@@ -1,5 +1,6 @@
 """One open request: its stages and legal moves, and what ``router.dispatch`` asks to be done about it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -104,6 +105,8 @@ class Ask:
     """Every rank keeps a timeline of it."""
     session: str = ""
     """What the client calls the conversation it belongs to; empty for none."""
+    page_keys: Sequence[bytes] = ()
+    """Of the pages that may come from a cache, where a policy wants to know."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +117,8 @@ class Flight:
     prefill: Peer
     decode: Peer
     prompt_len: int
+    prefill_len: int
+    """Prompt tokens that prefill is expected to compute."""
     max_tokens: int
     has_logprobs: bool
     """Every token must come with them."""

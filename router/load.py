@@ -23,9 +23,13 @@ class LoadBook:
         """One request of so many tokens ended."""
         self._change(peer, -1, -num_tokens)
 
+    def of(self, peer: Peer) -> Load:
+        """What is open at one peer."""
+        return self._lines.get(_key(peer), _NOTHING)
+
     def candidates(self, peers: Iterable[Peer]) -> list[Candidate]:
         """The peers with their loads, in the same order."""
-        return [Candidate(peer=peer, load=self._lines.get(_key(peer), _NOTHING)) for peer in peers]
+        return [Candidate(peer=peer, load=self.of(peer)) for peer in peers]
 
     def lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
         """A copy of the whole book."""

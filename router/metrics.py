@@ -12,6 +12,7 @@ from router.directory import Directory
 from router.dispatch import Dispatch
 from router.flight import ENDS
 from router.gate import Gate
+from router.page_index import PageIndex
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -50,9 +51,9 @@ class Metrics:
             registry=registry,
         )
 
-    def watch(self, dispatch: Dispatch, directory: Directory, gate: Gate) -> None:
+    def watch(self, dispatch: Dispatch, directory: Directory, gate: Gate, pages: PageIndex) -> None:
         """Also report what these count themselves."""
-        self.registry.register(_Counts(dispatch, directory, gate))
+        self.registry.register(_Counts(dispatch, directory, gate, pages))
 
     def exposition(self) -> bytes:
         """Everything, in Prometheus' text format."""
@@ -60,9 +61,10 @@ class Metrics:
 
 
 class _Counts(Collector):
-    def __init__(self, dispatch: Dispatch, directory: Directory, gate: Gate) -> None:
+    def __init__(self, dispatch: Dispatch, directory: Directory, gate: Gate, pages: PageIndex) -> None:
         self._dispatch = dispatch
         self._gate = gate
+        self._pages = pages
         self._directory = directory
 
     def describe(self) -> Iterable[Metric]:
@@ -85,6 +87,9 @@ class _Counts(Collector):
         for role in Role:
             ready.add_metric([role.value], len(self._directory.ready(role)))
         yield ready
+        pages = self._pages
+        yield GaugeMetricFamily("baton_router_known_pages", "Cached pages of replicas, as told.", value=pages.num_pages)
+        yield CounterMetricFamily("baton_router_page_gaps", "Times that news of a cache were missing.", pages.num_gaps)
         yield from _step_metrics(self._directory.snapshot)
 
 

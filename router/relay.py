@@ -10,17 +10,16 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, Message, Output, Peer, Submit, Timeline
+from cluster.spec.messages import Failure, FollowPages, Message, Output, PageNews, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
 from router.answer import Answer
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.errors import NotReadyError, QueueFullError
 from router.flight import Action, Ask, Emit, Fail, Send
-from router.load import with_room
 from router.metrics import Metrics
 from router.picker import Picker
-from router.policies.candidate import Candidate, Load
+from router.policies.candidate import Load
 from router.progress import Progress
 from router.timelines import Timelines
 
@@ -36,6 +35,7 @@ class Relay:
         config: DeployConfig,
         dispatch: Dispatch,
         directory: Directory,
+        picker: Picker,
         outbox: Outbox,
         clock: Clock,
         metrics: Metrics,
@@ -44,14 +44,9 @@ class Relay:
     ) -> None:
         """``on_room`` is called when a request for which there was no room may find some."""
         self._request_timeout_s = config.router.request_timeout_s
-        self._max_queued_tokens = config.prefill.max_queued_tokens
-        self._max_fill = config.decode.max_fill
         self._max_unread_tokens = config.router.max_unread_tokens
         self._on_room = on_room
-        self._pickers = {
-            Role.PREFILL: Picker(config.router.prefill_policy),
-            Role.DECODE: Picker(config.router.decode_policy),
-        }
+        self._picker = picker
         self._dispatch = dispatch
         self._directory = directory
         self._outbox = outbox
@@ -87,12 +82,8 @@ class Relay:
         """
         if reason := self.why_not_ready():
             raise NotReadyError(reason)
-        if not with_room(self._candidates(Role.PREFILL), self._max_queued_tokens):
-            limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
-            raise QueueFullError(f"the queue is full: {limit} wait at every prefill replica; try again later")
-        if not self._decodes_for(sum(len(ask.prompt_ids) + ask.stopping.max_tokens for ask in asks)):
-            limit = f"{self._max_fill:g} times what it holds (decode.max_fill)"
-            raise QueueFullError(f"the queue is full: every decode replica has tokens for {limit}; try again later")
+        if reason := self._picker.why_full(asks):
+            raise QueueFullError(reason)
         answer = Answer(len(asks), self._enough, self._leave)
         self._num_answers += 1
         self._idle.clear()
@@ -100,8 +91,9 @@ class Relay:
         deadline_s = opened_s + self._request_timeout_s
         for index, ask in enumerate(asks):
             room = self._dispatch.draw_room()
-            prefill, decode = (self._pick(role, ask, room) for role in (Role.PREFILL, Role.DECODE))
-            room, actions = self._dispatch.open(ask, prefill, decode, deadline_s, room)
+            prefill, cached_tokens = self._picker.pick(Role.PREFILL, ask, room)
+            decode, _ = self._picker.pick(Role.DECODE, ask, room)
+            room, actions = self._dispatch.open(ask, prefill, decode, deadline_s, room, cached_tokens)
             answer.add(room, prefill, decode, timed=ask.timed)
             if ask.timed:
                 self.timelines.begin(room, [*self._directory.rows(prefill), *self._directory.rows(decode)])
@@ -118,6 +110,8 @@ class Relay:
                 self._perform(self._dispatch.on_output(message))
             case Failure():
                 self._perform(self._dispatch.on_failure(message))
+            case PageNews():
+                self._on_page_news(message)
             case Timeline():
                 self.timelines.on_timeline(message)
             case _:
@@ -126,7 +120,10 @@ class Relay:
 
     def on_table(self, snapshot: TableSnapshot) -> None:
         """The bootstrap table changed."""
-        self._give_up(self._directory.update(snapshot, self._clock.now_s()))
+        now_s = self._clock.now_s()
+        self._give_up(self._directory.update(snapshot, now_s))
+        for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
+            self._follow_pages(peer)
         self._on_room()
         self._wake_at(self._directory.next_deadline_s)
 
@@ -151,6 +148,11 @@ class Relay:
     def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
         """What is open at each replica that has anything open."""
         return self._dispatch.load.lines()
+
+    @property
+    def uses_prefixes(self) -> bool:
+        """Whether the page keys of prompts are of any use to ``open``."""
+        return bool(self._picker.prefix_roles)
 
     @property
     def num_open(self) -> int:
@@ -188,27 +190,6 @@ class Relay:
             self._idle.set()
         self._on_room()
 
-    def _pick(self, role: Role, ask: Ask, room: Room) -> Peer:
-        candidates = self._candidates(role)
-        if role is Role.PREFILL:
-            candidates = with_room(candidates, self._max_queued_tokens) or candidates
-        else:
-            candidates = self._decodes_for(len(ask.prompt_ids) + ask.stopping.max_tokens) or candidates
-        return self._pickers[role].pick(candidates, ask, room)
-
-    def _decodes_for(self, num_tokens: int) -> list[Candidate]:
-        """Those that are idle, or would not be filled beyond what they may."""
-
-        def fits(candidate: Candidate) -> bool:
-            pool_tokens = self._directory.pool_tokens_of(candidate.peer)
-            has_room = pool_tokens is None or candidate.load.num_tokens + num_tokens <= pool_tokens * self._max_fill
-            return has_room or not candidate.load.num_requests
-
-        return [candidate for candidate in self._candidates(Role.DECODE) if fits(candidate)]
-
-    def _candidates(self, role: Role) -> list[Candidate]:
-        return self._dispatch.load.candidates(self._directory.ready(role))
-
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
@@ -219,6 +200,15 @@ class Relay:
                     self._end_slow_reader(action.room)
                 case Fail():
                     self._progress[action.room].stream.fail(action)
+
+    def _on_page_news(self, news: PageNews) -> None:
+        if self._picker.pages.on_news(news, self._clock.now_s()):
+            for peer in self._directory.peers(*self._picker.prefix_roles):
+                if (peer.replica, peer.incarnation) == (news.replica, news.incarnation):
+                    self._follow_pages(peer)
+
+    def _follow_pages(self, peer: Peer) -> None:
+        self._tell(peer.address, FollowPages(router=self._dispatch.me, incarnation=peer.incarnation))
 
     def _end_slow_reader(self, room: Room) -> None:
         num_unread = self._progress[room].num_unread

@@ -30,6 +30,7 @@ from router.key_limits import KeyLimits
 from router.key_ring import read_keys
 from router.listener import listen, reachable
 from router.metrics import Metrics
+from router.picker import Picker
 from router.relay import Relay
 from router.service import Service, max_context
 from router.timelines import Timelines
@@ -161,8 +162,10 @@ class RouterServer:
         directory = Directory(grace_s=self._config.resources.lease_s)
         timelines = Timelines(address)
         gate = Gate(self._config.router.max_waiting_requests, self._config.router.max_wait_s)
-        metrics.watch(dispatch, directory, gate)
-        relay = Relay(self._config, dispatch, directory, outbox, SystemClock(), metrics, timelines, gate.look)
+        picker = Picker(self._config, directory, dispatch.load)
+        metrics.watch(dispatch, directory, gate, picker.pages)
+        clock = SystemClock()
+        relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, timelines, gate.look)
         return Service(
             config=self._config,
             tokenizer=self._tokenizer,
@@ -171,7 +174,7 @@ class RouterServer:
             metrics=metrics,
             grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),
             gate=gate,
-            limits=KeyLimits(SystemClock()),
+            limits=KeyLimits(clock),
             keys=self._keys,
         )
 

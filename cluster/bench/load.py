@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from cluster.bench.api_key import key_headers
 from cluster.bench.client import StreamError, complete
 from cluster.bench.sse import error_message
 from cluster.bench.statistics import RequestRecord
@@ -49,7 +50,7 @@ async def run_load(
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=workload.concurrency)
     timeout = httpx.Timeout(timeout_s, connect=10.0)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=key_headers()) as client:
         served = model or await first_model(client)
         await _warm_up(client, served, workload, num_warmup)
         requests = workload.requests()
@@ -67,7 +68,7 @@ def fetch_timeline(url: str, record: RequestRecord) -> bytes:
     """
     if record.timeline_path is None:
         raise StreamError(f"no timeline: {record.error or 'this endpoint makes none'}")
-    response = httpx.get(f"{url.rstrip('/')}{record.timeline_path}", timeout=_TIMELINE_S)
+    response = httpx.get(f"{url.rstrip('/')}{record.timeline_path}", timeout=_TIMELINE_S, headers=key_headers())
     if response.status_code != 200:
         raise StreamError(f"no timeline: HTTP {response.status_code}: {error_message(response.text)}")
     return response.content

@@ -9,6 +9,7 @@ from typing import Annotated
 import httpx
 import typer
 
+from cluster.bench.api_key import key_headers
 from cluster.bench.sse import error_message, parse_line
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -28,7 +29,8 @@ def chat(
 ) -> None:
     """Talk to a running cluster."""
     try:
-        with httpx.Client(base_url=url, timeout=httpx.Timeout(600.0, connect=10.0)) as client:
+        timeout = httpx.Timeout(600.0, connect=10.0)
+        with httpx.Client(base_url=url, timeout=timeout, headers=key_headers()) as client:
             name = model or _first_model(client)
             conversation = Conversation(client, name, max_tokens, temperature)
             if message is not None:

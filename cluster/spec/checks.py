@@ -107,6 +107,22 @@ def _gpu_transfer(config: DeployConfig) -> list[Problem]:
     return [Problem("transfer.backend", message)]
 
 
+def _router_wait(config: DeployConfig) -> list[Problem]:
+    wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
+    if wait_s < timeout_s:
+        return []
+    message = f"got {wait_s}; allowed: less than router.request_timeout_s = {timeout_s}, of which the wait is no part"
+    return [Problem("router.max_wait_s", message)]
+
+
+def _prompt_limit(config: DeployConfig) -> list[Problem]:
+    longest, context = config.router.max_prompt_tokens, config.model.max_context
+    if longest is None or context is None or longest < context:
+        return []
+    message = f"got {longest}; allowed: less than model.max_context = {context}, which the answer is part of"
+    return [Problem("router.max_prompt_tokens", message)]
+
+
 CHECKS = (
     Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
     Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
@@ -118,5 +134,13 @@ CHECKS = (
         _ring_transfer,
     ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
+    Check(
+        "a request waits in the router for less than its life",
+        ("router.max_wait_s", "router.request_timeout_s"),
+        _router_wait,
+    ),
+    Check(
+        "the longest prompt leaves room for an answer", ("router.max_prompt_tokens", "model.max_context"), _prompt_limit
+    ),
     Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
 )

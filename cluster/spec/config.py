@@ -13,7 +13,14 @@ PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)
 MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 PolicyName = Literal[
-    "round_robin", "random", "power_of_two", "least_requests", "least_tokens", "session", "follow_room"
+    "round_robin",
+    "random",
+    "power_of_two",
+    "least_requests",
+    "least_tokens",
+    "prefix_aware",
+    "session",
+    "follow_room",
 ]
 
 
@@ -164,7 +171,7 @@ class RouterConfig(_Node):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 8000
     """Port to listen on; 0 takes a free one."""
-    prefill_policy: PolicyName = "least_tokens"
+    prefill_policy: PolicyName = "prefix_aware"
     """How a prefill replica is picked."""
     decode_policy: PolicyName = "least_tokens"
     """How a decode replica is picked."""
@@ -172,6 +179,12 @@ class RouterConfig(_Node):
     """How the model writes tool calls; auto tells it from the chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """Whether thoughts (`<think>`) are split off answers; auto does so where the chat template knows them."""
+    prefix_max_imbalance: PositiveInt = 32
+    """`prefix_aware` may go by load alone while a replica has so many requests more than another."""
+    prefix_max_ratio: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 2.0
+    """It does so while that replica also has more than so many times as many."""
+    max_known_pages: PositiveInt = 4_194_304
+    """Most cached pages of all replicas that the router keeps in mind for `prefix_aware`; some 100 bytes each."""
     max_waiting_requests: Annotated[int, Field(ge=0, strict=True)] = 256
     """Most requests that wait in the router for room at the replicas; further ones get 429."""
     max_wait_s: PositiveSeconds = 10.0

@@ -84,6 +84,14 @@ ADMIN_KEY: EnvVar[str | None] = EnvVar(
     default=lambda _environ: None,
     show=lambda text: f"{len(text)} characters",
 )
+API_KEY: EnvVar[str | None] = EnvVar(
+    name="BATON_API_KEY",
+    sentence="Key that `baton chat` and `baton bench` send, where an endpoint wants one.",
+    allowed="8 or more printable ASCII characters without a space",
+    parse=_token,
+    default=lambda _environ: None,
+    show=lambda text: f"{len(text)} characters",
+)
 API_KEYS: EnvVar[tuple[str, ...]] = EnvVar(
     name="BATON_API_KEYS",
     sentence="Keys that clients of the router may use, besides those of `router.api_keys_file`.",
@@ -96,5 +104,6 @@ ALL: tuple[EnvVar[Path] | EnvVar[str | None] | EnvVar[tuple[str, ...]], ...] = (
     CACHE_DIR,
     TOKEN,
     ADMIN_KEY,
+    API_KEY,
     API_KEYS,
 )

@@ -78,6 +78,14 @@ class Cancel(_Message, frozen=True):
     incarnation: Incarnation
 
 
+class FollowPages(_Message, frozen=True):
+    """Tell this router which pages are cached, and from now on what changes."""
+
+    router: Peer
+    incarnation: Incarnation
+    """Of the replica that is asked."""
+
+
 # ---- to the router
 
 
@@ -107,6 +115,18 @@ class Failure(_Message, frozen=True):
     """One sentence that names what failed."""
     retryable: bool
     """Another attempt may succeed."""
+
+
+class PageNews(_Message, frozen=True):
+    """What a replica's cache has gained and lost since the news before."""
+
+    replica: ReplicaId
+    incarnation: Incarnation
+    number: int
+    """Counts up; number 0 begins anew, with nothing cached before it."""
+    stored: list[bytes]
+    """Page keys. Every page has those above it, here or in earlier news."""
+    removed: list[bytes]
 
 
 class Timeline(_Message, frozen=True):
@@ -321,6 +341,8 @@ Message = (
     | Cancel
     | Output
     | Failure
+    | FollowPages
+    | PageNews
     | Timeline
     | Ticket
     | Revoke

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Drain, FlushCache, Peer, Resume
 from router.api.body import document, read
 from router.api.errors import bad_request
@@ -44,7 +45,7 @@ def routes(service: Service) -> APIRouter:
     async def flush_cache(request: Request) -> dict[str, object]:
         """Forget the cached pages that no request holds: of one replica, or of all."""
         body = await read(request, TargetRequest)
-        peers = service.directory.peers if body.replica is None else [_peer(service, body.replica)]
+        peers = service.directory.peers(*Role) if body.replica is None else [_peer(service, body.replica)]
         for peer in peers:
             service.relay.tell(peer, FlushCache())
         return {"flushing": [peer.replica for peer in peers]}
@@ -63,7 +64,7 @@ def _peer(service: Service, name: str) -> Peer:
     Raises:
         ApiError: 400 that lists those there are.
     """
-    peers = {str(peer.replica): peer for peer in service.directory.peers}
+    peers = {str(peer.replica): peer for peer in service.directory.peers(*Role)}
     if name not in peers:
         raise bad_request(f"replica: there is no {name!r}; there are: {', '.join(peers) or 'none'}", "replica")
     return peers[name]

@@ -15,6 +15,7 @@ from router.api.shapes import Shape
 from router.flight import Ask
 from router.key_limits import limit_of
 from router.key_ring import ApiKey
+from router.prefix_keys import with_page_keys
 from router.service import Service
 from router.text import AnswerText, Piece, TextRules, join
 
@@ -70,7 +71,10 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
     """
     name, limit = limit_of(service.config.router, work.caller)
     with service.limits.open(name, limit):
-        open_answer = partial(service.relay.open, work.asks, work.arrived_s)
+        asks = work.asks
+        if service.relay.uses_prefixes:
+            asks = await with_page_keys(asks, service.config.kv.page_size)
+        open_answer = partial(service.relay.open, asks, work.arrived_s)
         with await service.gate.enter(open_answer, min(ask.priority for ask in work.asks)) as answer:
             try:
                 yield answer

@@ -74,7 +74,7 @@ async def _frames(service: Service, answer: Answer, work: Work, writer: Response
     said: list[Piece] = []
     try:
         async for pieces in pieces_of(answer, texts_of(service, work)):
-            events = b"" if said else writer.opening()
+            events = writer.opening() if pieces and not said else b""
             said += [piece for _, piece in pieces]
             yield events + b"".join(writer.delta(piece) for _, piece in pieces if piece.text or piece.logprobs)
     except RequestFailedError as error:

@@ -22,6 +22,20 @@ class Candidate:
 
     peer: Peer
     load: Load
+    cached_tokens: int = 0
+    """Of the request's prompt, as far as is known; only ``prefix_aware`` is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How unevenly requests may be spread for the sake of cached prefixes."""
+
+    max_imbalance: int = 32
+    max_ratio: float = 2.0
+
+    def are_exceeded(self, fewest: int, most: int) -> bool:
+        """Whether the replica with the most requests has too many more than the one with the fewest."""
+        return most - fewest > self.max_imbalance and most > self.max_ratio * fewest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +50,7 @@ class Chance:
     """Of the request."""
     session: str = ""
     """What the client calls the conversation that the request belongs to; empty for none."""
+    bounds: Bounds = Bounds()
 
 
 Policy = Callable[[Sequence[Candidate], Chance], Candidate]

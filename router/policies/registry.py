@@ -7,6 +7,7 @@ from router.policies.follow_room import follow_room
 from router.policies.least_requests import least_requests
 from router.policies.least_tokens import least_tokens
 from router.policies.power_of_two import power_of_two
+from router.policies.prefix_aware import prefix_aware
 from router.policies.random import random
 from router.policies.round_robin import round_robin
 from router.policies.session import session
@@ -17,6 +18,7 @@ POLICIES: Mapping[str, Policy] = {
     "power_of_two": power_of_two,
     "least_requests": least_requests,
     "least_tokens": least_tokens,
+    "prefix_aware": prefix_aware,
     "session": session,
     "follow_room": follow_room,
 }

@@ -17,8 +17,10 @@ from cluster.spec.messages import (
     Cancel,
     DropSend,
     Failure,
+    FollowPages,
     Message,
     Output,
+    PageNews,
     Peer,
     SendReport,
     SendState,
@@ -201,7 +203,9 @@ class World:
         ]
         self.decode_row = row(Role.DECODE, 0, 1, num_pages, mode, page_filter)
         rows = {Role.PREFILL: self.prefill_rows, Role.DECODE: [self.decode_row]}
-        allocators = {role: _allocator(rows[role][0], prefix_cache) for role in Role}
+        self.allocators = allocators = {role: _allocator(rows[role][0], prefix_cache) for role in Role}
+        self.page_news: list[PageNews] = []
+        """That the router was told."""
         self.ranks = {role: Ranks(rows[role], allocators[role]) for role in Role}
         self.num_pages_sent = 0
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 4)
@@ -259,6 +263,11 @@ class World:
             self.queues[ROUTER, address].append(message)
         return room
 
+    def follow_pages(self, peer: Peer) -> None:
+        """The router asks a leader what it has cached."""
+        router = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
+        self.queues[ROUTER, peer.address].append(FollowPages(router=router, incarnation=peer.incarnation))
+
     def cancel(self, room: Room) -> None:
         """The client leaves."""
         self.clients[room].cancelled = True
@@ -308,6 +317,9 @@ class World:
             self._post(address)
 
     def _reply(self, message: Message) -> None:
+        if isinstance(message, PageNews):
+            self.page_news.append(message)
+            return
         assert isinstance(message, Output | Failure)
         client = self.clients[message.room]
         if isinstance(message, Failure):

@@ -11,7 +11,19 @@ from typing import Self
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, Failure, GiveTimeline, Message, Output, Peer, Shutdown, Submit, Timeline
+from cluster.spec.messages import (
+    Cancel,
+    Failure,
+    FollowPages,
+    GiveTimeline,
+    Message,
+    Output,
+    PageNews,
+    Peer,
+    Shutdown,
+    Submit,
+    Timeline,
+)
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
@@ -62,6 +74,8 @@ class FakeReplica:
     """While clear, no tokens are sent."""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    """What it says it has cached when a router asks."""
     told: list[Message] = field(default_factory=list)
     """Everything else that came."""
     news: threading.Condition = field(default_factory=threading.Condition)
@@ -132,10 +146,21 @@ class FakeReplica:
                 case Cancel():
                     self.cancels.append(message)
                     self._open.pop(message.room, None)
+                case FollowPages():
+                    outbox.send(message.router.address, self._page_news())
                 case _:
                     self.told.append(message)
             self.news.notify_all()
         return not isinstance(message, Shutdown)
+
+    def _page_news(self) -> PageNews:
+        return PageNews(
+            replica=self.peer.replica,
+            incarnation=self.peer.incarnation,
+            number=0,
+            stored=self.page_keys,
+            removed=[],
+        )
 
     def _timeline(self, room: Room) -> Timeline:
         """An hour of work, wherever the clock stands."""

@@ -8,6 +8,7 @@ owner (base + j) % n, so whoever wants pages says which owner the first of them 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
+from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
 
 Demand = tuple[int, int]
@@ -128,6 +129,15 @@ class PageAllocator:
         kept = set(path)
         self.free([page for page in pages if page not in kept])
         self._tree.release(path)
+
+    def cached_keys(self) -> list[bytes]:
+        """Keys of all cached pages, each after those above it."""
+        return self._tree.keys() if self._tree else []
+
+    def follow(self, journal: PageJournal | None) -> None:
+        """Note there what comes into the cache and goes out of it; None for nowhere."""
+        if self._tree:
+            self._tree.journal = journal
 
     def flush(self) -> None:
         """Forget every cached page that nobody holds."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from workers.cache.page_journal import PageJournal
+
 
 @dataclass(slots=True, eq=False)
 class _Node:
@@ -33,6 +35,8 @@ class PrefixTree:
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
         """By owner: each idle page and when it was let go, oldest first."""
         self._turns = count()
+        self.journal: PageJournal | None = None
+        """Where changes are noted, if anybody wants to know."""
 
     @property
     def num_pages(self) -> int:
@@ -64,6 +68,10 @@ class PrefixTree:
         """How many pages ``find`` would give, in fewer looks: a page is never here without those above it."""
         return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
+    def keys(self) -> list[bytes]:
+        """All keys, each after those above it."""
+        return list(self._by_key)
+
     def claim(self, pages: Sequence[int]) -> None:
         """Hold pages that ``find`` gave, from the first on."""
         for page in pages:
@@ -93,6 +101,8 @@ class PrefixTree:
                 node = self._by_key[key] = self._by_page[page] = _Node(key, page, parent)
                 if parent is not None:
                     parent.children.add(node)
+                if self.journal is not None:
+                    self.journal.note(key, True)
             elif node.page != page:
                 self.claim([node.page])
             path.append(node.page)
@@ -148,6 +158,8 @@ class PrefixTree:
         del self._idle[node.page % self.num_owners][node.page]
         del self._by_page[node.page]
         del self._by_key[node.key]
+        if self.journal is not None:
+            self.journal.note(node.key, False)
         if node.parent is not None:
             node.parent.children.remove(node)
 

@@ -15,6 +15,7 @@ from cluster.spec.messages import (
     Drain,
     Drained,
     FlushCache,
+    FollowPages,
     Message,
     Output,
     Refused,
@@ -49,7 +50,7 @@ class DecodeLeader(LeaderCore):
         allocator: PageAllocator,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(settings.me, recorder)
+        super().__init__(settings.me, allocator, recorder)
         self._settings = settings
         self._steps = steps
         self._allocator = allocator
@@ -73,6 +74,8 @@ class DecodeLeader(LeaderCore):
                 self.draining = isinstance(message, Drain)
             case FlushCache():
                 self._allocator.flush()
+            case FollowPages():
+                self.outgoing += self.reporter.follow(message)
             case _:
                 self.drop(message)
         self._reserve(now_s)
@@ -84,6 +87,7 @@ class DecodeLeader(LeaderCore):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
         self._reserve(now_s)
+        self.send_page_news()
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
@@ -104,6 +108,7 @@ class DecodeLeader(LeaderCore):
             else:
                 self._emit(request, sequence, [drawn.logprobs] if drawn.logprobs is not None else [])
         self._reserve(now_s)
+        self.send_page_news()
 
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
@@ -282,6 +287,7 @@ class DecodeLeader(LeaderCore):
 
     def _on_table(self, snapshot: TableSnapshot, now_s: float) -> None:
         """A prefill replica proven gone cannot write; one that is merely silent still might."""
+        self.reporter.on_table(snapshot)
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
                 self._stop(request, "its router is gone", now_s)

@@ -8,6 +8,8 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from workers.cache.page_allocator import PageAllocator
+from workers.scheduler.page_reporter import PageReporter
 from workers.timeline import Recorder
 
 _REMEMBERED_ROOMS = 100_000
@@ -55,7 +57,7 @@ class Leader(Protocol):
 class LeaderCore:
     """What both leaders are made of: who they are, what they have to say, and which rooms have ended."""
 
-    def __init__(self, me: Peer, recorder: Recorder | None) -> None:
+    def __init__(self, me: Peer, allocator: PageAllocator, recorder: Recorder | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
@@ -65,10 +67,15 @@ class LeaderCore:
         """Clock time of the event at hand."""
         self.draining = False
         self.ended = Tombstones()
+        self.reporter = PageReporter(me, allocator)
 
     def send(self, address: str, message: Message) -> None:
         """Leave a message for the loop to take."""
         self.outgoing.append((address, message))
+
+    def send_page_news(self) -> None:
+        """Tell the routers that want to know what has changed in the cache."""
+        self.outgoing += self.reporter.news()
 
     def record_arrival(self, submit: Submit, state: str) -> None:
         """A request is here, in its first state; if it is timed, its states are recorded from now on."""

@@ -14,6 +14,7 @@ from cluster.spec.messages import (
     Drain,
     DropSend,
     FlushCache,
+    FollowPages,
     Message,
     Peer,
     Resume,
@@ -50,7 +51,7 @@ class PrefillLeader(LeaderCore):
         allocator: PageAllocator,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(settings.me, recorder)
+        super().__init__(settings.me, allocator, recorder)
         self._settings = settings
         self._steps = steps
         self._allocator = allocator
@@ -78,6 +79,8 @@ class PrefillLeader(LeaderCore):
                 self.draining = isinstance(message, Drain)
             case FlushCache():
                 self._allocator.flush()
+            case FollowPages():
+                self.outgoing += self.reporter.follow(message)
             case _:
                 self.drop(message)
 
@@ -95,6 +98,7 @@ class PrefillLeader(LeaderCore):
                 reason = "the request itself never reached prefill"
                 self.ended.add(room, reason)
                 self._refuse(ticket, reason)
+        self.send_page_news()
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
@@ -119,6 +123,7 @@ class PrefillLeader(LeaderCore):
             result = result_of(self._settings, request, sampled[sequence.room], sequence.cached_len)
             self.send(request.submit.decode.address, result)
             self._settle(request)
+        self.send_page_news()
 
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
@@ -188,6 +193,7 @@ class PrefillLeader(LeaderCore):
 
     def _on_table(self, table: TableSnapshot) -> None:
         """Start what waited for its decode ranks to appear; give up what waits in vain."""
+        self.reporter.on_table(table)
         self._table = table
         for request in list(self._requests.values()):
             self._schedule(request)

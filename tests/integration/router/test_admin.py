@@ -26,7 +26,7 @@ def guarded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setenv("BATON_ADMIN_KEY", "the-admin-key")
     monkeypatch.setenv("BATON_API_KEYS", "key-of-anybody, key-of-another")
     (tmp_path / "keys.yaml").write_text(KEYS)
-    yield from run_cluster(folder, api_keys_file=str(tmp_path / "keys.yaml"))
+    yield from run_cluster(folder, api_keys_file=str(tmp_path / "keys.yaml"), sse_comment_s=0.05)
 
 
 def ask(cluster: RouterCluster, key: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:

@@ -1,32 +1,47 @@
 """Where requests go, seen from outside: the response names the replica."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from cluster.spec.config import DeployConfig
+from cluster.spec.page_key import page_keys
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of
+from tests.fakes.model_folder import BOS
 from tests.fakes.replica import FakeReplica
 from tests.fakes.router_cluster import MODEL, make_server, wait_ready
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def http(folder: Path) -> Iterator[httpx.Client]:
-    """A router with two prefill and two decode replicas."""
+NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+PAGE_SIZE = DeployConfig().kv.page_size
+SHARED = [BOS, *b"shared" * PAGE_SIZE][: 3 * PAGE_SIZE]
+
+
+def serve(folder: Path, cached: list[int] | None = None, **router: Any) -> Iterator[httpx.Client]:
+    """A router with two prefill and two decode replicas, the second of each with the pages of some tokens."""
     table = FakeTable()
-    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    replicas = [FakeReplica(name) for name in names]
+    replicas = [FakeReplica(name) for name in NAMES]
+    for replica in replicas[1::2]:
+        replica.page_keys = page_keys(cached or [], PAGE_SIZE)
     with replicas[0], replicas[1], replicas[2], replicas[3]:
-        server = make_server(folder, table, prefill_policy="session", decode_policy="follow_room")
+        server = make_server(folder, table, **router)
         table.show(table_of(*(entry_of(replica.peer) for replica in replicas)))
         with httpx.Client(base_url=server.start(), timeout=60, trust_env=False) as client:
             wait_ready(client)
             yield client
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def http(folder: Path) -> Iterator[httpx.Client]:
+    yield from serve(folder, prefill_policy="session", decode_policy="follow_room")
 
 
 def homes(http: httpx.Client, count: int, session: str = "", **body: object) -> Counter[str]:
@@ -57,3 +72,23 @@ def test_follow_room_uses_every_replica(http: httpx.Client) -> None:
     for reply in replies:
         room = int(reply.headers["x-baton-timeline"].rsplit("/", 1)[1])
         assert reply.headers["x-baton-decode"] == f"decode-{room % 2}"
+
+
+def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: Path) -> None:
+    for http in serve(folder, SHARED, decode_policy="prefix_aware"):
+        deadline_s = time.monotonic() + 60
+        while metric(http, "baton_router_known_pages") != 6:
+            assert time.monotonic() < deadline_s
+        assert homes(http, 6, prompt=[*SHARED, 97]) == {"prefill-1": 6}
+        assert homes(http, 6, prompt=[*SHARED[:PAGE_SIZE], 97]) == {"prefill-1": 6}
+        # The last token is always computed, so one page less can come from a cache.
+        assert homes(http, 6, prompt=SHARED[:PAGE_SIZE]) == {"prefill-0": 3, "prefill-1": 3}
+        assert homes(http, 6, prompt=[*SHARED, 97], cache_salt="mine") == {"prefill-0": 3, "prefill-1": 3}
+        assert homes(http, 6, prompt="hello") == {"prefill-0": 3, "prefill-1": 3}
+        reply = http.post("/v1/completions", json={"model": MODEL, "prompt": [*SHARED, 97], "max_tokens": 1})
+        assert reply.headers["x-baton-decode"] == "decode-1"
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from cluster.bench.api_key import key_headers
 from cluster.cli.schema import schema_text
 from cluster.spec.checks import runnable_problems
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
-from cluster.spec.env import ALL, CACHE_DIR, TOKEN
+from cluster.spec.env import ALL, API_KEYS, CACHE_DIR, TOKEN
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.loader import load_config, parse_config
 from cluster.spec.registry import KvOwnership, TransferMode
@@ -64,11 +65,25 @@ BAD_FILES = {
         "prefill: {strategy: zigag}",
         ["prefill.strategy: got 'zigag'; allowed: auto, none, whole_request, contiguous, zigzag, interleave"],
     ),
+    "router wait": (
+        "router: {max_wait_s: 20, request_timeout_s: 10}",
+        [
+            "router.max_wait_s: got 20.0; allowed: less than router.request_timeout_s = 10.0, of which the wait is no "
+            "part"
+        ],
+    ),
+    "longest prompt": (
+        "{router: {max_prompt_tokens: 4096}, model: {max_context: 4096}}",
+        [
+            "router.max_prompt_tokens: got 4096; allowed: less than model.max_context = 4096, which the answer is part "
+            "of"
+        ],
+    ),
     "policy": (
         "router: {decode_policy: fastest}",
         [
             "router.decode_policy: got 'fastest'; allowed: round_robin, random, power_of_two, least_requests, "
-            "least_tokens, session, follow_room"
+            "least_tokens, prefix_aware, session, follow_room"
         ],
     ),
     "dtype": ("model: {dtype: fp8}", ["model.dtype: got 'fp8'; allowed: auto, float32, bfloat16"]),
@@ -329,6 +344,9 @@ def test_environment_variables_have_defaults() -> None:
 def test_environment_variables_are_read() -> None:
     assert CACHE_DIR.get({"BATON_CACHE_DIR": "/somewhere/else"}) == Path("/somewhere/else")
     assert TOKEN.get({"BATON_TOKEN": "0123456789abcdef"}) == "0123456789abcdef"
+    assert API_KEYS.get({"BATON_API_KEYS": "first-key, second-key"}) == ("first-key", "second-key")
+    assert key_headers({"BATON_API_KEY": "the-only-key"}) == {"authorization": "Bearer the-only-key"}
+    assert key_headers({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -337,6 +355,9 @@ def test_environment_variables_are_read() -> None:
         ("BATON_CACHE_DIR", "here", "BATON_CACHE_DIR: got 'here'; allowed: the absolute path of a folder"),
         ("BATON_CACHE_DIR", __file__, f"BATON_CACHE_DIR: got {__file__!r}; allowed: the absolute path of a folder"),
         ("BATON_TOKEN", "short", "BATON_TOKEN: got 5 characters; allowed: 8 or more printable ASCII characters"),
+        ("BATON_ADMIN_KEY", "short", "BATON_ADMIN_KEY: got 5 characters; allowed: 8 or more printable ASCII"),
+        ("BATON_API_KEY", "short", "BATON_API_KEY: got 5 characters; allowed: 8 or more printable ASCII characters"),
+        ("BATON_API_KEYS", "long-enough,,x", "BATON_API_KEYS: got 14 characters; allowed: keys of 8 or more printable"),
         ("BATON_TOKEN", "with a space", "BATON_TOKEN: got 12 characters; allowed: 8 or more printable ASCII"),
     ],
 )

@@ -85,6 +85,16 @@ def test_load_is_counted_until_it_is_done() -> None:
     assert_empty(dispatch)
 
 
+def test_what_prefill_has_cached_is_no_load() -> None:
+    dispatch = make()
+    room, _ = dispatch.open(ASK, PREFILL, DECODE, 1.0, dispatch.draw_room(), cached_tokens=2)
+    assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=1)
+    dispatch.check_integrity()
+    dispatch.on_output(output(room, 0, 9))
+    dispatch.on_client_left(room)
+    assert_empty(dispatch)
+
+
 def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
     dispatch = make()
     room = opened(dispatch)

@@ -1,0 +1,64 @@
+"""The client's end of a stream, where the client does not do its part."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from starlette.types import Message
+
+from cluster.spec.config import RouterConfig
+from router.answer import Answer
+from router.api.connection import EventStream, event
+
+
+class Reader:
+    """A client that takes so many messages and then nothing more."""
+
+    def __init__(self, num_taken: int) -> None:
+        self.num_taken = num_taken
+        self.sent: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        if len(self.sent) == self.num_taken:
+            await asyncio.Event().wait()
+        self.sent.append(message)
+
+    async def receive(self) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+async def frames(_: Answer) -> AsyncGenerator[bytes, None]:
+    for number in range(3):
+        yield event(str(number).encode())
+
+
+def stream_of(left: list[object], slow_reader_s: float) -> EventStream:
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[Answer, None]:
+        with Answer(1, lambda _: None, left.append) as answer:
+            yield answer
+
+    return EventStream(opened, frames, RouterConfig(slow_reader_s=slow_reader_s))
+
+
+async def test_a_client_that_takes_nothing_is_given_up_and_its_answer_left() -> None:
+    for num_taken in (0, 1, 2):
+        left: list[object] = []
+        reader = Reader(num_taken)
+        await stream_of(left, 0.01)({"type": "http"}, reader.receive, reader.send)
+        assert len(left) == 1
+        assert len(reader.sent) == num_taken
+
+
+async def test_a_client_that_reads_gets_everything() -> None:
+    left: list[object] = []
+    reader = Reader(100)
+    await stream_of(left, 60.0)({"type": "http"}, reader.receive, reader.send)
+    assert [message.get("body") for message in reader.sent[1:]] == [
+        b"data: 0\n\n",
+        b"data: 1\n\n",
+        b"data: 2\n\n",
+        b"",
+    ]
+    assert len(left) == 1

@@ -1,0 +1,82 @@
+"""What the router knows of caches: in order, without gaps, within bounds."""
+
+from cluster.spec.messages import PageNews, Peer
+from router.page_index import PageIndex
+from tests.fakes.bootstrap import peer_of
+
+ONE, OTHER = peer_of("prefill-0"), peer_of("prefill-1")
+
+
+def keys(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def news(number: int, stored: str = "", removed: str = "", peer: Peer = ONE) -> PageNews:
+    return PageNews(
+        replica=peer.replica,
+        incarnation=peer.incarnation,
+        number=number,
+        stored=keys(stored),
+        removed=keys(removed),
+    )
+
+
+def index_of(max_pages: int = 100) -> PageIndex:
+    index = PageIndex(max_pages)
+    assert index.update([ONE, OTHER], 0.0) == [ONE, OTHER]
+    return index
+
+
+def test_the_longest_prefix_counts() -> None:
+    index = index_of()
+    assert not index.on_news(news(0, "abcx"), 0.0)
+    prompts = ("abc", "abd", "abcde", "x", "xy", "q", "")
+    assert [index.count(ONE, keys(prompt)) for prompt in prompts] == [3, 2, 3, 1, 1, 0, 0]
+    assert index.count(OTHER, keys("abc")) == 0
+    assert not index.on_news(news(1, "d", "x"), 0.0)
+    assert [index.count(ONE, keys(prompt)) for prompt in ("abcdx", "x")] == [4, 0]
+
+
+def test_a_gap_is_noticed_once_and_mended_by_beginning_anew() -> None:
+    index = index_of()
+    index.on_news(news(0, "abc"), 0.0)
+    assert index.on_news(news(2, "f"), 0.0)
+    assert index.count(ONE, keys("abc")) == 0
+    assert not index.on_news(news(3, "g"), 0.0)
+    assert not index.on_news(news(0, "ab"), 0.0)
+    assert not index.on_news(news(1, "c"), 0.0)
+    assert not index.on_news(news(0, "xy"), 0.0)
+    assert index.keys_of(ONE) == {b"x", b"y"}
+    assert (index.num_pages, index.num_gaps) == (2, 1)
+
+
+def test_news_that_came_before_change_nothing() -> None:
+    index = index_of()
+    for number, stored in ((0, "a"), (1, "b"), (1, "z")):
+        assert not index.on_news(news(number, stored), 0.0)
+    assert index.keys_of(ONE) == {b"a", b"b"}
+
+
+def test_a_replica_that_says_nothing_is_asked_again_and_one_that_is_gone_is_forgotten() -> None:
+    index = index_of()
+    index.on_news(news(0, "abc"), 0.0)
+    assert index.update([ONE, OTHER], 4.9) == []
+    assert index.update([ONE, OTHER], 5.0) == [OTHER]
+    successor = peer_of("prefill-0", 2)
+    assert index.update([successor, OTHER], 6.0) == [successor]
+    assert (index.num_pages, index.count(ONE, keys("abc"))) == (0, 0)
+    assert not index.on_news(news(1, "d"), 6.0)
+    assert index.num_pages == 0
+
+
+def test_memory_is_bounded_over_all_replicas() -> None:
+    index = index_of(max_pages=5)
+    index.on_news(news(0, "abc"), 0.0)
+    index.on_news(news(0, "abcdef", peer=OTHER), 0.0)
+    assert (index.num_pages, index.count(ONE, keys("abcdef")), index.count(OTHER, keys("abcdef"))) == (5, 3, 2)
+    index.on_news(news(1, "xyz"), 0.0)
+    assert index.num_pages == 5
+    index.on_news(news(2, removed="abcxyz"), 0.0)
+    assert index.num_pages == 2
+    index.on_news(news(1, "cd", peer=OTHER), 0.0)
+    assert index.count(OTHER, keys("abcdef")) == 4

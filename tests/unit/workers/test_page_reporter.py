@@ -1,0 +1,181 @@
+"""From what leaders cache to what a router knows of it, with news lost on the way."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import FlushCache, FollowPages, PageNews, Peer
+from cluster.spec.page_key import page_keys
+from cluster.spec.registry import PageFilter, TableSnapshot, TransferMode
+from router.page_index import PageIndex
+from tests.fakes.handoff import PAGE_SIZE, World
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_journal import PageJournal
+from workers.cache.prefix_tree import PrefixTree
+from workers.scheduler import page_reporter
+from workers.scheduler.page_reporter import PageReporter
+
+ME = Peer(replica=ReplicaId("prefill-0"), incarnation=Incarnation(3), address="leader")
+
+
+def router(incarnation: int = 1, name: str = ROUTER) -> Peer:
+    return Peer(replica=ReplicaId(name), incarnation=Incarnation(incarnation), address=f"{name}.{incarnation}")
+
+
+def ask(peer: Peer, incarnation: int = 3) -> FollowPages:
+    return FollowPages(router=peer, incarnation=Incarnation(incarnation))
+
+
+def cached(allocator: PageAllocator, tokens: list[int]) -> None:
+    """A computed prefix, left to the cache."""
+    pages = allocator.allocate(len(tokens) // PAGE_SIZE)
+    allocator.keep(pages, page_keys(tokens, PAGE_SIZE))
+
+
+def reporter_of(num_pages: int = 8) -> tuple[PageReporter, PageAllocator]:
+    allocator = PageAllocator(num_pages, PrefixTree())
+    return PageReporter(ME, allocator), allocator
+
+
+class Router:
+    """Takes news in, some of which it never gets."""
+
+    def __init__(self, world: World, seed: int, loss: float) -> None:
+        self.world, self.loss = world, loss
+        self.random = random.Random(seed)
+        self.index = PageIndex(1000)
+        self.peers = (world.prefill_peer, world.decode_peer)
+        for peer in self.index.update(self.peers, 0.0):
+            world.follow_pages(peer)
+
+    def read(self) -> None:
+        taken, self.world.page_news = self.world.page_news, []
+        for news in taken:
+            if self.random.random() >= self.loss and self.index.on_news(news, self.world.now_s):
+                self.world.follow_pages(next(peer for peer in self.peers if peer.replica == news.replica))
+        for peer in self.index.update(self.peers, self.world.now_s):
+            self.world.follow_pages(peer)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    loss=st.sampled_from([0.0, 0.3, 0.8]),
+    num_pages=st.integers(8, 16),
+    prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 24)), min_size=1, max_size=8),
+    flushes=st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_the_router_knows_exactly_what_is_cached_whatever_was_lost(
+    seed: int, loss: float, num_pages: int, prompts: list[tuple[int, int]], flushes: bool
+) -> None:
+    world = World(
+        seed=seed,
+        cp=1,
+        mode=TransferMode.ALL_RANKS,
+        page_filter=PageFilter.MODULAR,
+        num_pages=num_pages,
+        chunk_tokens=8,
+    )
+    told = Router(world, seed, loss)
+    for family, length in prompts:
+        world.submit([family * 100 + token for token in range(length)], 3)
+        for _ in range(world.random.randrange(60)):
+            world.act()
+            told.read()
+    world.run()
+    told.read()
+    if flushes:
+        for address in world.leaders:
+            world.queues[ROUTER, address].append(FlushCache())
+    told.loss = 0.0
+    # Whatever was missed is noticed with the next news, of which a prompt never seen makes some.
+    world.submit(list(range(900, 900 + 2 * PAGE_SIZE)), 2)
+    for _ in range(12):
+        world.run()
+        told.read()
+    for role, peer in zip((Role.PREFILL, Role.DECODE), told.peers, strict=True):
+        assert told.index.keys_of(peer) == frozenset(world.allocators[role].cached_keys())
+        assert told.index.num_pages == sum(allocator.num_cached for allocator in world.allocators.values())
+
+
+def test_a_router_is_told_everything_then_what_changes() -> None:
+    reporter, allocator = reporter_of()
+    cached(allocator, [1] * 8)
+    assert reporter.news() == []
+    ((address, first),) = reporter.follow(ask(router()))
+    assert address == "router.1"
+    assert first == PageNews(
+        replica=ME.replica, incarnation=ME.incarnation, number=0, stored=page_keys([1] * 8, PAGE_SIZE), removed=[]
+    )
+    cached(allocator, [2] * 4)
+    ((_, second),) = reporter.news()
+    assert isinstance(second, PageNews)
+    assert (second.number, second.stored) == (1, page_keys([2] * 4, PAGE_SIZE))
+    allocator.flush()
+    ((_, third),) = reporter.news()
+    assert isinstance(third, PageNews)
+    assert len(third.removed) == 3
+    assert reporter.news() == []
+
+
+def test_an_empty_cache_is_news_and_a_large_one_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter, allocator = reporter_of()
+    assert len(reporter.follow(ask(router()))) == 1
+    cached(allocator, list(range(28)))
+    monkeypatch.setattr(page_reporter, "MAX_KEYS", 3)
+    told = [message for _, message in reporter.follow(ask(router()))]
+    assert [news.number for news in told if isinstance(news, PageNews)] == [0, 1, 2]
+    keys = [key for news in told if isinstance(news, PageNews) for key in news.stored]
+    assert keys == page_keys(list(range(28)), PAGE_SIZE)
+
+
+def test_who_is_told() -> None:
+    reporter, allocator = reporter_of()
+    assert reporter.follow(ask(router(), incarnation=2)) == []
+    reporter.follow(ask(router(2)))
+    assert reporter.follow(ask(router(1))) == []
+    reporter.follow(ask(router(1, "router-b")))
+    cached(allocator, [1] * 4)
+    assert [address for address, _ in reporter.news()] == ["router.2", "router-b.1"]
+    reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(2)}))
+    cached(allocator, [2] * 4)
+    assert [address for address, _ in reporter.news()] == ["router-b.1"]
+
+
+def test_nothing_is_noted_while_nobody_follows() -> None:
+    reporter, allocator = reporter_of()
+    reporter.follow(ask(router()))
+    reporter.on_table(TableSnapshot(version=1, replicas=(), reaped={ROUTER: Incarnation(1)}))
+    cached(allocator, [1] * 4)
+    assert reporter.news() == []
+    ((_, told),) = reporter.follow(ask(router(2)))
+    assert isinstance(told, PageNews)
+    assert told.stored == page_keys([1] * 4, PAGE_SIZE)
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.booleans()), max_size=20), st.integers(0, 20))
+def test_a_journal_has_the_net_changes(steps: list[tuple[bytes, bool]], looks_at: int) -> None:
+    journal, there, known = PageJournal(), set[bytes](), set[bytes]()
+    for number, (key, is_stored) in enumerate(steps):
+        if is_stored == (key in there):
+            continue
+        (there.add if is_stored else there.remove)(key)
+        journal.note(key, is_stored)
+        if number == looks_at:
+            _take(journal, known)
+            assert known == there
+    _take(journal, known)
+    assert known == there
+    assert journal.take() == ([], [])
+
+
+def _take(journal: PageJournal, known: set[bytes]) -> None:
+    stored, removed = journal.take()
+    assert not known.intersection(stored)
+    assert known.issuperset(removed)
+    known.update(stored)
+    known.difference_update(removed)

@@ -1,0 +1,80 @@
+"""Tells routers which prefixes a replica has cached: everything once, then what changes. Sans I/O.
+
+Each router has a numbered stream of its own. One that misses a number, or has just started, asks again and is told
+everything anew. Nothing depends on the news but where requests go.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from cluster.spec.ids import ReplicaId
+from cluster.spec.messages import FollowPages, Message, PageNews, Peer
+from cluster.spec.registry import TableSnapshot
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.page_journal import PageJournal
+
+MAX_KEYS = 65_536
+"""Of one message; a megabyte."""
+
+
+@dataclass(slots=True)
+class _Follower:
+    router: Peer
+    next_number: int = 0
+
+
+class PageReporter:
+    """What one leader tells of its cache, and to whom."""
+
+    def __init__(self, me: Peer, allocator: PageAllocator) -> None:
+        self._me = me
+        self._allocator = allocator
+        self._journal = PageJournal()
+        self._followers: dict[ReplicaId, _Follower] = {}
+
+    def follow(self, message: FollowPages) -> list[tuple[str, Message]]:
+        """A router wants to know: everything that is cached. An older start of the same router is told no more."""
+        known = self._followers.get(message.router.replica)
+        is_older = known is not None and known.router.incarnation > message.router.incarnation
+        if message.incarnation != self._me.incarnation or is_older:
+            return []
+        self._allocator.follow(self._journal)
+        follower = self._followers[message.router.replica] = _Follower(message.router)
+        return self._tell(follower, self._allocator.cached_keys(), [])
+
+    def on_table(self, table: TableSnapshot) -> None:
+        """Routers that are gone are told no more."""
+        for replica, follower in list(self._followers.items()):
+            if table.reaped.get(replica, 0) >= follower.router.incarnation:
+                del self._followers[replica]
+        if not self._followers:
+            self._allocator.follow(None)
+            self._journal.take()
+
+    def news(self) -> list[tuple[str, Message]]:
+        """What is to be sent now: what has changed since the last call, to everyone who follows."""
+        stored, removed = self._journal.take()
+        if not stored and not removed:
+            return []
+        return [told for follower in self._followers.values() for told in self._tell(follower, stored, removed)]
+
+    def _tell(self, follower: _Follower, stored: list[bytes], removed: list[bytes]) -> list[tuple[str, Message]]:
+        """At least one message, so that a cache with nothing in it is known to have nothing."""
+        nothing: list[bytes] = []
+        parts = itertools.zip_longest(_parts(stored), _parts(removed), fillvalue=nothing)
+        told: list[tuple[str, Message]] = []
+        for some_stored, some_removed in list(parts) or [(nothing, nothing)]:
+            news = PageNews(
+                replica=self._me.replica,
+                incarnation=self._me.incarnation,
+                number=follower.next_number,
+                stored=some_stored,
+                removed=some_removed,
+            )
+            follower.next_number += 1
+            told.append((follower.router.address, news))
+        return told
+
+
+def _parts(keys: list[bytes]) -> list[list[bytes]]:
+    return [keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS)]
