@@ -176,6 +176,8 @@ class ResourcesConfig(_Node):
     """Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
     """Compute threads of each worker on a CPU."""
+    check_collectives: Annotated[bool, Field(strict=True)] = False
+    """Compare every collective over its ranks before it runs, and name the first that differs; slow, for debugging."""
     start_timeout_s: PositiveSeconds = 300.0
     """Longest wait for all replicas to be ready."""
     heartbeat_s: PositiveSeconds = 1.0

@@ -74,7 +74,15 @@ class LocalEngine:
         self, folder: Path, config: DeployConfig, decode_config: DeployConfig | None = None
     ) -> Iterator[LocalCluster]:
         """The cluster with these settings, those of decode apart if given."""
-        layout = (folder, config.kv.page_size, config.prefill.parallel, config.prefill.mode, config.transfer.backend)
+        layout = (
+            folder,
+            config.kv.page_size,
+            config.prefill.parallel,
+            config.decode.parallel,
+            config.prefill.mode,
+            config.transfer.backend,
+            config.resources.check_collectives,
+        )
         if self._loaded != layout:
             self._loaded = None
             self._cluster.load(config, folder)

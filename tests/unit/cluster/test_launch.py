@@ -12,7 +12,7 @@ from cluster.launch.calls import Deadline, blame, gather
 from cluster.launch.kinds import service_environ, worker_environ
 from cluster.launch.launcher import LOOPBACK, Launcher
 from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig, ResourcesConfig
-from cluster.spec.errors import BatonError, ConfigError, UserError
+from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.supervisor.loop import Supervisor
 from cluster.supervisor.stop_watch import watch_stop
@@ -168,6 +168,7 @@ def test_error_of_a_rank_names_it_and_what_the_user_can_mend_comes_first() -> No
     error = blame(failed)
     assert not isinstance(error, UserError)
     assert str(error) == "prefill-0 rank 0: RuntimeError: peer closed the connection"
+    assert str(blame({"a": PeerLostError("b is gone"), "b": RuntimeError("no memory")})) == "b: RuntimeError: no memory"
 
 
 def test_gather_does_not_wait_for_the_others_after_an_error() -> None:
