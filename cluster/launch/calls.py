@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from cluster.spec.errors import BatonError, PeerLostError, UserError
 
-_LAST_WORDS_S = 5.0
+LAST_WORDS_S = 3.0
 """Between the end of a worker, which its peers notice at once, and its error."""
 
 Answer = TypeVar("Answer")
@@ -43,7 +43,7 @@ def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[An
     if failed := _failed(calls):
         if all(isinstance(error, PeerLostError) for error in failed.values()):
             # Whoever ended first may still be on its way out.
-            wait(calls.values(), min(deadline.left_s(), _LAST_WORDS_S))
+            wait(calls.values(), min(deadline.left_s(), LAST_WORDS_S))
         raise blame(_failed(calls))
     if late := [who for who, call in calls.items() if not call.done()]:
         raise deadline.missed(f"{', '.join(late)}: not ready")
