@@ -1,5 +1,6 @@
 """Typed messages between processes: MessagePack over ZeroMQ PUSH and PULL. The only file that imports zmq."""
 
+from collections.abc import Iterable
 from types import TracebackType
 
 import msgspec
@@ -104,10 +105,20 @@ class Outbox:
         Raises:
             PeerUnreachableError: the queue to this address is full, so nobody has read from it for long.
         """
-        try:
-            self._socket(address).send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise PeerUnreachableError(f"nobody reads at {address}; {type(message).__name__} not sent") from None
+        self.broadcast([address], message)
+
+    def broadcast(self, addresses: Iterable[str], message: Message) -> None:
+        """Queue one message for several peers; it is packed once.
+
+        Raises:
+            PeerUnreachableError: as ``send``; those after the first such address get nothing.
+        """
+        frame = encode(message)
+        for address in addresses:
+            try:
+                self._socket(address).send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                raise PeerUnreachableError(f"nobody reads at {address}; {type(message).__name__} not sent") from None
 
     def forget(self, address: str) -> None:
         """Drop the connection to a peer that is gone, with what was still queued for it."""

@@ -2,7 +2,9 @@
 
 from cluster.spec.kv import KvGeometry, pages_for
 from cluster.spec.messages import Ticket
+from cluster.spec.ranks import kv_heads_of
 from cluster.spec.registry import KvOwnership, PageFilter, RankRow, TransferMode
+from transfer import layout
 
 _GEOMETRY_WORDS = {
     "model": "model",
@@ -25,14 +27,15 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
 def refusal(prefill: RankRow, decode: RankRow) -> str | None:
     """Why a prefill and a decode replica cannot exchange KV, or None when they can.
 
-    Any one row of each replica answers for the whole of it. KV may be sharded in prefill and whole in decode.
+    Any one row of each replica answers for the whole of it, but for the heads in its pool. KV may be sharded in
+    prefill and whole in decode.
     """
     if decode.sizes.cp != 1:
         return f"{decode.replica} has cp {decode.sizes.cp}; a decode replica must have cp 1"
     return (
         geometry_refusal(prefill.replica, prefill.geometry, decode.replica, decode.geometry)
-        or _uneven_heads(prefill)
-        or _uneven_heads(decode)
+        or _other_heads(prefill)
+        or _other_heads(decode)
         or _sharded_decode(decode)
         or _unequal_settings(prefill, decode)
         or _unsendable_shards(prefill)
@@ -90,10 +93,16 @@ def _unequal(words: str, prefill: str, ours: object, decode: str, theirs: object
     return f"{prefill} has {words} {ours}, {decode} has {theirs}; they must be equal"
 
 
-def _uneven_heads(row: RankRow) -> str | None:
-    if row.geometry.num_kv_heads % row.sizes.tp == 0:
+def _other_heads(row: RankRow) -> str | None:
+    """Who sends what follows from the axes, so that every pool must hold the heads that they say."""
+    try:
+        heads = kv_heads_of(row.geometry.num_kv_heads, row.sizes.tp, row.coords.tp)
+    except ValueError as error:
+        return f"{row.replica}: {error}"
+    if layout.heads(row.layout) == heads:
         return None
+    held = layout.heads(row.layout)
     return (
-        f"{row.replica} has tp {row.sizes.tp}, which does not divide the {row.geometry.num_kv_heads} KV heads "
-        f"of {row.geometry.model}"
+        f"{row.replica} holds KV heads {held.start} to {held.stop - 1} on tp_rank {row.coords.tp}; "
+        f"by its axes it must hold {heads.start} to {heads.stop - 1}"
     )

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from cluster.spec.kv import PoolLayout
-from cluster.spec.registry import PageFilter, RankRow, TransferMode
+from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
+from cluster.spec.registry import PageFilter, RankCoords, RankRow, TransferMode
 from transfer import layout
 
 
@@ -23,6 +24,32 @@ PagePair = tuple[int, int]
 def is_sender(mode: TransferMode, cp_rank: int) -> bool:
     """Whether a CP rank sends KV at all, and so ends every transfer with a Done."""
     return mode is TransferMode.ALL_RANKS or cp_rank == 0
+
+
+def receivers(mode: TransferMode, coords: RankCoords, sizes: RankCoords, targets: Sequence[RankRow]) -> list[RankRow]:
+    """The decode ranks that a prefill rank sends to: those with some of its heads and layers; none if it sends nothing.
+
+    Where several ranks of a side hold the same head, each decode rank gets it from one prefill rank, and copies take
+    turns: copy c of a head in decode comes from copy c modulo their number in prefill.
+    """
+    if not is_sender(mode, coords.cp):
+        return []
+    return [
+        target for target in targets if _sends_heads(coords, sizes, target) and _shares_layers(coords, sizes, target)
+    ]
+
+
+def _sends_heads(coords: RankCoords, sizes: RankCoords, target: RankRow) -> bool:
+    num_heads = target.geometry.num_kv_heads
+    copies, wanted_copies = head_copies(num_heads, sizes.tp), head_copies(num_heads, target.sizes.tp)
+    is_its_turn = target.coords.tp % wanted_copies % copies == coords.tp % copies
+    heads = kv_heads_of(num_heads, sizes.tp, coords.tp)
+    return is_its_turn and bool(layout.intersect(heads, layout.heads(target.layout)))
+
+
+def _shares_layers(coords: RankCoords, sizes: RankCoords, target: RankRow) -> bool:
+    layers = stage_layers(target.geometry.num_layers, sizes.pp, coords.pp)
+    return bool(layout.intersect(layers, layout.layers(target.layout)))
 
 
 def owned_pages(

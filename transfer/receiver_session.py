@@ -84,7 +84,7 @@ class ReceiverSession:
         """Pages are reserved; no ticket is out.
 
         Args:
-            num_pages: pages that all Done together must report: the ticketed ones, times the parts each is sent in.
+            num_pages: the ticketed ones; all Done together must report a multiple of them, the parts each is sent in.
             num_bytes: bytes that all Done together must report.
             deadline_s: clock time at which the ticket is revoked.
             settle_s: seconds in which bytes may still arrive after their sender has died.
@@ -205,7 +205,8 @@ class ReceiverSession:
         dones = self._dones.values()
         sent = (sum(done.num_pages for done in dones), sum(done.num_bytes for done in dones))
         promised = (result.num_pages, result.num_bytes)
-        if sent == promised == self._expected:
+        num_pages, num_bytes = self._expected
+        if sent == promised and sent[0] % max(num_pages, 1) == 0 and sent[0] >= num_pages and sent[1] == num_bytes:
             return None
         return (
             f"{name} sent {sent[0]} pages of {sent[1]} bytes, its result promised {promised[0]} of {promised[1]}, "

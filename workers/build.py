@@ -59,6 +59,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             me=me,
             geometry=rank.geometry,
             layout=rank.layout,
+            page_bytes=sum(row.layout.page_bytes for row in rows),
             transfer_timeout_s=config.transfer.transfer_timeout_s,
             settle_s=rank.backend.settle_s,
         )

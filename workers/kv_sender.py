@@ -10,7 +10,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, DropSend, Message, Peer, SendReport, SendState, StepPlan, Target
 from cluster.spec.registry import RankRow
 from cluster.spec.timeline import Interval
-from transfer.plan import PagePair, is_sender, local_page, make_spans, owned_pages
+from transfer.plan import PagePair, local_page, make_spans, owned_pages, receivers
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession
 from workers.timeline import KV_SENDER, Recorder
@@ -120,7 +120,8 @@ class KvSender:
         transfer = (admit.room, admit.target.generation)
         if transfer not in self._sessions:
             self._forget_older(admit.target)
-            row, mode = self._row, self._config.mode
+            row = self._row
+            sends = bool(self._receivers(admit.target))
             self._sessions[transfer] = SenderSession(
                 room=admit.room,
                 target=admit.target,
@@ -128,18 +129,24 @@ class KvSender:
                 sender_rank=row.global_rank,
                 prompt_len=admit.prompt_len,
                 page_size=row.layout.page_size,
-                owned=owned_pages(
-                    self._config.page_filter,
-                    mode,
-                    num_pages=pages_for(admit.prompt_len, row.layout.page_size),
-                    cp_rank=row.coords.cp,
-                    cp_size=row.sizes.cp,
-                    base=admit.owner_base,
-                    first=admit.target.held_pages,
-                ),
-                sends=is_sender(mode, row.coords.cp),
+                owned=self._owned_pages(admit, admit.target.held_pages) if sends else range(0),
+                sends=sends,
             )
         return self._sessions[transfer]
+
+    def _receivers(self, target: Target) -> list[RankRow]:
+        return receivers(self._config.mode, self._row.coords, self._row.sizes, target.rows)
+
+    def _owned_pages(self, admit: Admit, num_held: int) -> range:
+        return owned_pages(
+            self._config.page_filter,
+            self._config.mode,
+            num_pages=pages_for(admit.prompt_len, self._row.layout.page_size),
+            cp_rank=self._row.coords.cp,
+            cp_size=self._row.sizes.cp,
+            base=admit.owner_base,
+            first=num_held,
+        )
 
     def _forget_older(self, target: Target) -> None:
         """Let go of the memory of a decode replica's earlier start."""
@@ -150,14 +157,14 @@ class KvSender:
             self._targets[target.decode.replica] = target
 
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
-        """The spans to every decode rank that holds some of the heads and layers we hold."""
+        """The spans to every decode rank that gets some of the heads and layers we hold from us."""
         local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
         return SendJob(
             room=session.room,
             generation=session.target.generation,
             writes=[
                 Write(target.endpoint, make_spans(self._row.layout, target.layout, local_pairs))
-                for target in session.target.rows
+                for target in self._receivers(session.target)
             ],
             num_pages=len(pairs),
         )

@@ -30,6 +30,8 @@ from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
 ANSWER_TIMEOUT_S = 600.0
+_CONSEQUENCE = "CollectiveError"
+"""How the error of a rank begins that another one has left; its class is not imported, since it brings torch along."""
 
 
 class RemoteError(BatonError):
@@ -151,8 +153,7 @@ class LocalReplica:
         self.workers = list(processes[: len(self.specs)])
         for worker, spec in zip(self.workers, self.specs, strict=True):
             worker.call("make", spec, model_folder, None)
-        for worker in self.workers:
-            worker.result()
+        self._results()
 
     def load(self) -> None:
         """Load every rank; they meet at the first one's store."""
@@ -160,7 +161,7 @@ class LocalReplica:
         store = self.workers[0].result()
         for worker in self.workers:
             worker.call("load", store)
-        self.rows = [worker.result() for worker in self.workers]
+        self.rows = self._results()
 
     def configure(self, config: DeployConfig) -> None:
         """Between runs: take over settings that do not change what was loaded."""
@@ -179,8 +180,20 @@ class LocalReplica:
         """Stop running; raises what ended a rank, if it was not this."""
         for row in self.rows:
             outbox.send(row.address, Shutdown(reason="the run is over"))
+        self._results()
+
+    def _results(self) -> list[Any]:
+        """Of every rank's call; raises the error that ended the first rank, not those that follow from its end."""
+        results: list[Any] = []
+        errors: list[RemoteError] = []
         for worker in self.workers:
-            worker.result()
+            try:
+                results.append(worker.result())
+            except RemoteError as error:
+                errors.append(error)
+        if errors:
+            raise min(errors, key=lambda error: str(error).startswith(_CONSEQUENCE))
+        return results
 
     @property
     def entry(self) -> ReplicaEntry:

@@ -17,11 +17,12 @@ from workers.timeline import COLLECTIVES, COMPUTE, Recorder
 class StepRecorder:
     """One rank's. On a GPU every layer of a timed step waits for the device, so that times are those of the work."""
 
-    def __init__(self, model: DecoderModel, group: Communicator) -> None:
+    def __init__(self, model: DecoderModel, cp_group: Communicator) -> None:
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
         self._on_gpu = model.device.type == "cuda"
-        group.observe = self._note_collective
+        for group in (cp_group, model.group):
+            group.observe = self._note_collective
 
     def step(self, plan: StepPlan) -> AbstractContextManager[None]:
         """Around the computation of one step, on every rank."""

@@ -76,6 +76,10 @@ class Worker:
                 self._lead(rows, self._rank, sender, outbox)
             else:
                 self._follow(self._rank, sender, outbox)
+        except BaseException:
+            # Peers that wait for this rank in a collective end now, instead of after its timeout.
+            self._rank.leave()
+            raise
         finally:
             sender.close()
             outbox.close()
@@ -105,8 +109,7 @@ class Worker:
                 _emit(leader, outbox)
                 plan = leader.next_plan()
                 if plan is not None:
-                    for address in followers:
-                        outbox.send(address, plan)
+                    outbox.broadcast(followers, plan)
                     sender.before_step(plan)
                     start_s = self._clock.now_s()
                     with rank.step_recorder.step(plan):

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
-from cluster.spec.errors import BatonError, UserError
+from cluster.spec.errors import BatonError, PeerLostError, UserError
+
+LAST_WORDS_S = 3.0
+"""Between the end of a worker, which its peers notice at once, and its error."""
 
 Answer = TypeVar("Answer")
 
@@ -37,18 +40,26 @@ def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[An
         BatonError: any other error, or the deadline has passed.
     """
     wait(calls.values(), deadline.left_s(), FIRST_EXCEPTION)
-    failed = {who: error for who, call in calls.items() if call.done() and (error := call.exception())}
-    if failed:
-        raise blame(failed)
+    if failed := _failed(calls):
+        if all(isinstance(error, PeerLostError) for error in failed.values()):
+            # Whoever ended first may still be on its way out.
+            wait(calls.values(), min(deadline.left_s(), LAST_WORDS_S))
+        raise blame(_failed(calls))
     if late := [who for who, call in calls.items() if not call.done()]:
         raise deadline.missed(f"{', '.join(late)}: not ready")
     return [call.result() for call in calls.values()]
 
 
 def blame(failed: Mapping[str, BaseException]) -> BatonError:
-    """One error for several: what the user can mend first, else the first; names who raised it."""
-    who, error = min(failed.items(), key=lambda item: not isinstance(item[1], UserError))
+    """One error for several: what the user can mend first, else the first that is no mere consequence; names whose."""
+    who, error = min(
+        failed.items(), key=lambda item: (not isinstance(item[1], UserError), isinstance(item[1], PeerLostError))
+    )
     return labelled(who, error)
+
+
+def _failed(calls: "Mapping[str, Future[Answer]]") -> dict[str, BaseException]:
+    return {who: error for who, call in calls.items() if call.done() and (error := call.exception())}
 
 
 def labelled(who: str, error: BaseException) -> BatonError:

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from cluster.launch.calls import Deadline, labelled
+from cluster.launch.calls import LAST_WORDS_S, Deadline, labelled
 from cluster.launch.gang import Gang
 from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
 from cluster.launch.tools import Tools
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import BatonError
+from cluster.spec.errors import BatonError, PeerLostError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.worker_spec import Rendezvous
 
@@ -175,7 +175,14 @@ class Launcher:
         gang.start(self._model, self._rendezvous.result, deadline)
 
     def _report_end(self, name: str, incarnation: Incarnation, who: str, run: "Future[Any]") -> None:
-        self._on_ended(name, incarnation, _why(who, run))
+        report = partial(self._on_ended, name, incarnation, _why(who, run))
+        if not isinstance(run.exception(), PeerLostError):
+            report()
+            return
+        # Somebody else ended first, and says why; this one speaks only if nobody does.
+        timer = threading.Timer(LAST_WORDS_S, report)
+        timer.daemon = True
+        timer.start()
 
     def _keep(self, name: str, member: Member) -> None:
         with self._lock:

@@ -85,6 +85,7 @@ def _make_leader(around: Surroundings, rows: list[RankRow], allocator: PageAlloc
             me=me,
             geometry=first.geometry,
             layout=first.layout,
+            page_bytes=first.layout.page_bytes,
             transfer_timeout_s=shape.transfer_timeout_s,
             settle_s=shape.settle_s,
         )

@@ -224,6 +224,8 @@ class ResourcesConfig(_Node):
     """Compute threads of each worker on a CPU."""
     collectives: Collectives = Collectives.AUTO
     """How the ranks of a replica exchange tensors: in shared memory where they share a host, or always over TCP."""
+    check_collectives: Annotated[bool, Field(strict=True)] = False
+    """Compare every collective over its ranks before it runs, and name the first that differs; slow, for debugging."""
     start_timeout_s: PositiveSeconds = 300.0
     """Longest wait for all replicas to be ready."""
     heartbeat_s: PositiveSeconds = 1.0

@@ -6,6 +6,7 @@ BatonError
 ├── HandoffRefusedError    two replicas cannot exchange KV; says why in words
 ├── TransferError          bytes could not be moved
 ├── PeerUnreachableError   a process that should listen does not
+├── PeerLostError          a worker of the same replica has ended; its own error says why
 └── IllegalTransitionError a state machine was asked for a move its table does not hold (our own bug)
 """
 
@@ -57,6 +58,10 @@ class TransferError(BatonError):
 
 class PeerUnreachableError(BatonError):
     """A message could not be handed to the process it is for."""
+
+
+class PeerLostError(BatonError):
+    """What follows from the end of another worker of the same replica, and explains nothing."""
 
 
 class IllegalTransitionError(BatonError, AssertionError):

@@ -194,7 +194,7 @@ class Result(_Message, frozen=True):
     senders: list[int]
     """Global ranks whose Done must arrive."""
     num_pages: int
-    """Pages of the ticket that were filled, over all senders and KV groups."""
+    """Pages of the ticket that were filled, over all KV groups; each once for every rank that sends a part of it."""
     num_bytes: int
     """Bytes of KV that were written, over all senders."""
     is_last: bool = False

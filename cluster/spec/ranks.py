@@ -172,6 +172,11 @@ def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
     raise ValueError(f"{num_kv_heads} KV heads cannot be divided over tp = {tp_size}; one must divide the other")
 
 
+def head_copies(num_kv_heads: int, tp_size: int) -> int:
+    """TP ranks that hold the same KV head; they are neighbours."""
+    return max(1, tp_size // num_kv_heads)
+
+
 def _positions(parallel: ParallelConfig) -> Iterator[Position]:
     sizes = sizes_of(parallel)
     moe_sizes = (parallel.pp, parallel.moe_dp, parallel.ep, moe_tp_size(parallel))

@@ -219,7 +219,12 @@ class World:
         )
         self.decode_peer = Peer(replica=self.decode_row.replica, incarnation=Incarnation(1), address="decode/0")
         decode = DecodeSettings(
-            me=self.decode_peer, geometry=GEOMETRY, layout=self.decode_row.layout, transfer_timeout_s=60.0, settle_s=0.5
+            me=self.decode_peer,
+            geometry=GEOMETRY,
+            layout=self.decode_row.layout,
+            page_bytes=self.decode_row.layout.page_bytes,
+            transfer_timeout_s=60.0,
+            settle_s=0.5,
         )
         self.leaders: dict[str, Leader] = {
             "prefill/0": PrefillLeader(prefill, steps[Role.PREFILL], allocators[Role.PREFILL]),

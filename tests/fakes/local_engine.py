@@ -85,8 +85,10 @@ class LocalEngine:
             folder,
             config.kv.page_size,
             config.prefill.parallel,
+            config.decode.parallel,
             config.prefill.mode,
             config.transfer.backend,
+            config.resources.check_collectives,
             config.resources.collectives,
         )
         if self._loaded != layout:

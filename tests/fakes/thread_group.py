@@ -32,6 +32,14 @@ class ThreadBackend:
         torch.cat(self.board, out=output)
         return self._leave()
 
+    def allreduce(self, tensor: Tensor, /) -> Done:
+        self.board[self.rank] = tensor
+        self.gate.wait()
+        total = torch.stack(self.board).float().sum(0)
+        self.gate.wait()
+        tensor.copy_(total)
+        return self._leave()
+
     def barrier(self) -> Done:
         return self._leave()
 
@@ -47,6 +55,9 @@ class ThreadBackend:
         self.gate.wait()
         output.copy_(self.board[(self.rank - distance) % len(self.board)])
         return self._leave()
+
+    def leave(self) -> None:
+        """Nobody waits for a thread."""
 
     def _leave(self) -> Done:
         self.gate.wait()

@@ -13,6 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -22,12 +23,15 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from workers.parallel import same_host
+from workers.parallel.checked import CheckedBackend
 from workers.parallel.collectives import CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
 from workers.parallel.groups import join_group, join_store, open_store
 from workers.parallel.shared_memory import SharedMemoryBackend
 
 pytestmark = pytest.mark.integration
+
+T = TypeVar("T")
 
 HOST, TIMEOUT_S, SIZE = "127.0.0.1", 30.0, 3
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
@@ -50,7 +54,7 @@ def serve_rank(rank: int, address: str, pipe: Connection) -> None:
             pipe.send(differences(random.Random(pipe.recv()), rank, group, oracle))
 
 
-CALLS = ["all_gather", "shift", "broadcast", "barrier"]
+CALLS = ["all_gather", "shift", "broadcast", "barrier", "all_reduce"]
 
 
 def differences(rng: random.Random, rank: int, group: Communicator, oracle: Communicator) -> list[str]:
@@ -79,6 +83,9 @@ def result_of(
         out = mine.clone()
         group.broadcast(out, root)
         return out
+    if call == "all_reduce":
+        # Numbers of 8 bits, so that the order in which gloo adds them up changes nothing.
+        return group.all_reduce(mine.clone() if mine.is_floating_point() else mine.float())
     if call == "barrier":
         group.barrier()
         return mine
@@ -187,7 +194,7 @@ def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
         process.kill()
 
 
-def on_threads(function: Callable[[SharedMemoryBackend], list[Tensor]], piece_bytes: int) -> list[list[Tensor]]:
+def on_threads(function: Callable[[SharedMemoryBackend], T], piece_bytes: int) -> list[T]:
     """What a function returns as each rank of a group inside this process, whose memory is moved in small pieces."""
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(SIZE))
@@ -198,6 +205,47 @@ def on_threads(function: Callable[[SharedMemoryBackend], list[Tensor]], piece_by
         ]
         os.close(descriptor)
         return list(threads.map(function, backends))
+
+
+WRONG: dict[str, tuple[Callable[[Communicator], object], str]] = {
+    "kind": (
+        lambda group: group.barrier() if group.rank == 2 else group.all_reduce(torch.zeros(3)),
+        "collective 2 differs: rank 0 calls all_reduce of torch.float32 [3], rank 2 calls barrier",
+    ),
+    "size": (
+        lambda group: group.all_reduce(torch.zeros(3 + (group.rank == 1), 2)),
+        "rank 0 calls all_reduce of torch.float32 [3, 2], rank 1 calls all_reduce of torch.float32 [4, 2]",
+    ),
+    "dtype": (
+        lambda group: group.broadcast(torch.zeros(2, dtype=DTYPES[group.rank]), 1),
+        "rank 0 calls broadcast from rank 1 of torch.bfloat16 [2], rank 1 calls broadcast from rank 1 of torch.float16",
+    ),
+    "shift": (
+        lambda group: group.start_shift(torch.zeros(1), torch.zeros(1 + (group.rank == 0))),
+        "sends 2 elements in shift by 1 of torch.float32, rank 1 takes 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_checked_groups_name_the_first_collective_that_differs(wrong: str) -> None:
+    call, words = WRONG[wrong]
+
+    def reason(backend: SharedMemoryBackend) -> str:
+        group = Communicator("checked", backend._rank, SIZE, CheckedBackend(backend, backend._rank, SIZE))
+        assert group.all_reduce(torch.ones(2)).tolist() == [SIZE, SIZE]
+        try:
+            call(group)
+            group.barrier()
+        except CollectiveError as error:
+            return str(error)
+        finally:
+            group.destroy()
+        return ""
+
+    reasons = on_threads(reason, piece_bytes=64)
+    assert any(words in reason for reason in reasons), reasons
+    assert all(reasons)
 
 
 @settings(deadline=None, max_examples=25)
@@ -213,18 +261,22 @@ def test_parts_larger_than_a_piece_and_calls_in_flight(lengths: list[int]) -> No
             passed = torch.empty(length * ((backend._rank - 1) % SIZE), dtype=torch.int16)
             works.append(backend.shift(passed, torch.full((length * backend._rank,), backend._rank).short(), 1))
             works += [backend.barrier()] * (number % 2)
+            total = torch.arange(length) + torch.tensor(backend._rank / 7)
+            works.append(backend.allreduce(total))
             for work in reversed(works):
                 work.wait()
-            outs += [word, out, passed]
+            outs += [word, out, passed, total]
         return outs
 
     for rank, outs in enumerate(on_threads(call, piece_bytes=64)):
         source = (rank - 1) % SIZE
         for number, length in enumerate(lengths):
-            assert torch.equal(outs[3 * number], torch.full((length,), 10 * number, dtype=torch.int16))
+            assert torch.equal(outs[4 * number], torch.full((length,), 10 * number, dtype=torch.int16))
             parts = [torch.arange(length, dtype=torch.int16) + rank for rank in range(SIZE)]
-            assert torch.equal(outs[3 * number + 1], torch.cat(parts))
-            assert torch.equal(outs[3 * number + 2], torch.full((length * source,), source).short())
+            assert torch.equal(outs[4 * number + 1], torch.cat(parts))
+            assert torch.equal(outs[4 * number + 2], torch.full((length * source,), source).short())
+            terms = [torch.arange(length) + torch.tensor(peer / 7) for peer in range(SIZE)]
+            assert torch.equal(outs[4 * number + 3], sum(terms[1:], start=terms[0]))
 
 
 def test_nothing_stays_open_when_a_group_is_destroyed() -> None:

@@ -10,7 +10,8 @@ from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 
 
 @pytest.mark.integration
-def test_the_engine_answers_in_plain_processes() -> None:
-    command = [sys.executable, "-m", "workers.local", "deploy/local-cpu.yaml", DEMO_PROMPT]
+@pytest.mark.parametrize("file", ["local-cpu", "local-cpu-tp"])
+def test_the_engine_answers_in_plain_processes(file: str) -> None:
+    command = [sys.executable, "-m", "workers.local", f"deploy/{file}.yaml", DEMO_PROMPT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert (run.returncode, run.stdout.rstrip("\n"), run.stderr) == (0, DEMO_ANSWER, "")

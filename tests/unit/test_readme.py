@@ -57,16 +57,19 @@ def test_the_demo_is_the_models_own() -> None:
 
 
 def _row(config: DeployConfig) -> str:
-    cp = config.prefill.parallel.cp
+    cp, tp = config.prefill.parallel.cp, config.prefill.parallel.tp
     if config.transfer.mode == "rank0":
         sends = ", CP rank 0 sends everything"
     else:
         sends = ", every CP rank sends its pages" if cp > 1 else ""
-    ring = ", ring" if config.prefill.mode == "ring" else ""
+    prefill = f"{_replicas(config.prefill.replicas)}, cp={cp}{_tp(tp)}{', ring' * (config.prefill.mode == 'ring')}"
+    decode = f"{_replicas(config.decode.replicas)}{_tp(config.decode.parallel.tp)}"
     backend = {"shared_memory": "shared memory", "mooncake": "Mooncake over TCP"}[config.transfer.backend]
-    return (
-        f"{_replicas(config.prefill.replicas)}, cp={cp}{ring} | {_replicas(config.decode.replicas)} | {backend}{sends}"
-    )
+    return f"{prefill} | {decode} | {backend}{sends}"
+
+
+def _tp(size: int) -> str:
+    return f", tp={size}" if size > 1 else ""
 
 
 def _replicas(count: int) -> str:

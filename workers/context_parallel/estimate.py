@@ -1,14 +1,15 @@
 """How long a step takes with a plan. No torch, no I/O.
 
-A fixed part, and for each layer the slowest rank's linear and attention work, the rows it stores and merges, and what
-of the exchange is not hidden behind work. Ranks meet in every layer, so the slowest one sets the pace.
+A fixed part, and for each layer the slowest rank's linear and attention work, the rows it stores and merges, the sums
+over its TP group, and what of the CP exchange is not hidden behind work. Ranks meet in every layer, so the slowest one
+sets the pace.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.spec.strategy import Passing
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.rates import ALL_REDUCES, ModelShape, Rates
 from workers.context_parallel.runs import RankRuns, Run
 from workers.context_parallel.shard_plan import ShardPlan
 
@@ -64,6 +65,7 @@ def _rank_s(plan: ShardPlan, cp_rank: int, shape: ModelShape, rates: Rates, pass
         + work.calls * rates.run_s
         + work.rows * rates.row_s
         + merged * rates.merge_row_s
+        + ALL_REDUCES * (rates.all_reduce_s + work.tokens * rates.all_reduce_row_s)
     )
 
 

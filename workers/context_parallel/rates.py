@@ -8,7 +8,7 @@ from workers.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The work of a model, by its shape."""
+    """The work of one TP rank for a model, by the shape of its part."""
 
     num_layers: int
     linear_flops: int
@@ -22,7 +22,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: str) -> "ModelShape":
-        """The shape of a model computed in a dtype."""
+        """The shape of a model, or of one rank's part of it, computed in a dtype."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         weights = 2 * q_size + 2 * kv_size + 3 * config.intermediate_size
         return cls(
@@ -37,6 +37,10 @@ class ModelShape:
     def partial_row_bytes(self) -> int:
         """What attention found for one token in one layer, in fp32: 4 bytes where a pair takes 4 FLOPs."""
         return self.attention_flops
+
+
+ALL_REDUCES = 2
+"""In each layer: after attention and after the MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,5 +61,9 @@ class Rates:
     """One collective, however little it moves."""
     exchange_bytes_per_s: float = 1e9
     """By the bytes that one rank receives."""
+    all_reduce_s: float = 0.0
+    """Summing hidden states over TP ranks, however few; 0 on one rank, as the next."""
+    all_reduce_row_s: float = 0.0
+    """What each token's adds to it."""
     hidden_share: float = 0.0
     """Part of a collective's time that passes while this rank computes; 0 where ranks copy for themselves."""

@@ -36,21 +36,26 @@ def calibrate(
     What comes out of the noise as nothing or less keeps its default.
     """
     with torch.inference_mode():
+        all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
+        exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
+    # How often the rest is repeated is each rank's own decision, so that no collective may be in it.
+    with torch.inference_mode(), model.group.alone():
         floor_s, linear_flops_per_s = _measure_linear(model, shape)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
-        exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
         head_s = _least_s(lambda: model.logits(_hidden(model, 1)))
-        row_s = _measure_store(model, pool)
+        row_s, merge_row_s = _measure_store(model, pool), _measure_merge(model)
     return Rates(
         step_s=shape.num_layers * floor_s + head_s,
         linear_flops_per_s=linear_flops_per_s,
         attention_flops_per_s=attention_flops_per_s,
         run_s=run_s,
         row_s=row_s,
-        merge_row_s=_measure_merge(model),
+        merge_row_s=merge_row_s,
         exchange_s=exchange_s,
         exchange_bytes_per_s=exchange_bytes_per_s,
         hidden_share=hidden_share,
+        all_reduce_s=all_reduce_s,
+        all_reduce_row_s=all_reduce_row_s,
     )
 
 
@@ -117,7 +122,13 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
         row = (2, model.config.num_kv_heads, model.config.head_dim)
         send = torch.zeros(num_rows, *row, dtype=model.dtype)
         receive = torch.zeros(group.size * num_rows, *row, dtype=model.dtype)
-        return min(_exposed_s(group, receive, send, pause_s) for _ in range(_REPEATS))
+
+        def exchange() -> None:
+            pending = group.start_all_gather(receive, send)
+            time.sleep(pause_s)
+            pending.wait()
+
+        return min(_waited_s(group, exchange) for _ in range(_REPEATS))
 
     few_s, many_s = (gather_s(num_rows) for num_rows in _ROWS)
     received = (group.size - 1) * (_ROWS[1] - _ROWS[0]) * shape.kv_row_bytes
@@ -128,14 +139,25 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
     return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
 
 
-def _exposed_s(group: Communicator, receive: Tensor, send: Tensor, pause_s: float) -> float:
-    """Time spent in an all-gather whose wait begins ``pause_s`` after its start, on ranks that start together."""
+def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
+    """Seconds that summing hidden states over the TP ranks takes for next to none, and for each more."""
+    group = model.group
+    if group.size == 1:
+        return 0.0, 0.0
+
+    def sum_s(num_rows: int) -> float:
+        hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
+        return min(_waited_s(group, lambda: group.all_reduce(hidden)) for _ in range(_REPEATS))
+
+    few_s, many_s = (sum_s(num_rows) for num_rows in _ROWS)
+    return few_s, max(0.0, many_s - few_s) / (_ROWS[1] - _ROWS[0])
+
+
+def _waited_s(group: Communicator, call: Callable[[], object]) -> float:
+    """Time that a call spends inside a group's collectives, on ranks that start together."""
     group.barrier()
     waited_before_s = group.waited_s
-    pending = group.start_all_gather(receive, send)
-    if pause_s:
-        time.sleep(pause_s)
-    pending.wait()
+    call()
     return group.waited_s - waited_before_s
 
 

@@ -72,7 +72,7 @@ class ModelRunner:
         return self._cp_group.size if self._is_sharded else 1
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Compute a step; returns the token of every sampled row on CP rank 0, and nothing on the others."""
+        """Compute a step; returns the token of every sampled row on global rank 0, and nothing on the others."""
         self._take_notice(plan)
         with torch.inference_mode():
             return self._forward(plan)
@@ -91,7 +91,10 @@ class ModelRunner:
         ]
         last = self._compute(rows, plan.strategy, plan.passing)
         sampled = [row for row in plan.rows if row.samples]
-        return self._sample(sampled, last) if sampled and self._cp_group.rank == 0 else {}
+        if not sampled or self._cp_group.rank > 0:
+            return {}
+        logits = self._model.logits(last)
+        return self._sample(sampled, logits) if self._model.group.rank == 0 else {}
 
     def _compute(self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None) -> torch.Tensor:
         """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token, on every rank."""
@@ -108,9 +111,9 @@ class ModelRunner:
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
         return context.join_last(self._model(batch.token_ids, batch.positions, context))
 
-    def _sample(self, rows: Sequence[Row], hidden: torch.Tensor) -> dict[Room, Sampled]:
+    def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> dict[Room, Sampled]:
         states = [self._sampling_state(row.room) for row in rows]
-        drawn = sample(self._model.logits(hidden), states, [row.output_position for row in rows])
+        drawn = sample(logits, states, [row.output_position for row in rows])
         return {row.room: sampled for row, sampled in zip(rows, drawn, strict=True)}
 
     def _sampling_state(self, room: Room) -> SamplingState:

@@ -1,4 +1,4 @@
-"""Checkpoint to model: copies a folder's safetensors in, one tensor at a time."""
+"""Checkpoint to model: copies a rank's part of a folder's safetensors in, one tensor at a time."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from cluster.spec.errors import UserError
-from workers.layers.linear import FusedLinear
+from workers.layers.cut import StoredPart
+from workers.layers.embedding import Embedding
+from workers.layers.linear import FusedLinear, SummedLinear
+from workers.layers.rms_norm import RMSNorm
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.parallel.collectives import Communicator
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+INPUT_TABLE = "model.embed_tokens.weight"
 OUTPUT_TABLE = "lm_head.weight"
 NAMES_SHOWN = 8
 
@@ -26,17 +30,26 @@ class CheckpointError(UserError):
     """A checkpoint's files are missing, damaged, or do not fit its config.json. The message names what does not fit."""
 
 
-def load_model(folder: Path, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> DecoderModel:
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    group: Communicator | None = None,
+) -> DecoderModel:
     """Build the model of `folder` and fill it; dtype None keeps the checkpoint's own, device None is the CPU.
 
-    Peak memory is the model and one tensor. Raises UnsupportedModelError, or CheckpointError naming tensors that are
-    missing, unexpected or of another shape.
+    A rank of `group` reads and holds only its part; peak memory is that part and one tensor of it.
+
+    Raises:
+        UnsupportedModelError: the engine cannot run the model, or not on so many ranks.
+        CheckpointError: tensors are missing, unexpected or of another shape; names them.
     """
     config = ModelConfig.from_folder(folder)
     dtype = dtype or torch_dtype(config.dtype)
     device = device or torch.device("cpu")
     with torch.device("meta"):
-        model = DecoderModel(config, dtype=dtype, device=device)
+        model = DecoderModel(config, dtype=dtype, device=device, group=group)
     model.to(dtype).to_empty(device=device)
     _fill(model, folder)
     return model
@@ -50,18 +63,17 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def checkpoint_tensors(model: DecoderModel) -> dict[str, Tensor]:
-    """Every tensor the checkpoint must hold, by its name there, as a view of where it goes in the model."""
-    tensors: dict[str, Tensor] = {}
+def stored_parts(model: DecoderModel) -> dict[str, StoredPart]:
+    """Every tensor the checkpoint must hold, by its name there, with the part of it that goes into the model."""
+    parts: dict[str, StoredPart] = {}
     for path, module in model.named_modules():
-        root = "" if path == "lm_head" else "model."
         if isinstance(module, FusedLinear):
-            parent = path.rpartition(".")[0]
-            tensors |= {f"{root}{parent}.{name}": part for name, part in module.named_parts()}
-        else:
-            named = module.named_parameters(recurse=False)
-            tensors |= {f"{root}{path}.{name}": parameter for name, parameter in named}
-    return tensors
+            # Its projections stand beside each other in the checkpoint, in the place of the fused one.
+            path = path.rpartition(".")[0]
+        if isinstance(module, FusedLinear | SummedLinear | Embedding | RMSNorm):
+            root = "" if path == "lm_head" else "model."
+            parts |= {f"{root}{path}.{name}": part for name, part in module.stored_parts()}
+    return parts
 
 
 @dataclass(frozen=True)
@@ -73,16 +85,16 @@ class _Stored:
 
 
 def _fill(model: DecoderModel, folder: Path) -> None:
-    wanted, stored = checkpoint_tensors(model), _stored_tensors(folder)
+    wanted, stored = stored_parts(model), _stored_tensors(folder)
     redundant = {name for name in stored if _is_redundant(name, model.config)}
     _check_fit(folder, wanted, {name: place for name, place in stored.items() if name not in redundant})
     for file in sorted({place.file for place in stored.values()}):
         with _opened(file) as tensors:
-            for name in wanted:
+            for name, part in wanted.items():
                 if stored[name].file == file:
-                    wanted[name].copy_(tensors.get_tensor(name))
+                    part.fill(tensors.get_slice(name)[part.index])
     if OUTPUT_TABLE in redundant:
-        _check_tied(model, stored[OUTPUT_TABLE])
+        _check_tied(wanted[INPUT_TABLE], stored[OUTPUT_TABLE])
 
 
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
@@ -125,11 +137,11 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == OUTPUT_TABLE)
 
 
-def _check_fit(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, _Stored]) -> None:
+def _check_fit(folder: Path, wanted: Mapping[str, StoredPart], stored: Mapping[str, _Stored]) -> None:
     misshapen = [
-        f"{name} is {list(stored[name].shape)} but should be {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in stored and stored[name].shape != tuple(tensor.shape)
+        f"{name} is {list(stored[name].shape)} but should be {list(part.whole)}"
+        for name, part in wanted.items()
+        if name in stored and stored[name].shape != part.whole
     ]
     found = {"missing": wanted.keys() - stored, "unexpected": stored.keys() - wanted, "wrong shape": misshapen}
     problems = [f"{kind}: {_shortened(names)}" for kind, names in found.items() if names]
@@ -137,11 +149,11 @@ def _check_fit(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, 
         raise CheckpointError(f"the tensors in {folder} do not fit its config.json; {'; '.join(problems)}")
 
 
-def _check_tied(model: DecoderModel, place: _Stored) -> None:
-    table = model.embed_tokens.weight
-    with _opened(place.file) as tensors:
-        if not torch.equal(tensors.get_tensor(OUTPUT_TABLE).to(table), table):
-            raise CheckpointError(f"config.json ties the embeddings, but {place.file} holds another {OUTPUT_TABLE}")
+def _check_tied(table: StoredPart, copy: _Stored) -> None:
+    with _opened(copy.file) as tensors:
+        stored = tensors.get_slice(OUTPUT_TABLE)[table.index].to(table.target)
+        if copy.shape != table.whole or not torch.equal(stored, table.target[: len(stored)]):
+            raise CheckpointError(f"config.json ties the embeddings, but {copy.file} holds another {OUTPUT_TABLE}")
 
 
 def _shortened(names: Collection[str]) -> str:

@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from workers.layers.linear import FusedLinear, Linear
+from workers.layers.cut import TpGroup, even_cut, kv_head_cut
+from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
 from workers.models.config import ModelConfig
@@ -10,14 +11,14 @@ from workers.models.interface import AttentionContext
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, group: TpGroup) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_size = q_size
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.qkv_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.output_bias)
+        q = even_cut(config.num_heads * config.head_dim, group)
+        kv = kv_head_cut(config.num_kv_heads, config.head_dim, group)
+        self.q_size = q.size
+        self.qkv_proj = FusedLinear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
+        self.o_proj = SummedLinear(q, config.hidden_size, group, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 

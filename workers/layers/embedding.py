@@ -1,20 +1,40 @@
-"""Token embedding, and the way back from hidden states to the vocabulary."""
+"""Token embedding, and the way back from hidden states to the vocabulary, each rank with its part of the tokens."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from workers.layers.cut import StoredPart, TpGroup, even_cut, uncut
+
 
 class Embedding(nn.Module):
     """A table [vocab_size, hidden_size], read by token id, or multiplied with to score every token."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, group: TpGroup) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self._tokens, self._group = even_cut(vocab_size, group), group
+        self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return functional.embedding(token_ids, self.weight)
+        if self._group.size == 1:
+            return functional.embedding(token_ids, self.weight)
+        rows = token_ids - self._tokens.start
+        is_elsewhere = (rows < 0) | (rows >= self._tokens.size)
+        found = functional.embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        return self._group.all_reduce(found.masked_fill_(is_elsewhere[:, None], 0))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden_size] -> [R, vocab_size], in the dtype of the table."""
-        return functional.linear(hidden, self.weight)
+        """hidden [R, hidden_size], the same on all ranks -> [R, vocab_size], in the dtype of the table."""
+        own = functional.linear(hidden, self.weight)
+        if self._group.size == 1:
+            return own
+        parts = own.new_empty(self._group.size * len(own), self._tokens.size)
+        self._group.all_gather(parts, own)
+        by_row = parts.view(self._group.size, len(own), -1).transpose(0, 1).reshape(len(own), -1)
+        return by_row[:, : self._tokens.whole].contiguous()
+
+    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
+        """The table under its checkpoint name."""
+        yield "weight", StoredPart(self.weight, (self._tokens, uncut(self.weight.shape[1])))

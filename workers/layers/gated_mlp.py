@@ -3,15 +3,16 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.layers.linear import FusedLinear, Linear
+from workers.layers.cut import TpGroup, even_cut
+from workers.layers.linear import FusedLinear, SummedLinear
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, group: TpGroup, *, bias: bool) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = FusedLinear(hidden_size, parts, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        inner = even_cut(intermediate_size, group)
+        self.gate_up_proj = FusedLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias)
+        self.down_proj = SummedLinear(inner, hidden_size, group, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)

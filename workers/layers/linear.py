@@ -1,4 +1,4 @@
-"""Linear projections: one alone, and several of the same input as one product."""
+"""Linear projections that tensor parallel ranks share: each computes some of the outputs, or a part of every sum."""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,37 +6,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from workers.layers.cut import Cut, StoredPart, TpGroup, uncut
 
-class Linear(nn.Module):
-    """x @ weight.T + bias, over the last dimension."""
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool) -> None:
+class FusedLinear(nn.Module):
+    """x @ weight.T + bias: projections of one input that the checkpoint keeps apart, computed as one.
+
+    Each rank computes its part of the outputs of every projection; they lie side by side, in order.
+    """
+
+    def __init__(self, in_size: int, outputs: Mapping[str, Cut], *, bias: bool) -> None:
+        """`outputs` maps each projection's name in the checkpoint ("q_proj") to this rank's part of it."""
         super().__init__()
+        out_size = sum(cut.size for cut in outputs.values())
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
+        self._in_size, self._outputs = in_size, dict(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
-
-
-class FusedLinear(Linear):
-    """Projections of one input that the checkpoint keeps apart, computed as one; outputs side by side, in order."""
-
-    def __init__(self, in_size: int, out_sizes: Mapping[str, int], *, bias: bool) -> None:
-        """`out_sizes` maps each part's name in the checkpoint ("q_proj") to its number of outputs."""
-        super().__init__(in_size, sum(out_sizes.values()), bias=bias)
-        self.out_sizes = dict(out_sizes)
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
         """Some of the outputs alone."""
         bias = None if self.bias is None else self.bias[outputs]
         return functional.linear(x, self.weight[outputs], bias)
 
-    def named_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Every part's weight and bias under its checkpoint name, as views into this layer's parameters."""
-        names, sizes = list(self.out_sizes), list(self.out_sizes.values())
+    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
+        """Every projection's weight and bias under its checkpoint name."""
+        sizes = [cut.size for cut in self._outputs.values()]
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if fused is not None:
-                yield from (
-                    (f"{name}.{kind}", part) for name, part in zip(names, torch.split(fused, sizes), strict=True)
-                )
+                for (name, cut), part in zip(self._outputs.items(), torch.split(fused, sizes), strict=True):
+                    cuts = (cut, uncut(self._in_size)) if kind == "weight" else (cut,)
+                    yield f"{name}.{kind}", StoredPart(part, cuts)
+
+
+class SummedLinear(nn.Module):
+    """x @ weight.T + bias, where each rank has its part of x, over the last dimension; all get the sum."""
+
+    def __init__(self, inputs: Cut, out_size: int, group: TpGroup, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, inputs.size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
+        self._inputs, self._group = inputs, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return functional.linear(x, self.weight, self.bias)
+        out = self._group.all_reduce(functional.linear(x, self.weight))
+        return out if self.bias is None else out.add_(self.bias)
+
+    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
+        """Weight and bias under their checkpoint names."""
+        out = uncut(len(self.weight))
+        yield "weight", StoredPart(self.weight, (out, self._inputs))
+        if self.bias is not None:
+            yield "bias", StoredPart(self.bias, (out,))

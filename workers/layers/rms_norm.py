@@ -1,7 +1,11 @@
 """Root-mean-square normalisation with a learned scale (Zhang and Sennrich, 2019)."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+
+from workers.layers.cut import StoredPart, uncut
 
 
 class RMSNorm(nn.Module):
@@ -19,3 +23,7 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
+        """The scale under its checkpoint name."""
+        yield "weight", StoredPart(self.weight, (uncut(len(self.weight)),))

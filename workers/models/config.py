@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -79,6 +79,24 @@ class ModelConfig:
         )
         config._check_heads()
         return config
+
+    def of_rank(self, tp_size: int) -> "ModelConfig":
+        """The shape of what one TP rank computes: fewer heads and a narrower MLP, everything else is whole.
+
+        Raises UnsupportedModelError when so many ranks cannot share the heads.
+        """
+        if self.num_heads % tp_size:
+            raise UnsupportedModelError(f"tp is {tp_size}; allowed: a divisor of the model's {self.num_heads} heads")
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"tp is {tp_size}; allowed: a divisor or a multiple of the model's {self.num_kv_heads} KV heads"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // tp_size,
+            num_kv_heads=max(1, self.num_kv_heads // tp_size),
+            intermediate_size=-(-self.intermediate_size // tp_size),
+        )
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.spec.errors import BatonError
+from cluster.spec.errors import PeerLostError
 
 
-class CollectiveError(BatonError):
+class CollectiveError(PeerLostError):
     """A peer of a group is gone or did not answer in time; the replica cannot go on."""
 
 
@@ -29,11 +29,15 @@ class Backend(Protocol):
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work: ...
 
+    def allreduce(self, tensor: Tensor, /) -> Work: ...
+
     def broadcast(self, tensor: Tensor, root: int, /) -> Work: ...
 
     def barrier(self) -> Work: ...
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work: ...
+
+    def leave(self) -> None: ...
 
 
 class Pending:
@@ -100,6 +104,16 @@ class Communicator:
             return Pending(None, nullcontext)
         return self._start("shift", lambda: backend.shift(out, tensor, distance))
 
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Replace a contiguous ``tensor`` by the sum of every member's, and return it.
+
+        Added up in fp32 and rounded once; every member gets the same bits.
+        """
+        backend = self._backend
+        if backend is not None and tensor.numel():
+            self._start("all_reduce", lambda: backend.allreduce(tensor)).wait()
+        return tensor
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with that of the member whose rank in the group is ``root``."""
         backend = self._backend
@@ -111,9 +125,20 @@ class Communicator:
         if self._backend is not None:
             self._start("barrier", self._backend.barrier).wait()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, this member passes for a group of one, so that its own work can be timed. Nothing is sent."""
+        size, self.size = self.size, 1
+        try:
+            yield
+        finally:
+            self.size = size
+
     def destroy(self) -> None:
-        """Close the connections; only a group of one can be used after it."""
-        self._backend = None
+        """Leave, so that a peer's call that still needs this member fails; only a group of one can be used after it."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.leave()
 
     def _start(self, call: str, begin: Callable[[], Work]) -> Pending:
         with self._translated(call):

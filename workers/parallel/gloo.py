@@ -27,6 +27,12 @@ class GlooBackend:
         work: Work = self._group._allgather_base(output, tensor)
         return work
 
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        """See Communicator.all_reduce; gloo adds in the type it is given."""
+        wide = tensor.float()
+        work: Work = self._group.allreduce([wide])
+        return work if wide is tensor else _Narrowed(work, wide, tensor)
+
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
         work: Work = self._group.broadcast(tensor, root)
         return work
@@ -44,6 +50,10 @@ class GlooBackend:
             works.append(self._group.recv([output], (self._rank - distance) % self._size, 0))
         return _Works(works)
 
+    def leave(self) -> None:
+        """Close the connections."""
+        self._group = None
+
 
 class _Works:
     """Several works as one."""
@@ -53,3 +63,15 @@ class _Works:
 
     def wait(self) -> bool:
         return all(work.wait() for work in self._works)
+
+
+class _Narrowed:
+    """A work on a wide copy, which ends in the tensor itself."""
+
+    def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:
+        self._work, self._wide, self._tensor = work, wide, tensor
+
+    def wait(self) -> bool:
+        done = self._work.wait()
+        self._tensor.copy_(self._wide)
+        return done

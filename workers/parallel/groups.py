@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from cluster.spec.strategy import Collectives
+from workers.parallel.checked import CheckedBackend
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
 from workers.parallel.same_host import meet_on_one_host
@@ -49,11 +50,13 @@ def join_group(
     host: str,
     timeout_s: float,
     collectives: Collectives = Collectives.AUTO,
+    check: bool = False,
 ) -> Communicator:
     """Meet the other members of a group; every member calls this, for several groups in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
-    other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError.
+    other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``
+    so does one that differs from a peer's.
     """
     rank, size = members.index(global_rank), len(members)
     if size == 1:
@@ -68,4 +71,4 @@ def join_group(
         backend = backend or GlooBackend(scope, rank, size, host, timeout)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
-    return Communicator(name, rank, size, backend)
+    return Communicator(name, rank, size, CheckedBackend(backend, rank, size) if check else backend)

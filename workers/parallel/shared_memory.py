@@ -8,6 +8,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -77,6 +78,11 @@ class SharedMemoryBackend:
         np.copyto(parts[self._rank], mine)
         return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
+    def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
+        """See Communicator.all_reduce; ranks are added in order, each piece as it comes."""
+        data = _bytes_of(tensor)
+        return self._begin(data, [data], partial(self._add_up, data, tensor.dtype))
+
     def broadcast(self, tensor: Tensor, root: int, /) -> SharedMemoryWork:
         data = _bytes_of(tensor)
         return self._start(data, []) if self._rank == root else self._start(data[:0], [(root, data)])
@@ -88,8 +94,16 @@ class SharedMemoryBackend:
         nothing = np.empty(0, dtype=np.uint8)
         return self._start(nothing, [(peer, nothing) for peer in self._flags.peers])
 
+    def leave(self) -> None:
+        """Tell the peers not to wait any more."""
+        self._flags.set(Flag.LEFT, 1)
+
     def _start(self, mine: Bytes, theirs: Sequence[tuple[int, Bytes]]) -> SharedMemoryWork:
-        """Publish the first piece of ``mine``; the work does the rest. ``theirs`` are (rank, where its part goes)."""
+        """Collect the parts of other ranks: ``theirs`` are (rank, where its part goes)."""
+        return self._begin(mine, [part for _, part in theirs], partial(self._copy, theirs))
+
+    def _begin(self, mine: Bytes, parts: Sequence[Bytes], collect: Callable[[int], None]) -> SharedMemoryWork:
+        """Publish the first piece of ``mine``; the work does the rest, and collects ``parts`` piece by piece."""
         if self._pending is not None:
             self._pending.wait()
         self._call += 1
@@ -97,10 +111,11 @@ class SharedMemoryBackend:
 
         def finish() -> None:
             self._pending = None
-            for place in range(max(map(self._num_pieces, (mine, *(part for _, part in theirs))))):
+            for place in range(max(map(self._num_pieces, (mine, *parts)))):
                 if 0 < place < self._num_pieces(mine):
                     self._publish(mine, place)
-                self._consume(theirs, place)
+                collect(place)
+                self._flags.set(Flag.CONSUMED, self._number(place))
             self._flags.set(Flag.CONSUMED, self._number(_MAX_PIECES - 1))
 
         self._pending = SharedMemoryWork(finish)
@@ -114,13 +129,24 @@ class SharedMemoryBackend:
         self._held[slot] = self._number(place)
         self._flags.set(Flag.PUBLISHED, self._held[slot])
 
-    def _consume(self, theirs: Sequence[tuple[int, Bytes]], place: int) -> None:
+    def _copy(self, theirs: Sequence[tuple[int, Bytes]], place: int) -> None:
         for peer, part in theirs:
             if place < self._num_pieces(part):
                 self._flags.wait_for(Flag.PUBLISHED, [peer], self._number(place))
                 piece = self._piece(part, place)
                 np.copyto(piece, self._slot(peer, self._slot_of(place))[: piece.size])
-        self._flags.set(Flag.CONSUMED, self._number(place))
+
+    def _add_up(self, data: Bytes, dtype: torch.dtype, place: int) -> None:
+        piece, slot = self._piece(data, place), self._slot_of(place)
+        self._flags.wait_for(Flag.PUBLISHED, self._flags.peers, self._number(place))
+        if not piece.size:
+            return
+        parts = (piece if rank == self._rank else self._slot(rank, slot)[: piece.size] for rank in range(self._size))
+        first, *rest = (torch.from_numpy(part).view(dtype) for part in parts)
+        total = first.to(torch.float32, copy=True)
+        for part in rest:
+            total += part
+        torch.from_numpy(piece).view(dtype).copy_(total)
 
     def _number(self, place: int) -> int:
         return self._call * _MAX_PIECES + place

@@ -194,7 +194,7 @@ class DecodeLeader(LeaderCore):
             ticket,
             submit.prefill,
             num_pages=len(pages),
-            num_bytes=len(pages) * self._settings.layout.page_bytes,
+            num_bytes=len(pages) * self._settings.page_bytes,
             deadline_s=now_s + self._settings.transfer_timeout_s,
             settle_s=self._settings.settle_s,
         )

@@ -40,6 +40,8 @@ class DecodeSettings:
     me: Peer
     geometry: KvGeometry
     layout: PoolLayout
+    page_bytes: int
+    """Of one page over all ranks."""
     transfer_timeout_s: float
     settle_s: float
     """How long bytes may be on their way after their sender failed or died."""

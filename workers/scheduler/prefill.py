@@ -120,7 +120,9 @@ class PrefillLeader(LeaderCore):
                 continue
             request.pages = self._steps.remove(sequence.room)
             self._move(request, PrefillState.SENDING, "first token")
-            result = result_of(self._settings, request, sampled[sequence.room], sequence.cached_len)
+            assert sequence.target is not None
+            first = sampled[sequence.room]
+            result = result_of(self._settings, request, sequence.target, first, sequence.cached_len)
             self.send(request.submit.decode.address, result)
             self._settle(request)
         self.send_page_news()
@@ -214,7 +216,7 @@ class PrefillLeader(LeaderCore):
         rows = self._decode_rows(request.ticket.decode)
         if not rows:
             return
-        if reason := refusal(self._settings.row, rows[0]):
+        if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
             self._give_up(request, reason)
         else:
             self._move(request, PrefillState.SCHEDULED, "ticket")

@@ -1,15 +1,20 @@
 """What prefill says to decode: the messages that end a ticket."""
 
-from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Ticket
+from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Target, Ticket
+from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.sampling import Sampled
-from transfer.plan import is_sender
+from transfer.plan import receivers
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
 
 
-def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled, cached_tokens: int) -> Result:
+def result_of(
+    settings: PrefillSettings, request: PrefillRequest, target: Target, first: Sampled, cached_tokens: int
+) -> Result:
     """The first token, and what all senders together will have written."""
     assert request.ticket is not None
-    row, num_pages = settings.row, len(request.ticket.pages[0])
+    row, num_pages = settings.row, len(target.pages)
+    coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]
+    senders = [rank for rank, at in enumerate(coords) if receivers(row.transfer_mode, at, row.sizes, target.rows)]
     return Result(
         room=request.submit.room,
         generation=request.ticket.generation,
@@ -19,9 +24,9 @@ def result_of(settings: PrefillSettings, request: PrefillRequest, first: Sampled
         is_last=first.is_last,
         logprobs=[first.logprobs] if first.logprobs is not None else [],
         cached_tokens=cached_tokens,
-        senders=[cp_rank for cp_rank in range(row.sizes.cp) if is_sender(row.transfer_mode, cp_rank)],
-        num_pages=num_pages,
-        num_bytes=num_pages * row.layout.page_bytes,
+        senders=senders,
+        num_pages=num_pages * len({(coords[rank].tp, coords[rank].pp) for rank in senders}),
+        num_bytes=num_pages * sum(decode.layout.page_bytes for decode in target.rows),
     )
 
 

@@ -7,7 +7,7 @@ its time, and nobody who comes waits long for the step at hand.
 from functools import lru_cache
 from math import sqrt
 
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.rates import ALL_REDUCES, ModelShape, Rates
 from workers.scheduler.turns import Chunk
 
 _FIXED_COSTS = 20
@@ -19,9 +19,10 @@ def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int) -> C
 
     n tokens behind p take n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n.
     """
-    token_s = shape.num_layers * (shape.linear_flops / rates.linear_flops_per_s / cp + rates.row_s)
+    local_s = shape.linear_flops / rates.linear_flops_per_s + ALL_REDUCES * rates.all_reduce_row_s
+    token_s = shape.num_layers * (local_s / cp + rates.row_s)
     pair_s = shape.num_layers * shape.attention_flops / rates.attention_flops_per_s / cp
-    fixed_s = rates.step_s + shape.num_layers * (rates.run_s + rates.exchange_s)
+    fixed_s = rates.step_s + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s)
     full_s = max(chunk_tokens * (token_s + chunk_tokens / 2 * pair_s), _FIXED_COSTS * fixed_s)
 
     @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from cluster.launch.calls import Deadline, blame, gather
 from cluster.launch.kinds import service_environ, worker_environ
 from cluster.launch.launcher import LOOPBACK, Launcher
 from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig, ResourcesConfig
-from cluster.spec.errors import BatonError, ConfigError, UserError
+from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.supervisor.loop import Supervisor
 from cluster.supervisor.stop_watch import watch_stop
@@ -139,6 +139,34 @@ def test_stop_ends_in_time_when_ray_never_answers(monkeypatch: pytest.MonkeyPatc
     answer.set()
 
 
+def failed_call(error: BaseException) -> "Future[None]":
+    call: Future[None] = Future()
+    call.set_exception(error)
+    return call
+
+
+def test_a_lost_peer_is_no_reason_while_the_peer_itself_may_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.launch.calls.LAST_WORDS_S", WAIT_S)
+    late: Future[None] = Future()
+    threading.Timer(0.05, late.set_exception, [RuntimeError("no memory")]).start()
+    with pytest.raises(BatonError, match=r"^rank 1: RuntimeError: no memory$"):
+        gather({"rank 0": failed_call(PeerLostError("rank 1 is gone")), "rank 1": late}, Deadline(WAIT_S))
+
+
+@pytest.mark.parametrize(("wait_s", "told"), [(WAIT_S, ["no memory"]), (0.0, ["is gone", "no memory"])])
+def test_a_running_rank_that_lost_its_peer_speaks_last(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float, told: list[str]
+) -> None:
+    monkeypatch.setattr("cluster.launch.launcher.LAST_WORDS_S", wait_s)
+    ended: list[str] = []
+    launcher = make_launcher(World(), ended)
+    launcher._report_end("prefill-0", ONE, "rank 0", failed_call(PeerLostError("rank 1 is gone")))
+    if wait_s == 0:
+        wait_until(lambda: bool(ended))
+    launcher._report_end("prefill-0", ONE, "rank 1", failed_call(RuntimeError("no memory")))
+    assert [words in line for words, line in zip(told, ended, strict=True)] == [True] * len(told)
+
+
 def test_ended_gang_gives_its_seats_back() -> None:
     world = World()
     launcher = make_launcher(world)
@@ -168,6 +196,7 @@ def test_error_of_a_rank_names_it_and_what_the_user_can_mend_comes_first() -> No
     error = blame(failed)
     assert not isinstance(error, UserError)
     assert str(error) == "prefill-0 rank 0: RuntimeError: peer closed the connection"
+    assert str(blame({"a": PeerLostError("b is gone"), "b": RuntimeError("no memory")})) == "b: RuntimeError: no memory"
 
 
 def test_gather_does_not_wait_for_the_others_after_an_error() -> None:

@@ -174,8 +174,8 @@ def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
 
 
 def test_axes_the_engine_does_not_run_fail_their_check_alone() -> None:
-    assert failed(plan_of("prefill: {parallel: {cp: 2, tp: 2}}")) == {
-        "the engine runs these axes": "prefill.parallel.tp: got 2; the engine runs tp = 1 so far "
+    assert failed(plan_of("prefill: {parallel: {cp: 2, tp: 2, pp: 2}}")) == {
+        "the engine runs these axes": "prefill.parallel.pp: got 2; the engine runs pp = 1 so far "
         "(`baton plan` shows larger ones)"
     }
 

@@ -10,7 +10,7 @@ from tests.unit.transfer.samples import geometry, pool, ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 
 
-def _row(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRow:
+def _row(name: str, *, cp: int = 1, tp: int = 1, heads: range | None = None, **changes: object) -> RankRow:
     role = Role.PREFILL if name.startswith("prefill") else Role.DECODE
     row = RankRow(
         replica=ReplicaId(name),
@@ -22,7 +22,7 @@ def _row(name: str, *, cp: int = 1, tp: int = 1, **changes: object) -> RankRow:
         address="tcp://a:1",
         endpoint=Endpoint(backend="shared_memory", session="s", base_address=0, num_bytes=1),
         geometry=geometry(),
-        layout=pool(2, range(4), range(2)),
+        layout=pool(2, heads or range(max(1, 4 // tp)), range(2)),
         transfer_mode=TransferMode.ALL_RANKS,
         page_filter=PageFilter.MODULAR,
         ownership=KvOwnership.REPLICATED,
@@ -64,9 +64,16 @@ def test_decode_with_cp_is_refused() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_on_either_side() -> None:
-    words = "has tp 3, which does not divide the 4 KV heads of tiny"
-    assert refusal(_row("prefill-0", tp=3), _row("decode-1")) == f"prefill-0 {words}"
-    assert refusal(_row("prefill-0"), _row("decode-1", tp=3)) == f"decode-1 {words}"
+    words = "4 KV heads cannot be divided over tp = 3; one must divide the other"
+    assert refusal(_row("prefill-0", tp=3), _row("decode-1")) == f"prefill-0: {words}"
+    assert refusal(_row("prefill-0"), _row("decode-1", tp=3)) == f"decode-1: {words}"
+    assert refusal(_row("prefill-0", tp=8), _row("decode-1", tp=16)) is None
+
+
+def test_pools_must_hold_the_heads_that_their_axes_say() -> None:
+    assert refusal(_row("prefill-0", tp=2), _row("decode-1", tp=2, heads=range(2, 4))) == (
+        "decode-1 holds KV heads 2 to 3 on tp_rank 0; by its axes it must hold 0 to 1"
+    )
 
 
 def test_unequal_settings_are_refused() -> None:

@@ -80,6 +80,13 @@ def test_more_tokens_never_take_less_time(
     assert estimate(strategy, extends, prefixes, cp, passing=passing) * slack + run_of_its_own_s >= before_s
 
 
+def test_tp_ranks_pay_for_two_sums_a_layer_by_their_own_tokens() -> None:
+    rates = dataclasses.replace(RATES, all_reduce_s=1e-3, all_reduce_row_s=1e-5)
+    for strategy, num_own in {Strategy.NONE: 64, Strategy.ZIGZAG: 16}.items():
+        added_s = estimate(strategy, [64], [0], 4, rates) - estimate(strategy, [64], [0], 4)
+        assert added_s == pytest.approx(SHAPE.num_layers * 2 * (1e-3 + num_own * 1e-5))
+
+
 @given(
     st.sampled_from(Strategy),
     st.integers(1, 5),

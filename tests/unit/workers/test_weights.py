@@ -1,7 +1,10 @@
 """Loading: every tensor arrives, in any file layout and dtype, and whatever does not fit is refused by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -12,10 +15,21 @@ from torch import Tensor
 
 from cluster.spec.errors import UserError
 from tests.fakes.checkpoints import FAMILIES, make_checkpoint
-from workers.engine.weights import CheckpointError, checkpoint_tensors, load_model, torch_dtype
+from workers.engine import weights
+from workers.engine.weights import CheckpointError, load_model, stored_parts, torch_dtype
+from workers.models.decoder import DecoderModel
 from workers.models.resolve import resolve_model
+from workers.models.rope_config import UnsupportedModelError
+from workers.parallel.collectives import Communicator
 
 Tensors = dict[str, Tensor]
+NO_BACKEND: Any = SimpleNamespace(in_background=False)
+"""Of a group in which nothing is computed."""
+
+
+def tensors_of(model: DecoderModel) -> Tensors:
+    """What was loaded, by its name in the checkpoint."""
+    return {name: part.target for name, part in stored_parts(model).items()}
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], None]) -> Path:
@@ -31,7 +45,7 @@ def rewrite(folder: Path, change: Callable[[Tensors], None]) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_arrives(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_checkpoint(tmp_path, family, tie_word_embeddings=tied)
-    stored, loaded = load_file(folder / "model.safetensors"), checkpoint_tensors(load_model(folder))
+    stored, loaded = load_file(folder / "model.safetensors"), tensors_of(load_model(folder))
     assert loaded.keys() == stored.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
     assert ("lm_head.weight" in loaded) is not tied
@@ -41,8 +55,71 @@ def test_shards_are_joined(tmp_path: Path) -> None:
     whole = load_model(make_checkpoint(tmp_path / "one", "llama"))
     folder = make_checkpoint(tmp_path / "many", "llama", max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    shards = checkpoint_tensors(load_model(folder))
-    assert all(torch.equal(shards[name], tensor) for name, tensor in checkpoint_tensors(whole).items())
+    shards = tensors_of(load_model(folder))
+    assert all(torch.equal(shards[name], tensor) for name, tensor in tensors_of(whole).items())
+
+
+class Reads:
+    """Stands between the loader and the safetensors library, and counts the elements that are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.elements: dict[str, int] = {}
+        open_file = weights.safe_open
+
+        @contextmanager
+        def counted(file: Path, framework: str) -> Iterator[Any]:
+            with open_file(file, framework=framework) as tensors:
+                yield SimpleNamespace(keys=tensors.keys, get_slice=lambda name: self._slice(name, tensors))
+
+        monkeypatch.setattr(weights, "safe_open", counted)
+
+    def _slice(self, name: str, tensors: Any) -> Any:
+        part = tensors.get_slice(name)
+
+        class Slice:
+            get_shape = part.get_shape
+
+            def __getitem__(_, index: tuple[slice, ...]) -> Tensor:  # noqa: N805 - self is the reader
+                read: Tensor = part[index]
+                self.elements[name] = self.elements.get(name, 0) + read.numel()
+                return read
+
+        return Slice()
+
+
+ODD = {"vocab_size": 251, "intermediate_size": 97, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tp_rank_reads_only_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tp: int
+) -> None:
+    folder = make_checkpoint(tmp_path, family, tie_word_embeddings=False, **ODD)
+    stored = load_file(folder / "model.safetensors")
+    reads = Reads(monkeypatch)
+    ranks = [tensors_of(load_model(folder, group=Communicator("tp", rank, tp, NO_BACKEND))) for rank in range(tp)]
+    for name, tensor in stored.items():
+        is_kv = "k_proj" in name or "v_proj" in name
+        is_whole = name.endswith("norm.weight") or name.endswith("o_proj.bias") or name.endswith("down_proj.bias")
+        copies = tp if is_whole else max(1, tp // 2) if is_kv else 1
+        assert reads.elements[name] == copies * tensor.numel(), name
+        parts = [part[name] for part in ranks]
+        if not is_whole:
+            dim = 1 if "o_proj" in name or "down_proj" in name else 0
+            joined = torch.cat(parts[:: copies if is_kv else 1], dim=dim)
+            assert torch.equal(joined.narrow(dim, 0, tensor.shape[dim]), tensor), name
+            assert not joined.narrow(dim, tensor.shape[dim], joined.shape[dim] - tensor.shape[dim]).any(), name
+
+
+def test_heads_that_tp_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
+    for tp, words in {
+        5: "tp is 5; allowed: a divisor of the model's 12 heads",
+        6: "a multiple of the model's 4 KV",
+    }.items():
+        with pytest.raises(UnsupportedModelError, match=words):
+            load_model(folder, group=Communicator("tp", 0, tp, NO_BACKEND))
 
 
 def test_dtype_is_the_checkpoints_unless_asked_for(tmp_path: Path) -> None:
@@ -51,7 +128,7 @@ def test_dtype_is_the_checkpoints_unless_asked_for(tmp_path: Path) -> None:
     wide = load_model(folder, dtype=torch.float32)
     assert {tensor.dtype for tensor in wide.parameters()} == {torch.float32}
     stored = load_file(folder / "model.safetensors")
-    assert all(torch.equal(tensor, stored[name].float()) for name, tensor in checkpoint_tensors(wide).items())
+    assert all(torch.equal(tensor, stored[name].float()) for name, tensor in tensors_of(wide).items())
 
 
 def test_frequencies_stay_wide_in_a_narrow_model(tmp_path: Path) -> None:

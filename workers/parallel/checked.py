@@ -1,0 +1,78 @@
+"""For debugging: the ranks of a group compare every collective before they run it, and name the first that differs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workers.parallel.collectives import Backend, Work
+
+_RECORD_BYTES = 256
+_END = "\0"
+
+
+class CheckedBackend:
+    """A backend whose calls begin with an exchange of what each rank is about to do; RuntimeError when it differs.
+
+    A rank that calls nothing, or on another group, is found by the backend's timeout.
+    """
+
+    def __init__(self, backend: Backend, rank: int, size: int) -> None:
+        self.in_background = backend.in_background
+        self._backend, self._rank, self._size = backend, rank, size
+        self._count = 0
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+        return self._checked(
+            f"all_gather of {_described(tensor)}", lambda: self._backend._allgather_base(output, tensor)
+        )
+
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        return self._checked(f"all_reduce of {_described(tensor)}", lambda: self._backend.allreduce(tensor))
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        words = f"broadcast from rank {root} of {_described(tensor)}"
+        return self._checked(words, lambda: self._backend.broadcast(tensor, root))
+
+    def barrier(self) -> Work:
+        return self._checked("barrier", self._backend.barrier)
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
+        """Lengths may differ from rank to rank, but what one sends must be what the other takes."""
+        words = f"shift by {distance} of {tensor.dtype}"
+        records = self._exchange(words, f"{tensor.numel()}")
+        source = (self._rank - distance) % self._size
+        if int(records[source]) != output.numel():
+            raise RuntimeError(
+                f"collective {self._count} differs: rank {source} sends {records[source]} elements in {words}, "
+                f"rank {self._rank} takes {output.numel()}"
+            )
+        return self._backend.shift(output, tensor, distance)
+
+    def leave(self) -> None:
+        self._backend.leave()
+
+    def _checked(self, words: str, begin: Callable[[], Work]) -> Work:
+        self._exchange(words)
+        return begin()
+
+    def _exchange(self, words: str, own: str = "") -> list[str]:
+        """Compare ``words`` over the ranks; returns what each says of its ``own``, by rank."""
+        self._count += 1
+        record = f"{words}{_END}{own}".encode().ljust(_RECORD_BYTES, _END.encode())[:_RECORD_BYTES]
+        records = torch.empty(self._size * _RECORD_BYTES, dtype=torch.uint8)
+        try:
+            self._backend._allgather_base(records, torch.frombuffer(bytearray(record), dtype=torch.uint8)).wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"collective {self._count}, {words}: {error}") from error
+        said = [bytes(part.tolist()).decode().split(_END) for part in records.view(self._size, _RECORD_BYTES)]
+        for rank, (theirs, *_) in enumerate(said):
+            if theirs != said[0][0]:
+                raise RuntimeError(
+                    f"collective {self._count} differs: rank 0 calls {said[0][0]}, rank {rank} calls {theirs}"
+                )
+        return [numbers for _, numbers, *_ in said]
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
