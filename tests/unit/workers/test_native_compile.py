@@ -120,6 +120,12 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert finding.mend.endswith("apt-get install -y g++")
 
 
+def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert isinstance(registry.fastest_backend(torch.device("cpu"), torch.bfloat16), TorchAttention)
+    assert "at half the speed: cannot load /" in caplog.text
+
+
 def test_on_a_cpu_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw\n")
