@@ -39,6 +39,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "CPU_FLAGS", ())
+    monkeypatch.setattr(registry._log, "disabled", False)  # import-linter switches off loggers that it finds
     return folder
 
 
