@@ -145,6 +145,19 @@ def test_a_late_needle_far_above_all_before(native: AttentionBackend, num_querie
     check_bf16(result, by_definition(query, key, value, run))
 
 
+@pytest.mark.parametrize("num_queries", [1, 100])
+def test_a_nan_that_is_seen_is_not_hidden(native: AttentionBackend, num_queries: int) -> None:
+    for number in range(2):
+        key, value = draw(1, 200, 1, 64), draw(2, 200, 1, 64)
+        (key, value)[number][150, 0, 5] = torch.nan
+        run = Run(0, 200 - num_queries, num_queries, 1)
+        out, lse = native.prepare_rows([run], [Run(0, 0, 200, 1)]).attend(draw(3, num_queries, 2, 64), key, value)
+        before = max(150 - run.first_position, 0)
+        assert out[before:].isnan().any(-1).all()
+        assert not lse[:before].isnan().any()
+        assert not key.isnan().any() or lse[before:].isnan().all()
+
+
 def test_what_lies_out_of_bounds_is_refused_before_it_is_read(native: AttentionBackend) -> None:
     pages, query = Pages([40], 1, 64, 16, 0, 1), draw(2, 1, 2, 64)
     with pytest.raises(AssertionError, match="ends past its pages"):

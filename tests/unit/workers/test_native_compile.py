@@ -39,6 +39,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "CPU_FLAGS", ())
+    monkeypatch.setattr(registry._log, "disabled", False)  # import-linter switches off loggers that it finds
     return folder
 
 
@@ -118,6 +119,12 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     finding = check_attention()
     assert (finding.status, finding.found) == (Status.WARN, "plain torch: no C++ compiler")
     assert finding.mend.endswith("apt-get install -y g++")
+
+
+def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert isinstance(registry.fastest_backend(torch.device("cpu"), torch.bfloat16), TorchAttention)
+    assert "at half the speed: cannot load /" in caplog.text
 
 
 def test_on_a_cpu_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

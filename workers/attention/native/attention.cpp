@@ -59,7 +59,7 @@ class Cursor {
   const bf16 *key_, *value_;
 };
 
-// Merge a finished row with what the output holds; an empty row of it is (0, -inf).
+// Merge a finished row with what the output holds, at first (0, -inf).
 void write_row(const Scratch& s, int64_t row, int64_t head_dim, bf16* out, float* lse) {
   const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sums + row * kLanes));
   const float found = (s.reference[row] + std::log2(sum)) * float(M_LN2);
@@ -89,16 +89,14 @@ class Tile {
     read_queries();
     const float scale = float(M_LOG2E) / std::sqrt(float(a_.head_dim));
     Cursor cursor(a_, item_, head_);
-    Block block, next;
-    cursor.next(next);
-    const int64_t most = last_seen(num_rows_ - 1);
-    for (int64_t begin = 0; begin < most; begin += kBlock) {
-      block = next;
-      cursor.next(next);
+    Block blocks[2];
+    cursor.next(blocks[0]);
+    const int64_t most = seen_[padded_ - 1];
+    for (int64_t begin = 0, number = 0; begin < most; begin += kBlock, ++number) {
+      cursor.next(blocks[(number + 1) % 2]);
       int seen[kTileRows];
-      for (int64_t row = 0; row < padded_; ++row)
-        seen[row] = int(std::clamp<int64_t>(last_seen(std::min(row, num_rows_ - 1)) - begin, 0, kBlock));
-      attend_block(block, next, seen, scale);
+      for (int64_t row = 0; row < padded_; ++row) seen[row] = int(std::clamp<int64_t>(seen_[row] - begin, 0, kBlock));
+      attend_block(blocks[number % 2], blocks[(number + 1) % 2], seen, scale);
     }
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
@@ -109,9 +107,6 @@ class Tile {
  private:
   int64_t token(int64_t row) const { return item_.first_query + (first_row_ + row) / a_.groups; }
   int64_t query_head(int64_t row) const { return head_ * a_.groups + (first_row_ + row) % a_.groups; }
-  int64_t last_seen(int64_t row) const {
-    return std::min(item_.num_keys, item_.ahead + (first_row_ + row) / a_.groups * item_.step + 1);
-  }
 
   void read_queries() {
     for (int64_t row = 0; row < padded_; ++row) {
@@ -120,6 +115,8 @@ class Tile {
       for (int64_t d = 0; d < a_.head_dim; d += 32)
         _mm512_store_si512(s_.query + row * s_.width + d, _mm512_maskz_loadu_epi16(lanes32(a_.head_dim - d), from + d));
       s_.reference[row] = s_.limit[row] = kUnset;
+      const int64_t query = token(std::min(row, num_rows_ - 1)) - item_.first_query;
+      seen_[row] = std::min(item_.num_keys, item_.ahead + query * item_.step + 1);
     }
     std::fill_n(s_.out, padded_ * s_.width, 0.0f);
     std::fill_n(s_.sums, padded_ * kLanes, 0.0f);
@@ -140,7 +137,9 @@ class Tile {
   const Attention& a_;
   const Item& item_;
   const Scratch& s_;
-  const int64_t head_, first_row_, num_rows_, padded_;
+  const int64_t head_, first_row_, num_rows_;
+  const int64_t padded_;     // Rows, some of them zeros, that the functions of a block come in.
+  int64_t seen_[kTileRows];  // Keys that each row sees.
 };
 
 }  // namespace

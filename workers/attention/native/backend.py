@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.spec.kv import pages_for
 from workers.attention.interface import RowAttention, StepAttention
-from workers.attention.native.compile import compiled_library
+from workers.attention.native.compile import CannotCompileError, compiled_library
 from workers.attention.native.library import Library
 from workers.attention.pieces import visible_pieces
 from workers.context_parallel.merge import Partial
@@ -40,8 +40,12 @@ class NativeAttention:
     """Copies no keys and needs no merge within a run; stateless, on as many threads as torch has."""
 
     def __init__(self) -> None:
-        """Compile the library if this machine has none yet; CannotCompileError says why it cannot."""
-        self._library = Library(compiled_library(), torch.get_num_threads())
+        """Compile the library if this machine has none yet; CannotCompileError says why there is none."""
+        path = compiled_library()
+        try:
+            self._library = Library(path, torch.get_num_threads())
+        except OSError as error:
+            raise CannotCompileError(f"cannot load {error}") from error
 
     def prepare(
         self,
