@@ -130,9 +130,11 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
         raise UserError(f"model folder {folder} has no tokenizer.json")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        end = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        taken = set(tokenizer.get_vocab(with_added_tokens=True).values())
         tokenizer.add_special_tokens([_END])
-        assert tokenizer.token_to_id(_END) == end, f"{_END} is token {tokenizer.token_to_id(_END)}, not {end}"
+        end = tokenizer.token_to_id(_END)
+        if end is None or end in taken:
+            raise ValueError(f"its token ids have gaps; {end} was to be free")
         return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=max(end + 1, vocab_size), eos_token=end)
     except Exception as error:
         raise UserError(f"this model's tokenizer cannot follow a grammar: {_in_one_line(str(error))}") from error

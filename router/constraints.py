@@ -61,7 +61,9 @@ def either(one: Constraint, other: Constraint) -> Constraint:
 
 def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
     """A JSON value by its schema; ``x-guidance`` in it may set other options of llguidance."""
-    given = {} if schema is True else {"not": {}} if schema is False else dict(schema)
+    if schema is False:
+        return Part(field=field, grammar={"json_schema": False})
+    given = {} if schema is True else dict(schema)
     options = {"whitespace_pattern": _WHITE_SPACE}
     own = given.get("x-guidance", {})
     if isinstance(own, dict):

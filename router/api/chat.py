@@ -30,7 +30,7 @@ async def chat_ask(service: Service, body: ChatRequest) -> tuple[Ask, NewReader]
     adds = body.add_generation_prompt is not False
     prompt_ids, prompt = await chat_prompt(service, body.messages, adds, body.variables)
     thinking = thinking_after(prompt) if service.has_thoughts else Thinking.NONE
-    grammar = await checked_grammar(service, _constraint(body, dialect), thinking)
+    grammar = await checked_grammar(service, _constraint(service, body, dialect), thinking)
     max_tokens = body.max_completion_tokens or body.max_tokens
     ask = make_ask(service, body, prompt_ids, max_tokens, service.max_tokens, "messages", grammar)
     return ask, partial(_reader, body, dialect, thinking)
@@ -60,13 +60,13 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
     return service.dialect
 
 
-def _constraint(body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
+def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
     """What the answer must be: of the form that is asked for, or calls, where they must or may be."""
     answer = wanted_answer(body)
     is_free = body.tool_choice in (None, "auto")
     if dialect is None or (is_free and answer is None):
         return answer
-    calls = _calls(body, dialect)
+    calls = _calls(body, dialect, service.tokenizer.special_texts)
     if answer is None:
         return calls
     if not is_free:
@@ -74,7 +74,7 @@ def _constraint(body: ChatRequest, dialect: Dialect | None) -> Constraint | None
     return either(calls, answer)
 
 
-def _calls(body: ChatRequest, dialect: Dialect) -> Constraint:
+def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str]) -> Constraint:
     tools = _callable(body)
     names = [tool.function.name for _, tool in tools]
     parts = {
@@ -85,7 +85,7 @@ def _calls(body: ChatRequest, dialect: Dialect) -> Constraint:
         for place, (index, tool) in enumerate(tools)
     }
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-    return Constraint(rules=dialect.lark(names, several=several), starts=("calls",), parts=parts)
+    return Constraint(rules=dialect.lark(names, special_texts, several=several), starts=("calls",), parts=parts)
 
 
 def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:

@@ -41,8 +41,9 @@ def wanted_answer(body: GenerationRequest) -> Constraint | None:
         "guided_grammar": body.guided_grammar,
     }
     if outputs is not None:
-        given |= {f"structured_outputs.{kind}": value for kind, value in outputs.model_dump(by_alias=True).items()}
-    parts = [_part(field, value) for field, value in given.items() if value is not None and value is not False]
+        asked = outputs.model_dump(by_alias=True) | {"json_object": outputs.json_object or None}
+        given |= {f"structured_outputs.{kind}": value for kind, value in asked.items()}
+    parts = [_part(field, value) for field, value in given.items() if value is not None]
     parts += _formatted(body)
     if len(parts) > 1:
         fields = " and ".join(part.field for part in parts)

@@ -1,6 +1,7 @@
 """How models write tool calls: what tells it from their chat template, reads their answers, and makes them call."""
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -27,13 +28,18 @@ class Dialect:
     fits: Callable[[str], bool]
     """Whether a model with this chat template writes calls so."""
 
-    def lark(self, names: Sequence[str], *, several: bool) -> list[str]:
-        """Lark rules for ``calls``; the arguments of function i are the grammar ``arguments_i``."""
+    def lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
+        """Lark rules for ``calls``; the arguments of function i are the grammar ``arguments_i``.
+
+        special_texts: how special tokens are written; a marker that is one must come as one.
+        """
+        special = special_texts.intersection(self.markers)
         one = [
-            f"{_quote(f'{self.opening}{json.dumps(name)}{self.arguments}')} @arguments_{index} {_quote(self.closing)}"
+            f"{_literal(self.opening + json.dumps(name) + self.arguments, special)} @arguments_{index} "
+            f"{_literal(self.closing, special)}"
             for index, name in enumerate(names)
         ]
-        repeated = f" ({_quote(self.between)} call)*" if several else ""
+        repeated = f" ({_literal(self.between, special)} call)*" if several else ""
         return [f"calls: call{repeated}", f"call: {' | '.join(one)}"]
 
 
@@ -69,5 +75,7 @@ def find_dialect(setting: ToolParserName, template: str | None) -> Dialect | Non
     return next((dialect for dialect in DIALECTS.values() if template is not None and dialect.fits(template)), None)
 
 
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _literal(text: str, special: frozenset[str]) -> str:
+    """A text in Lark's syntax, the special tokens in it by their names."""
+    pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return " ".join(piece if piece in special else json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)

@@ -5,6 +5,7 @@ output i is prompt[1 + i mod (len - 1)] for a prompt that begins with BOS.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -68,8 +69,8 @@ class FakeReplica:
     """Lose the second batch of every answer."""
     silent: bool = False
     """Give no timelines."""
-    says: bytes | None = None
-    """The answer to everything instead, as tokens that are bytes, and then the end."""
+    says: Sequence[int] | None = None
+    """The tokens of every answer instead."""
     flow: threading.Event = field(default_factory=threading.Event)
     """While clear, no tokens are sent."""
     submits: list[Submit] = field(default_factory=list)

@@ -64,7 +64,7 @@ def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:
     assert said["code"] in ("tango", "zulu")
     assert isinstance(said["sure"], bool)
     chosen = client.completions.create(
-        model="recall", prompt="x", stream=True, extra_body={"guided_choice": ["yes\n", "maybe\n"]}
+        model="recall", prompt="x", stream=True, extra_body={"guided_choice": ["yes", "maybe"]}
     )
     assert "".join(chunk.choices[0].text for chunk in chosen) in ("yes", "maybe")
 

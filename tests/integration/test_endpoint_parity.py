@@ -3,20 +3,24 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.cluster import running_cluster
-from tests.fakes.model_folder import write_model_folder
+from tests.fakes.model_folder import TEMPLATE, write_model_folder
 from tests.integration.test_engine_matrix import prompts_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 64
+CALLING = TEMPLATE.removeprefix("{{ bos_token }}") + "{# <tool_call> #}"
+"""Without the one token that the models do not have."""
 LENGTHS = (1, 2, 33, 64, 130, 5, 300)
 
 
@@ -32,7 +36,7 @@ LENGTHS = (1, 2, 33, 64, 130, 5, 300)
     ],
 )
 def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: str, settings: tuple[str, ...]) -> None:
-    folder = make_checkpoint(write_model_folder(tmp_path / family), family, seed=5)
+    folder = make_checkpoint(write_model_folder(tmp_path / family, template=CALLING), family, seed=5)
     prompts = prompts_of(LENGTHS)
     with running_cluster(
         "deploy/local-cpu.yaml", f"parity-{family}", f"model.path={folder}", "kv.page_size=16", *settings
@@ -40,7 +44,9 @@ def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: 
         with ThreadPoolExecutor(len(prompts)) as clients:
             ours = list(clients.map(lambda prompt: cluster.complete(prompt, NUM_TOKENS, model=family), prompts))
         drawn = [_drawn(cluster.url, family, stream) for stream in (False, True, False)]
+        called = [_called(cluster.url, family, seed) for seed in range(3)]
         cluster.wait_until(cluster.is_empty, 60)
+    assert len(set(called)) > 1, "other seeds give other arguments"
     assert drawn[0] == drawn[1] == drawn[2]
     assert drawn[0][0] != drawn[0][1], "the choices of a prompt differ"
     assert ours == [_oracle(folder, prompt) for prompt in prompts]
@@ -59,6 +65,26 @@ def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:
         drawn[choice["index"]] += zip(choice["token_ids"], logprobs, strict=True)
     assert [len(tokens) for tokens in drawn] == [20, 20]
     return drawn
+
+
+def _called(url: str, model: str, seed: int) -> str:
+    """The arguments of the one call that a model, which knows nothing, is made to write; whole and streamed alike."""
+    parameters = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 999}}}
+    parameters |= {"required": ["size"], "additionalProperties": False}
+    tools: Any = [{"type": "function", "function": {"name": "set", "parameters": parameters}}]
+    fields: Any = {"model": model, "messages": [{"role": "user", "content": "hi"}], "tools": tools, "seed": seed}
+    fields |= {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400, "temperature": 2.0}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        choice = client.chat.completions.create(**fields).choices[0]
+        with client.chat.completions.stream(**fields) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,), (again,) = choice.message.tool_calls or (), streamed.message.tool_calls or ()
+    assert call.type == again.type == "function"
+    assert call.function.name == again.function.name == "set"
+    assert call.function.arguments == again.function.arguments
+    assert set(json.loads(call.function.arguments)) == {"size"}
+    return call.function.arguments
 
 
 def _oracle(folder: Path, prompt: list[int]) -> list[int]:

@@ -45,12 +45,13 @@ def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.b
 
     before: the rows with grammars as the model gave them.
     """
-    if grammars:
-        rows = list(grammars)
-        is_out = torch.from_numpy(~np.stack(list(grammars.values()))).to(logits.device)
-        kept = logits[rows].masked_fill(is_out, -math.inf)
-        is_empty = (kept.amax(dim=-1, keepdim=True) == -math.inf).expand_as(kept)
-        logits[rows] = torch.where(is_empty, before.masked_fill(is_out, -math.inf), kept)
+    if not grammars:
+        return
+    is_out = torch.from_numpy(~np.stack(list(grammars.values()))).to(logits.device)
+    kept = [logits[row].masked_fill_(out, -math.inf) for row, out in zip(grammars, is_out, strict=True)]
+    is_empty = torch.stack([row.amax() for row in kept]) == -math.inf
+    for place in is_empty.nonzero().flatten().tolist():
+        kept[place].copy_(before[place].masked_fill(is_out[place], -math.inf))
 
 
 def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers]]) -> None:

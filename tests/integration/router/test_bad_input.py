@@ -87,6 +87,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("guided_regex", "a(?=b)", LOOK_AHEAD),
     ("guided_choice", [], "List should have at least 1 item after validation, not 0, got []"),
     ("guided_json", 5, "must be a JSON schema: an object, or its text"),
+    ("guided_json", False, "Unsatisfiable schema: schema is false"),
     ("guided_json", "{", "not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     ("guided_json", {"type": "integer", "minimum": 2, "maximum": 1}, UNSATISFIABLE),
     ("guided_grammar", "nonsense ::", "Expected ::= at line 1, 'nonsense ' ^ '::'"),

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import tokenizers
 
-from tests.fakes.model_folder import write_model_folder
+from cluster.grammar import Grammars
+from tests.fakes.model_folder import VOCAB_SIZE, write_json, write_model_folder
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
@@ -148,3 +151,32 @@ def test_parsers_can_be_switched_off(tmp_path: Path) -> None:
         reply = plain.post("/v1/chat/completions", messages=MESSAGES).json()
         assert reply["choices"][0]["message"]["content"] == ANSWER
         assert plain.post("/v1/chat/completions", messages=MESSAGES, tools=TOOLS).status_code == 400
+
+
+def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
+    """They are seen where others are hidden, and asked for as one token."""
+    folder = write_model_folder(tmp_path, template=TEMPLATE + "{# </think> #}")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    markers = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens(markers)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "config.json", {"max_position_embeddings": 512, "vocab_size": VOCAB_SIZE + len(markers)})
+    call = tokenizer.encode(ANSWER, add_special_tokens=False).ids
+    assert max(call) == VOCAB_SIZE + 3
+    with closing(Grammars(folder, VOCAB_SIZE + len(markers))) as grammars:
+        for special in run_cluster(folder):
+            special.decode.says = call
+            body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+            message = special.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("They ask\nfor weather.", "Let me see.")
+            assert [call["function"]["arguments"] for call in message["tool_calls"]] == [ARGUMENTS] * 2
+            matcher = grammars.matcher(special.last_submit().sampling.grammar)
+            matcher.advance(tokenizer.encode(f"<think>so</think>{CALL}", add_special_tokens=False).ids)
+            assert (matcher.is_whole, matcher.problem) == (True, "")
+
+
+def test_tokenize_shows_the_same_prompt(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    tokens = cluster.http.post("/tokenize", json={"messages": MESSAGES, **fields}).json()["tokens"]
+    client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=fields)
+    assert cluster.last_submit().prompt_ids == tokens

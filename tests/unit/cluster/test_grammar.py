@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from cluster.grammar import Grammars, lark_of
 from cluster.spec.errors import UserError
@@ -99,6 +100,15 @@ def test_what_cannot_be_used_is_refused_in_one_line(grammars: Grammars, grammar:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     grammars = Grammars(tmp_path, 256)
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        grammars.matcher(lark('start: "a"'))
+    grammars.close()
+
+
+def test_a_tokenizer_with_gaps(tmp_path: Path) -> None:
+    gapped = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 2}, merges=[]))
+    gapped.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(tmp_path, 3)
+    with pytest.raises(UserError, match="this model's tokenizer cannot follow a grammar: its token ids have gaps"):
         grammars.matcher(lark('start: "a"'))
     grammars.close()
 
