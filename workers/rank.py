@@ -78,7 +78,8 @@ def _load(spec: WorkerSpec, folder: Path, cp_group: Communicator, tp_group: Comm
     config = spec.config
     device = torch.device("cpu" if config.resources.device is Device.CPU else "cuda")
     model_config = ModelConfig.from_folder(folder)
-    grammars = Grammars(folder, model_config.vocab_size) if cp_group.rank == 0 else None
+    draws = cp_group.rank == tp_group.rank == 0
+    grammars = Grammars(folder, model_config.vocab_size) if draws else None
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     geometry = KvGeometry(
         model=config.model.name,
