@@ -124,7 +124,9 @@ def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple
     is_beyond = (weights.cumsum(dim=-1) - weights >= top_p * total) & (top_p < 1)
     is_beyond[:, 0] = False
     num_kept = num_ranked - (is_outside | is_beyond).sum(dim=-1, keepdim=True)
-    is_sure = (top_k <= num_ranked) | is_beyond[:, -1:] | (num_ranked == scores.shape[-1])
+    vocab_size = scores.shape[-1]
+    # Top-p is a share of what top-k leaves; its mass is known where that is ranked, or is everything.
+    is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
     return ranked.gather(-1, num_kept - 1), is_sure.squeeze(-1)
 
 
