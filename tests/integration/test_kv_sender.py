@@ -15,8 +15,8 @@ from cluster.spec.messages import Admit, Done, Message, Peer, Row, SendReport, S
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.sampling import Sampling
 from cluster.spec.strategy import Strategy
-from tests.fakes.handoff import PAGE_SIZE, row
 from tests.fakes.loopback import Loopback
+from tests.fakes.paged_ranks import PAGE_SIZE, row
 from transfer.backends.interface import Region
 from transfer.sender import SenderThread
 from workers.engine.runner import KnownRequest

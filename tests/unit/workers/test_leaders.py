@@ -9,7 +9,8 @@ from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.messages import Cancel, Drained, TableUpdate, Ticket
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.sampling import FinishReason
-from tests.fakes.handoff import PAGE_SIZE, Client, World, next_token, sampled_of
+from tests.fakes.handoff import Client, World
+from tests.fakes.paged_ranks import PAGE_SIZE, next_token, sampled_of
 
 SENDING = [
     *((KvOwnership.REPLICATED, mode, page_filter) for mode in TransferMode for page_filter in PageFilter),

@@ -12,7 +12,8 @@ from cluster.spec.messages import FlushCache, FollowPages, PageNews, Peer
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import PageFilter, TableSnapshot, TransferMode
 from router.page_index import PageIndex
-from tests.fakes.handoff import PAGE_SIZE, World
+from tests.fakes.handoff import World
+from tests.fakes.paged_ranks import PAGE_SIZE
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
