@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ def test_a_process_that_left_its_parent_is_found(monkeypatch: pytest.MonkeyPatch
     script = "import subprocess; print(subprocess.Popen(['sleep', '63'], start_new_session=True, stdout=-3).pid)"
     pid = int(subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout)
     try:
+        # The kernel shows what a process runs a moment after it runs.
+        deadline_s = time.monotonic() + 60
+        while not Path(f"/proc/{pid}/cmdline").read_bytes() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
         assert f"process {pid}: sleep 63" in leftovers.find_leftovers(before)
     finally:
         os.kill(pid, signal.SIGKILL)
