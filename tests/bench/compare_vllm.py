@@ -41,6 +41,8 @@ SHAPE = {
 }
 OUTPUT_LEN = 2
 """The second token shows what the first one was followed by."""
+REST_S = 1.0
+"""Before each request, so that what a server still does after its last answer does not slow the other."""
 
 
 def main() -> None:
@@ -93,6 +95,7 @@ async def measure(servers: list[Server], lengths: list[int], rounds: int) -> dic
             for number in range(rounds + 1):
                 prompt = random.Random(f"{length} {number}").choices(range(300, VOCAB_SIZE), k=length)
                 for server in servers if number % 2 else reversed(servers):
+                    await asyncio.sleep(REST_S)
                     ttft_s = await first_token_s(client, server, prompt)
                     if number:
                         server.ttft_s.setdefault(length, []).append(ttft_s)
