@@ -20,7 +20,14 @@ from workers.scheduler.turns import Chunk
 
 PAGE_SIZE = 64
 CHUNK_TOKENS = 8192
-SHAPE = ModelShape(num_layers=36, linear_flops=385_875_968, attention_flops=16_384, kv_row_bytes=4096, q_row_bytes=8192)
+SHAPE = ModelShape(
+    num_layers=36,
+    linear_flops=385_875_968,
+    kv_flops=16_777_216,
+    attention_flops=16_384,
+    kv_row_bytes=4096,
+    q_row_bytes=8192,
+)
 """Qwen3-8B in bf16."""
 RATES = Rates(
     step_s=5e-3,

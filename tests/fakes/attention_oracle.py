@@ -9,14 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.registry import fastest_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import join_rows
-from workers.engine.attention_context import CpExchange
+from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
 from workers.engine.contexts import make_context
+from workers.models.interface import take
 from workers.parallel.collectives import Communicator
 
 Array = NDArray[np.float64]
@@ -120,10 +122,17 @@ class ScenarioRun:
             context.put(layer, k, v)
             outs.append(context.attend(layer, q))
         joined = torch.stack([join_rows(self.exchange.group, batch.plan, out) for out in outs])
-        last = context.join_last(outs[-1].flatten(1))
+        last = context.last.join_last(self._last_layer(batch, lens, present, context.last))
         for request in present:
             self.done[request] += lens[request]
         return StepResult(*(x.double().numpy() for x in (joined, last)))
+
+    def _last_layer(self, batch: StepBatch, lens: tuple[int, ...], present: list[int], context: StepContext) -> Tensor:
+        """The last layer once more, as a model computes it: queries of those tokens alone that are wanted."""
+        layer = NUM_LAYERS - 1
+        q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
+        context.put(layer, k, v)
+        return context.attend(layer, take(q, context.wanted)).flatten(1)
 
     def _batch(self, lens: tuple[int, ...], present: list[int]) -> StepBatch:
         rows = [

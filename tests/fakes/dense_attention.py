@@ -3,17 +3,31 @@
 import torch
 from torch import Tensor
 
+from workers.models.interface import take
+
 
 class DenseAttention:
     """Keeps one sequence's keys and values from step to step, so that a prompt may come in pieces."""
 
-    def __init__(self, *, kv_first: bool = False) -> None:
+    def __init__(self, *, kv_first: bool = False, wanted: Tensor | None = None) -> None:
+        """`wanted` are the rows of each step whose final hidden states are asked for; None for all."""
         self.kv_first = kv_first
+        self.wanted: Tensor | None = None
+        self._wanted_last = wanted
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.calls: list[tuple[str, int]] = []
 
+    @property
+    def last(self) -> "DenseAttention":
+        if self._wanted_last is None:
+            return self
+        narrowed = DenseAttention(kv_first=True)
+        narrowed.wanted, narrowed.stored, narrowed.calls = self._wanted_last, self.stored, self.calls
+        return narrowed
+
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         self.calls.append(("put", layer))
+        self._num_new = len(k)
         if layer in self.stored:
             earlier_k, earlier_v = self.stored[layer]
             k, v = torch.cat((earlier_k, k)), torch.cat((earlier_v, v))
@@ -22,11 +36,10 @@ class DenseAttention:
     def attend(self, layer: int, q: Tensor) -> Tensor:
         self.calls.append(("attend", layer))
         k, v = self.stored[layer]
-        num_new, num_heads, head_dim = q.shape
-        group = num_heads // k.shape[1]
+        group, head_dim = q.shape[1] // k.shape[1], q.shape[2]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) / head_dim**0.5
         key_positions = torch.arange(k.shape[0])
-        query_positions = torch.arange(k.shape[0] - num_new, k.shape[0])
+        query_positions = take(torch.arange(k.shape[0] - self._num_new, k.shape[0]), self.wanted)
         scores = scores.masked_fill(key_positions[None, :] > query_positions[:, None], float("-inf"))
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).to(q.dtype)

@@ -2,7 +2,7 @@
 
 A fixed part, and for each layer the slowest rank's linear and attention work, the rows it stores and merges, the sums
 over its TP group, and what of the CP exchange is not hidden behind work. Ranks meet in every layer, so the slowest one
-sets the pace.
+sets the pace. In the last layer nearly all tokens have but K and V, behind which nothing hides.
 """
 
 from collections.abc import Iterator
@@ -23,11 +23,16 @@ def estimate_step_s(plan: ShardPlan, shape: ModelShape, rates: Rates, passing: P
     ``passing`` is how queries meet keys where KV is divided over the ranks; None where each has all.
     """
     exchanged = list(_exchanges(plan, shape, passing))
-    compute_s = max(_rank_s(plan, rank, shape, rates, passing) for rank in range(1 if plan.replicated else plan.cp))
+    works = [_work(plan, runs, rates, passing) for runs in plan.runs[: 1 if plan.replicated else plan.cp]]
+    compute_s = max(_rank_s(work, shape, rates) for work in works)
     hideable_s = compute_s / len(exchanged) if exchanged else 0.0
-    exposed_s = sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
+    layer_s = compute_s + sum(_exposed_s(num_bytes, hideable_s, rates) for num_bytes in exchanged)
+    last_s = layer_s
+    if passing is not Passing.PASS_Q:
+        last_s = max(_kv_s(work, shape, rates) for work in works)
+        last_s += sum(_exposed_s(num_bytes, 0.0, rates) for num_bytes in exchanged)
     join_s = 0.0 if plan.replicated else rates.exchange_s
-    return rates.step_s + shape.num_layers * (compute_s + exposed_s) + join_s
+    return rates.step_s + (shape.num_layers - 1) * layer_s + last_s + join_s
 
 
 def attended_pairs(run: Run) -> int:
@@ -56,8 +61,7 @@ class _Work(NamedTuple):
     """Rows of KV stored, or read to be sent."""
 
 
-def _rank_s(plan: ShardPlan, cp_rank: int, shape: ModelShape, rates: Rates, passing: Passing | None) -> float:
-    work = _work(plan, plan.runs[cp_rank], rates, passing)
+def _rank_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
     merged = work.tokens * work.partials if work.partials > 1 else 0
     return (
         work.tokens * shape.linear_flops / rates.linear_flops_per_s
@@ -67,6 +71,12 @@ def _rank_s(plan: ShardPlan, cp_rank: int, shape: ModelShape, rates: Rates, pass
         + merged * rates.merge_row_s
         + ALL_REDUCES * (rates.all_reduce_s + work.tokens * rates.all_reduce_row_s)
     )
+
+
+def _kv_s(work: _Work, shape: ModelShape, rates: Rates) -> float:
+    """Of the last layer, where next to no token has a query."""
+    kv_s = work.tokens * shape.kv_flops / rates.linear_flops_per_s
+    return kv_s + work.rows * rates.row_s + ALL_REDUCES * rates.all_reduce_s
 
 
 def _work(plan: ShardPlan, runs: RankRuns, rates: Rates, passing: Passing | None) -> _Work:

@@ -13,6 +13,8 @@ class ModelShape:
     num_layers: int
     linear_flops: int
     """Of one token in one layer."""
+    kv_flops: int
+    """Of these, those of its K and V, which are all that most tokens need in the last layer."""
     attention_flops: int
     """Of one (query, key) pair in one layer, over all heads."""
     kv_row_bytes: int
@@ -28,6 +30,7 @@ class ModelShape:
         return cls(
             num_layers=config.num_layers,
             linear_flops=2 * config.hidden_size * weights,
+            kv_flops=2 * config.hidden_size * 2 * kv_size,
             attention_flops=4 * q_size,
             kv_row_bytes=2 * kv_size * DTYPE_BYTES[dtype],
             q_row_bytes=q_size * DTYPE_BYTES[dtype],

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 
@@ -35,7 +36,15 @@ class StepContext(ABC):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         assert batch.page_size == pool.page_size, f"pages of {batch.page_size} and of {pool.page_size} tokens"
         self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
-        self.kv_first = exchange.group.in_background and not batch.plan.replicated
+        self.wanted = batch.wanted
+        is_hidden = exchange.group.in_background and not batch.plan.replicated
+        self.kv_first = is_hidden or batch.wanted is not None
+
+    @cached_property
+    def last(self) -> "StepContext":
+        """See AttentionContext."""
+        batch = self.batch.narrowed()
+        return self if batch is self.batch else type(self)(batch, self.pool, self.backend, self.exchange)
 
     @abstractmethod
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -43,21 +52,22 @@ class StepContext(ABC):
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Causal attention of ``q [tokens, heads, dim]`` over cached prefix and new tokens, and store the new KV."""
+        """Causal attention of ``q [wanted, heads, dim]`` over cached prefix and new tokens, and store the new KV."""
 
     def join_last(self, hidden: Tensor) -> Tensor:
-        """The last token of every sampled row, ``[R, hidden]``, on every rank; ``hidden [tokens, hidden]`` is local."""
+        """The last token of every sampled row, ``[R, hidden]``, on every rank; ``hidden [wanted, hidden]`` is local."""
         batch = self.batch
+        mine = hidden if batch.wanted is not None else hidden[batch.sampled_rows]
         if batch.plan.replicated:
-            return hidden[[owner.offset for owner in batch.sampled]]
+            return mine
         counts: Counter[int] = Counter()
         places = []
-        for owner in batch.sampled:
-            places.append((owner.cp_rank, counts[owner.cp_rank]))
-            counts[owner.cp_rank] += 1
+        for sample in batch.sampled:
+            cp_rank = sample.owner.cp_rank
+            places.append((cp_rank, counts[cp_rank]))
+            counts[cp_rank] += 1
         most = max(counts.values(), default=0)
-        mine = [owner.offset for owner in batch.sampled if owner.cp_rank == batch.cp_rank]
-        gathered = gather_rows(self.exchange.group, hidden[mine], most)
+        gathered = gather_rows(self.exchange.group, mine, most)
         return gathered[[cp_rank * most + place for cp_rank, place in places]]
 
     def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:

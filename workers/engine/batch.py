@@ -1,7 +1,8 @@
 """One rank's share of one step as tensors: its tokens and positions, where K and V go, what to sample."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,13 @@ class BatchRow:
     """The logits after the last token are wanted (not so in the earlier chunks of a prompt)."""
 
 
+class Sample(NamedTuple):
+    """The last token of a sampled row."""
+
+    owner: Owner
+    run: Run
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """A step as one rank sees it."""
@@ -47,13 +55,35 @@ class StepBatch:
     """Per request, int64: pages on this rank, those that it owns alone, in order of position."""
     prefix_shares: tuple[tuple[int, ...], ...]
     """Per owner and request: tokens of the prefix that are in the owner's pages."""
-    sampled: tuple[Owner, ...]
-    """Per sampled row, in row order: the rank and local offset of its last token."""
+    sampled: tuple[Sample, ...]
+    """In row order."""
+    wanted: Tensor | None = None
+    """Int64 rows of this rank's tokens that have queries; None for all."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """This rank's query runs, in local order."""
-        return self.plan.runs[self.cp_rank]
+        if self.wanted is None:
+            return self.plan.runs[self.cp_rank]
+        return tuple(sample.run for sample in self._samples)
+
+    def narrowed(self) -> "StepBatch":
+        """The same with queries of sampled tokens alone; itself where every token is one, as in a step of decode."""
+        if self.wanted is not None or len(self.sampled) == self.plan.num_tokens:
+            return self
+        return replace(self, wanted=self.sampled_rows)
+
+    @property
+    def sampled_rows(self) -> Tensor:
+        """Int64 rows of the sampled tokens that this rank computes."""
+        offsets = [sample.owner.offset for sample in self._samples]
+        return torch.tensor(offsets, dtype=torch.int64, device=self.token_ids.device)
+
+    @property
+    def _samples(self) -> list[Sample]:
+        """Those that this rank computes."""
+        rank = 0 if self.plan.replicated else self.cp_rank
+        return [sample for sample in self.sampled if sample.owner.cp_rank == rank]
 
     @property
     def is_sharded(self) -> bool:
@@ -109,8 +139,13 @@ def build_step_batch(
         slots=tensor(np.append(slots, trash_slot)[plan.gathered_index]),
         page_tables=tuple(tensor(table[table % owners == part] // owners) for table in tables),
         prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
-        sampled=tuple(plan.owner(plan.last_token(request)) for request, row in enumerate(rows) if row.sampled),
+        sampled=tuple(_sample(plan, request) for request, row in enumerate(rows) if row.sampled),
     )
+
+
+def _sample(plan: ShardPlan, request: int) -> Sample:
+    last_position = plan.prefix_lens[request] + plan.extend_lens[request] - 1
+    return Sample(plan.owner(plan.last_token(request)), Run(request, last_position, 1, 1))
 
 
 def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:

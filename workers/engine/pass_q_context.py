@@ -1,6 +1,7 @@
 """Ring mode, pass-Q: queries go to every rank, and what they found in its part of the prefix comes home."""
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ class PassQContext(StepContext):
         self._own_stored = self.owned_rows(batch.cp_rank)
         others = [] if plan.replicated else [rank for rank in range(plan.cp) if rank != batch.cp_rank]
         self._others = [(rank, self.prepare_rows(plan.runs[rank]), self.owned_rows(rank)) for rank in others]
+
+    @cached_property
+    def last(self) -> StepContext:
+        """Itself: its queries are few, and every rank's are cut as its keys are."""
+        return self
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         """See StepContext."""

@@ -109,7 +109,7 @@ class ModelRunner:
             owners=self._owners,
         )
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
-        return context.join_last(self._model(batch.token_ids, batch.positions, context))
+        return context.last.join_last(self._model(batch.token_ids, batch.positions, context))
 
     def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> dict[Room, Sampled]:
         states = [self._sampling_state(row.room) for row in rows]

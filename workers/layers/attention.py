@@ -7,7 +7,7 @@ from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
 from workers.models.config import ModelConfig
-from workers.models.interface import AttentionContext
+from workers.models.interface import AttentionContext, take
 
 
 class Attention(nn.Module):
@@ -23,10 +23,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """x [num_tokens, hidden_size] -> the same shape."""
+        """x [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
         if context.kv_first:
             self._put(self.qkv_proj.project(x, slice(self.q_size, None)), rotation, context)
-            q = self.qkv_proj.project(x, slice(self.q_size))
+            q = self.qkv_proj.project(take(x, context.wanted), slice(self.q_size))
+            rotation = rotation.take(context.wanted)
         else:
             q, kv = self.qkv_proj(x).tensor_split((self.q_size,), dim=-1)
             self._put(kv, rotation, context)

@@ -17,6 +17,10 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
+    def take(self, wanted: Tensor | None) -> "Rotation":
+        """The rotation of some tokens, by row; of all for None."""
+        return self if wanted is None else Rotation(self.cos[wanted], self.sin[wanted])
+
     def apply(self, x: Tensor) -> Tensor:
         """Rotate x [num_tokens, num_heads, head_dim]; dimensions i and i + head_dim/2 are one pair."""
         first, second = x.chunk(2, dim=-1)

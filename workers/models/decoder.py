@@ -10,7 +10,7 @@ from workers.layers.gated_mlp import GatedMLP
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.models.config import ModelConfig
-from workers.models.interface import AttentionContext
+from workers.models.interface import AttentionContext, take
 from workers.parallel.collectives import Communicator
 
 
@@ -23,7 +23,8 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, group, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, context)
+        """hidden [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
+        hidden = take(hidden, context.wanted) + self.self_attn(self.input_layernorm(hidden), rotation, context)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
@@ -54,15 +55,16 @@ class DecoderModel(nn.Module):
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states after the final norm, of the tokens that are wanted in `context.last`.
 
         token_ids and positions: int64 [num_tokens], this rank's tokens of all requests one after another, any number
-        of them, none included. Returns [num_tokens, hidden_size], whole on every TP rank.
+        of them, none included. Returns [num_wanted, hidden_size], whole on every TP rank.
         """
         rotation = self.rotary(positions, self.dtype)
         hidden: Tensor = self.embed_tokens(token_ids)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             hidden = layer(hidden, rotation, context)
+        hidden = self.layers[-1](hidden, rotation, context.last)
         normed: Tensor = self.norm(hidden)
         return normed
 

@@ -6,14 +6,21 @@ from torch import Tensor
 
 
 class AttentionContext(Protocol):
-    """The key-value side of one step; one instance a step, made by the engine.
+    """The key-value side of one step, made by the engine.
 
     A layer calls `put` and then `attend`, once each, layers in order. Tokens are this rank's, flattened over
     requests in the order of the model's `token_ids`; there may be none, and the calls are made all the same.
     """
 
+    wanted: Tensor | None
+    """int64 rows of the tokens that have queries; None for all."""
+
     kv_first: bool
-    """Keys and values travel to other ranks after `put`, so that queries are better projected after it."""
+    """Queries are projected after `put`: keys and values travel to other ranks meanwhile, or fewer tokens have any."""
+
+    @property
+    def last(self) -> "AttentionContext":
+        """The context of the last layer, where only the tokens have queries whose final hidden states are wanted."""
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Hand over a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
@@ -22,7 +29,12 @@ class AttentionContext(Protocol):
         """
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Causal attention of q [num_tokens, num_heads, head_dim] (rotated, not scaled) to all a token may see.
+        """Causal attention of q [num_wanted, num_heads, head_dim] (rotated, not scaled) to all a token may see.
 
         Scores are scaled by 1/sqrt(head_dim). Returns the shape and dtype of q.
         """
+
+
+def take(x: Tensor, wanted: Tensor | None) -> Tensor:
+    """The rows of x that have queries."""
+    return x if wanted is None else x[wanted]

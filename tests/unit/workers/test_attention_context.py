@@ -9,6 +9,7 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
 from tests.fakes.thread_group import on_thread_ranks
 from workers.context_parallel.gather import RowGather, join_rows
+from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import Owner, make_shard_plan
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
 
@@ -31,8 +32,24 @@ def test_a_batch_by_hand() -> None:
     assert batch.token_ids.tolist() == [11, 12, 15, 21, 31]
     assert batch.positions.tolist() == [6, 7, 10, 0, 3]
     assert batch.slots.tolist() == [14, 15, 38, 20, 7, 36, 37, 40, 40, 40]
-    assert batch.sampled == (Owner(0, 2), Owner(0, 4))
+    assert [sample.owner for sample in batch.sampled] == [Owner(0, 2), Owner(0, 4)]
     assert [table.tolist() for table in batch.page_tables] == [[7, 3, 9], [5], [1]]
+
+
+def test_a_narrowed_batch_has_queries_of_sampled_tokens_alone() -> None:
+    first, second = (build(ROWS, Strategy.ZIGZAG, 2, rank).narrowed() for rank in (0, 1))
+    assert first.wanted is not None
+    assert first.wanted.tolist() == [2, 4]
+    assert first.runs == (Run(0, 10, 1, 1), Run(2, 3, 1, 1))
+    assert second.wanted is not None
+    assert (second.wanted.tolist(), second.runs) == ([], ())
+    assert first.narrowed() is first
+
+
+def test_a_batch_whose_tokens_are_all_sampled_stays_as_it_is() -> None:
+    rows = [BatchRow([31], 3, [1], sampled=True), BatchRow([41], 0, [2], sampled=True)]
+    batch = build(rows, Strategy.NONE, 2, 1)
+    assert batch.narrowed() is batch
 
 
 def test_ranks_agree_on_everything_but_their_share() -> None:

@@ -20,7 +20,9 @@ from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import make_shard_plan
 
-SHAPE = ModelShape(num_layers=8, linear_flops=6_300_000, attention_flops=2048, kv_row_bytes=1024, q_row_bytes=1024)
+SHAPE = ModelShape(
+    num_layers=8, linear_flops=6_300_000, kv_flops=524_288, attention_flops=2048, kv_row_bytes=1024, q_row_bytes=1024
+)
 RATES = Rates()
 PASSINGS = st.none() | st.sampled_from(Passing)
 LENS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=6)
@@ -84,7 +86,7 @@ def test_tp_ranks_pay_for_two_sums_a_layer_by_their_own_tokens() -> None:
     rates = dataclasses.replace(RATES, all_reduce_s=1e-3, all_reduce_row_s=1e-5)
     for strategy, num_own in {Strategy.NONE: 64, Strategy.ZIGZAG: 16}.items():
         added_s = estimate(strategy, [64], [0], 4, rates) - estimate(strategy, [64], [0], 4)
-        assert added_s == pytest.approx(SHAPE.num_layers * 2 * (1e-3 + num_own * 1e-5))
+        assert added_s == pytest.approx(SHAPE.num_layers * 2e-3 + (SHAPE.num_layers - 1) * 2 * num_own * 1e-5)
 
 
 @given(
@@ -174,7 +176,7 @@ def test_an_exchange_behind_work_is_free_as_far_as_it_can_be_hidden(passing: Pas
     free = dataclasses.replace(RATES, exchange_s=0.0, exchange_bytes_per_s=1e30, hidden_share=1.0)
     free_s = estimate(Strategy.ZIGZAG, [9000], [4000], 4, free, passing=passing)
     assert costs[0] > costs[1] > costs[2] >= free_s
-    assert costs[2] - RATES.exchange_s == pytest.approx(free_s)
+    assert costs[2] - RATES.exchange_s == pytest.approx(free_s, rel=5e-3)
 
 
 def test_what_need_not_be_hidden_is_attended_in_one_call() -> None:
@@ -194,7 +196,9 @@ def test_each_passing_is_estimated_cheaper_where_it_moves_less() -> None:
 
 def test_the_passing_follows_the_published_thresholds() -> None:
     """Hk / Hq = 1/8, 16-bit elements: the worked case of the paper, where bytes alone turn at a miss rate of 1/4."""
-    shape = ModelShape(num_layers=1, linear_flops=1, attention_flops=4 * 1024, kv_row_bytes=512, q_row_bytes=2048)
+    shape = ModelShape(
+        num_layers=1, linear_flops=1, kv_flops=1, attention_flops=4 * 1024, kv_row_bytes=512, q_row_bytes=2048
+    )
     rates = Rates(attention_flops_per_s=1e12, exchange_bytes_per_s=1e9)
     enough = 4 * 1e12 * 512 / (4096 * 1e9)
     assert choose_passing(int(enough), 10**9, 4, shape, rates) is Passing.PASS_KV

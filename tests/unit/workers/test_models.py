@@ -79,6 +79,19 @@ def test_queries_projected_after_keys_and_values_give_the_same_logits(
     torch.testing.assert_close(our_logits(model, PROMPT, kv_first=True), our_logits(model, PROMPT), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("wanted", [[len(PROMPT) - 1], [40, 3], []], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_computes_wanted_tokens_alone(
+    pair_of: Callable[..., Pair], family: str, wanted: list[int]
+) -> None:
+    model, rows = pair_of(family)[0], torch.tensor(wanted, dtype=torch.int64)
+    positions = torch.arange(len(PROMPT))
+    whole = model(PROMPT, positions, DenseAttention())
+    narrowed = model(PROMPT, positions, DenseAttention(wanted=rows))
+    assert narrowed.shape == (len(wanted), whole.shape[1])
+    torch.testing.assert_close(narrowed, whole[rows], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(pair_of: Callable[..., Pair], family: str, tied: bool) -> None:

@@ -81,7 +81,12 @@ def test_an_even_chunk_takes_as_long_behind_any_prefix(
     cp: int, chunk_tokens: int, prefix_len: int, attention_flops: int
 ) -> None:
     shape = ModelShape(
-        num_layers=8, linear_flops=6_300_000, attention_flops=attention_flops, kv_row_bytes=1024, q_row_bytes=2048
+        num_layers=8,
+        linear_flops=6_300_000,
+        kv_flops=524_288,
+        attention_flops=attention_flops,
+        kv_row_bytes=1024,
+        q_row_bytes=2048,
     )
     rates = Rates()
     chunk = even_chunk(shape, rates, cp, chunk_tokens)
