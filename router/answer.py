@@ -23,10 +23,11 @@ class Answer:
         self._timeline: dict[str, str] = {}
         self.stream = Stream(num_choices)
 
-    def add(self, room: Room, prefill: Peer, decode: Peer, *, timed: bool = False) -> None:
+    def add(self, room: Room, prefill: Peer | None, decode: Peer, *, timed: bool = False) -> None:
         """The next choice is in this room."""
         self._rooms.append(room)
-        self._prefills[prefill.replica] = None
+        if prefill is not None:
+            self._prefills[prefill.replica] = None
         self._decodes[decode.replica] = None
         if timed:
             self._timeline = {"x-baton-timeline": f"/timelines/{room}"}

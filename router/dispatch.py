@@ -50,17 +50,20 @@ class Dispatch:
     def open(
         self,
         ask: Ask,
-        prefill: Peer,
+        prefill: Peer | None,
         decode: Peer,
         deadline_s: float,
         room: Room | None = None,
         cached_tokens: int = 0,
+        prompt_of: Room | None = None,
     ) -> tuple[Room, list[Action]]:
         """Start a request on a pair of replicas.
 
         Args:
+            prefill: None where decode computes what it does not have of the prompt.
             room: one that ``draw_room`` gave; a fresh one by default.
             cached_tokens: of the prompt, that prefill is not expected to compute.
+            prompt_of: the room of another choice, on the same decode replica, that brings the prompt.
         """
         room = self._draw() if room is None else room
         assert room not in self._flights, f"room {room} drawn twice"
@@ -68,14 +71,15 @@ class Dispatch:
             room=room,
             prefill=prefill,
             decode=decode,
-            prompt_len=len(ask.prompt_ids),
+            prompt_len=len(ask.prompt_ids) if prompt_of is None else 0,
             prefill_len=len(ask.prompt_ids) - cached_tokens,
             max_tokens=ask.stopping.max_tokens,
             has_logprobs=ask.sampling.num_logprobs is not None,
             deadline_s=deadline_s,
         )
         self._flights[room] = flight
-        self.load.add(prefill, flight.prefill_len)
+        if prefill is not None:
+            self.load.add(prefill, flight.prefill_len)
         self.load.add(decode, flight.decode_tokens)
         submit = Submit(
             room=room,
@@ -85,11 +89,12 @@ class Dispatch:
             prefill=prefill,
             decode=decode,
             router=self.me,
+            prompt_of=prompt_of,
             cache_salt=ask.cache_salt,
             priority=ask.priority,
             timed=ask.timed,
         )
-        return room, [Send(address=peer.address, message=submit) for peer in (prefill, decode)]
+        return room, [Send(address=peer.address, message=submit) for peer in flight.legs]
 
     def on_output(self, output: Output) -> list[Action]:
         """Tokens arrived."""
@@ -99,9 +104,7 @@ class Dispatch:
         if (output.replica, output.incarnation) != (flight.decode.replica, flight.decode.incarnation):
             return self._drop("foreign")
         if problem := flight.problem(output):
-            return self._fail(
-                flight, Cause.BROKEN_OUTPUT, f"{output.replica}: {problem}", [flight.prefill, flight.decode]
-            )
+            return self._fail(flight, Cause.BROKEN_OUTPUT, f"{output.replica}: {problem}", flight.legs)
         num_known = flight.num_received - output.first_index
         token_ids, logprobs = output.token_ids[num_known:], output.logprobs[num_known:]
         if not token_ids and output.finish is None:
@@ -109,8 +112,8 @@ class Dispatch:
         flight.num_received += len(token_ids)
         cached_tokens = 0
         if flight.stage is Stage.WAITING:
+            self._leave_prefill(flight)
             self._move(flight, Stage.STREAMING, "first output")
-            self.load.remove(flight.prefill, flight.prefill_len)
             cached_tokens = output.cached_tokens
         if output.finish is not None:
             self._end(flight, Stage.FINISHED, "last output", [])
@@ -192,7 +195,7 @@ class Dispatch:
         for room, flight in self._flights.items():
             assert room == flight.room, f"room {flight.room} is filed under {room}"
             assert flight.stage not in ENDS, f"room {room} is {flight.stage.name} and still open"
-            if flight.stage is Stage.WAITING:
+            if flight.stage is Stage.WAITING and flight.prefill is not None:
                 expected.add(flight.prefill, flight.prefill_len)
             expected.add(flight.decode, flight.decode_tokens)
         assert self.load.lines() == expected.lines(), f"load {self.load.lines()} is not {expected.lines()}"
@@ -213,8 +216,7 @@ class Dispatch:
 
     def _end(self, flight: Flight, stage: Stage, event: str, cancelled: Sequence[Peer]) -> list[Action]:
         """Forget the request and cancel the given legs."""
-        if flight.stage is Stage.WAITING:
-            self.load.remove(flight.prefill, flight.prefill_len)
+        self._leave_prefill(flight)
         self.load.remove(flight.decode, flight.decode_tokens)
         self._move(flight, stage, event)
         self.ended[stage] += 1
@@ -223,6 +225,11 @@ class Dispatch:
             Send(address=peer.address, message=Cancel(room=flight.room, incarnation=peer.incarnation))
             for peer in cancelled
         ]
+
+    def _leave_prefill(self, flight: Flight) -> None:
+        """Prefill has done its part, or need not."""
+        if flight.stage is Stage.WAITING and flight.prefill is not None:
+            self.load.remove(flight.prefill, flight.prefill_len)
 
     def _move(self, flight: Flight, stage: Stage, event: str) -> None:
         flight.stage = move(MOVES, flight.stage, stage, event, f"room {flight.room}")

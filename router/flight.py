@@ -107,6 +107,8 @@ class Ask:
     """What the client calls the conversation it belongs to; empty for none."""
     page_keys: Sequence[bytes] = ()
     """Of the pages that may come from a cache, where a policy wants to know."""
+    shares_prompt: bool = False
+    """Another choice of the prompt before it, which alone is sent to prefill."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,9 +116,10 @@ class Flight:
     """One open request."""
 
     room: Room
-    prefill: Peer
+    prefill: Peer | None
     decode: Peer
     prompt_len: int
+    """Prompt tokens that decode keeps for it alone."""
     prefill_len: int
     """Prompt tokens that prefill is expected to compute."""
     max_tokens: int
@@ -129,8 +132,8 @@ class Flight:
 
     @property
     def legs(self) -> list[Peer]:
-        """Both replicas."""
-        return [self.prefill, self.decode]
+        """The replicas that work on it."""
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
     @property
     def decode_tokens(self) -> int:

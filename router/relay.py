@@ -74,7 +74,9 @@ class Relay:
         return f"no {' and no '.join(missing)} replica is ready" if missing else None
 
     def open(self, asks: Sequence[Ask], arrived_s: float) -> Answer:
-        """Send each ask to a pair of replicas; their answers come as the choices of one.
+        """Send each ask to a pair of replicas, or to the decode replica of the ask whose prompt it shares.
+
+        Their answers come as the choices of one.
 
         Raises:
             NotReadyError: the router drains, or a role has no ready replica.
@@ -89,19 +91,33 @@ class Relay:
         self._idle.clear()
         opened_s = self._clock.now_s()
         deadline_s = opened_s + self._request_timeout_s
+        first: tuple[Room, Peer] | None = None
         for index, ask in enumerate(asks):
-            room = self._dispatch.draw_room()
-            prefill, cached_tokens = self._picker.pick(Role.PREFILL, ask, room)
-            decode, _ = self._picker.pick(Role.DECODE, ask, room)
-            room, actions = self._dispatch.open(ask, prefill, decode, deadline_s, room, cached_tokens)
+            first = first if ask.shares_prompt else None
+            room, prefill, decode, actions = self._start(ask, first, deadline_s)
+            first = first or (room, decode)
             answer.add(room, prefill, decode, timed=ask.timed)
-            if ask.timed:
-                self.timelines.begin(room, [*self._directory.rows(prefill), *self._directory.rows(decode)])
             self._progress[room] = Progress(answer.stream, index, arrived_s, opened_s, self._metrics)
-            self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
             self._perform(actions)
         self._wake_at(deadline_s)
         return answer
+
+    def _start(
+        self, ask: Ask, first: tuple[Room, Peer] | None, deadline_s: float
+    ) -> tuple[Room, Peer | None, Peer, list[Action]]:
+        """Pick replicas for an ask. ``first`` are room and decode replica of the choice that brings its prompt."""
+        room = self._dispatch.draw_room()
+        if first is not None:
+            prompt_of, decode = first
+            room, actions = self._dispatch.open(ask, None, decode, deadline_s, room, prompt_of=prompt_of)
+            return room, None, decode, actions
+        prefill, cached_tokens = self._picker.pick(Role.PREFILL, ask, room)
+        decode, _ = self._picker.pick(Role.DECODE, ask, room)
+        self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
+        if ask.timed:
+            self.timelines.begin(room, [*self._directory.rows(prefill), *self._directory.rows(decode)])
+        room, actions = self._dispatch.open(ask, prefill, decode, deadline_s, room, cached_tokens)
+        return room, prefill, decode, actions
 
     def on_message(self, message: Message) -> None:
         """A replica said something."""

@@ -102,6 +102,11 @@ class ReceiverSession:
         self._wake_at_s = deadline_s
 
     @property
+    def prefill(self) -> Peer:
+        """Who sends."""
+        return self._prefill
+
+    @property
     def may_free(self) -> bool:
         """Whether it is over and no sender can write to the pages any more; if ready, they are the request's."""
         return not _RECEIVER_MOVES[self.state]

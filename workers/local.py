@@ -112,6 +112,8 @@ class Prompt:
     token_ids: Sequence[int]
     stopping: Stopping
     sampling: Sampling = field(default_factory=Sampling)
+    shares_prompt: bool = False
+    """Another choice of the prompt before it."""
 
 
 @dataclass(slots=True)
@@ -268,7 +270,11 @@ class LocalCluster:
 
     def answer(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[Answer]:
         """The same with what else is known of each answer."""
-        rooms = [self._submit(prompt) for prompt in prompts]
+        rooms: list[Room] = []
+        first: Room | None = None
+        for prompt in prompts:
+            rooms.append(self._submit(prompt, first if prompt.shares_prompt else None))
+            first = first if prompt.shares_prompt else rooms[-1]
         answers = {room: Answer() for room in rooms}
         unfinished = set(rooms)
         while unfinished:
@@ -299,18 +305,19 @@ class LocalCluster:
         self._inbox.close()
         self._outbox.close()
 
-    def _submit(self, prompt: Prompt) -> Room:
+    def _submit(self, prompt: Prompt, prompt_of: Room | None) -> Room:
         prefill, decode = (replica.peer for replica in self._replicas)
         submit = Submit(
             room=draw_room(),
             prompt_ids=list(prompt.token_ids),
             sampling=prompt.sampling,
             stopping=prompt.stopping,
-            prefill=prefill,
+            prefill=prefill if prompt_of is None else None,
             decode=decode,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
+            prompt_of=prompt_of,
         )
-        for peer in (prefill, decode):
+        for peer in (prefill, decode) if prompt_of is None else (decode,):
             self._outbox.send(peer.address, submit)
         return submit.room
 

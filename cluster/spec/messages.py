@@ -53,16 +53,19 @@ class SendState(IntEnum):
 
 
 class Submit(_Message, frozen=True):
-    """One attempt of one request; both legs get the same."""
+    """One attempt of one request; both legs get the same, if it has both."""
 
     room: Room
     prompt_ids: list[int]
     sampling: Sampling
     stopping: Stopping
-    prefill: Peer
+    prefill: Peer | None
+    """Computes the prompt and hands it over; None where decode computes what it does not have."""
     decode: Peer
     router: Peer
     """Gets the outputs; when it is gone, nobody waits for them."""
+    prompt_of: Room | None = None
+    """Another choice of the same prompt on the same decode replica; this one reads its pages once they are there."""
     cache_salt: str = ""
     """Only requests with the same salt share cached pages."""
     priority: int = 0

@@ -60,9 +60,13 @@ def make_sampling(
 
 
 def choices_of(ask: Ask, num_choices: int) -> list[Ask]:
-    """The same so many times, but for the seeds."""
+    """The same so many times, but for the seeds; the first one brings the prompt."""
     seeds = ((ask.sampling.seed + choice) & _SEED_MASK for choice in range(num_choices))
-    return [dataclasses.replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed)) for seed in seeds]
+    samplings = [msgspec.structs.replace(ask.sampling, seed=seed) for seed in seeds]
+    return [
+        dataclasses.replace(ask, sampling=sampling, shares_prompt=choice > 0)
+        for choice, sampling in enumerate(samplings)
+    ]
 
 
 def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:

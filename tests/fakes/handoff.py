@@ -105,6 +105,8 @@ class World:
         """That the router was told."""
         self.ranks = {role: Ranks(rows[role], allocators[role]) for role in Role}
         self.num_pages_sent = 0
+        self.num_computed = dict.fromkeys(Role, 0)
+        """Tokens."""
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 4)
         steps = {role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE)) for role in Role}
         prefill = PrefillSettings(
@@ -146,8 +148,16 @@ class World:
         ]
         return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
 
-    def submit(self, prompt: list[int], max_tokens: int, cache_salt: str = "", priority: int = 0) -> Room:
-        """A new request, sent to both leaders."""
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        cache_salt: str = "",
+        priority: int = 0,
+        prompt_of: Room | None = None,
+        on_decode: bool = False,
+    ) -> Room:
+        """A new request, sent to both leaders; to decode alone where it shares a prompt, or is computed there."""
         room = Room(len(self.clients) + 1)
         self.clients[room] = Client(prompt, max_tokens)
         message = Submit(
@@ -155,14 +165,18 @@ class World:
             prompt_ids=prompt,
             sampling=Sampling(num_logprobs=1, frequency_penalty=1.0),
             stopping=Stopping(max_tokens=max_tokens),
-            prefill=self.prefill_peer,
+            prefill=None if on_decode or prompt_of else self.prefill_peer,
             decode=self.decode_peer,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER),
+            prompt_of=prompt_of,
             cache_salt=cache_salt,
             priority=priority,
         )
-        for address in self.leaders:
-            self.queues[ROUTER, address].append(message)
+        for peer in (message.prefill, message.decode):
+            if peer is not None:
+                # Choices may overtake each other.
+                sender = f"choice {room}" if prompt_of else ROUTER
+                self.queues[sender, peer.address].append(message)
         return room
 
     def follow_pages(self, peer: Peer) -> None:
@@ -243,6 +257,7 @@ class World:
             for rank in range(self.cp):
                 self._send_cached(rank, plan)
         sampled = self.ranks[role].execute(plan)
+        self.num_computed[role] += sum(len(step_row.token_ids) for step_row in plan.rows)
         if role is Role.PREFILL:
             for rank in range(self.cp):
                 self._send_finished(rank, plan)

@@ -1,10 +1,12 @@
 """The decode leader: from Submit to the last token. Sans I/O.
 
 A request waits for pages, sends prefill one ticket for them, joins the running batch when Result and every Done agree,
-and gives pages back only when nobody can still write to them.
+and gives pages back only when nobody can still write to them. One without prefill joins as soon as it has pages, and is
+computed here; further choices of a prompt are such, and begin with the pages that the first one got.
 """
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
@@ -18,6 +20,7 @@ from cluster.spec.messages import (
     FollowPages,
     Message,
     Output,
+    Peer,
     Refused,
     Result,
     Resume,
@@ -32,11 +35,11 @@ from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
+from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
-from workers.scheduler.waiting import Waiting
 from workers.timeline import Recorder
 
 
@@ -55,7 +58,7 @@ class DecodeLeader(LeaderCore):
         self._steps = steps
         self._allocator = allocator
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue = Waiting[DecodeRequest]()
+        self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
         self._num_arrivals = 0
 
     def on_message(self, message: Message, now_s: float) -> None:
@@ -106,16 +109,24 @@ class DecodeLeader(LeaderCore):
                 self.send_failure(request.submit, drawn.problem, retryable=False)
                 self._stop(request, drawn.problem, now_s)
             else:
-                self._emit(request, sequence, [drawn.logprobs] if drawn.logprobs is not None else [])
+                logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
+                if request.has_prompt:
+                    self._emit(request, sequence, logprobs)
+                else:
+                    # What another choice has brought, that one has told.
+                    cached_tokens = 0 if request.submit.prompt_of else sequence.cached_len
+                    self._emit_first(request, sequence, logprobs, cached_tokens)
         self._reserve(now_s)
         self.send_page_news()
 
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
+        submits = [request.submit for request in self._requests.values()]
+        num_waiting = len(self._queue) + self._steps.num_waiting
         return ReplicaLoad(
-            num_waiting=len(self._queue) + self._steps.num_waiting,
-            num_running=len(self._requests) - len(self._queue) - self._steps.num_waiting,
-            num_tokens=sum(len(request.submit.prompt_ids) for request in self._requests.values()),
+            num_waiting=num_waiting,
+            num_running=len(submits) - num_waiting,
+            num_tokens=sum(len(submit.prompt_ids) for submit in submits if submit.prompt_of is None),
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
@@ -127,7 +138,7 @@ class DecodeLeader(LeaderCore):
         return not self._requests
 
     def check_integrity(self) -> None:
-        """Prove that every page has exactly one holder, or is cached and as often held as it is counted."""
+        """Prove that every page is held as often as it is counted."""
         self._steps.check_integrity()
         ticketed = [page for request in self._requests.values() for page in request.pages]
         self._allocator.check_integrity(self._steps.held_pages + ticketed)
@@ -140,65 +151,60 @@ class DecodeLeader(LeaderCore):
         request = DecodeRequest(submit, arrival=self._num_arrivals)
         self._num_arrivals += 1
         if self._allocator.is_caching:
-            request.page_keys = page_keys(submit.prompt_ids, self._settings.layout.page_size, submit.cache_salt)
+            # Of what is computed here the last token must be, for its logits.
+            prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]
+            request.page_keys = page_keys(prompt_ids, self._settings.layout.page_size, submit.cache_salt)
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
-        self._queue.add(request)
+        num_pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         if self.draining:
             self._refuse(request, f"{self.me.replica} is draining", retryable=True)
-        elif reason := self.too_large(self._pages_for(submit), self._allocator.num_pages):
+        elif reason := self.too_large(num_pages, self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
+        elif self._must_await(submit.prompt_of):
+            self._queue.add_choice(request, submit.prompt_of)
+        else:
+            self._queue.add(request)
+
+    def _must_await(self, first: Room | None) -> TypeGuard[Room]:
+        """Whether the choice that brings the prompt has not got it yet; it may be that nobody has heard of it."""
+        if first is None or first in self.ended:
+            return False
+        request = self._requests.get(first)
+        return request is None or not request.has_prompt
 
     def _reserve(self, now_s: float) -> None:
-        """Ticket queued requests by priority while pages last; a retracted sequence goes first.
-
-        Where one does not fit the next may, as far as the oldest one is not put off for ever.
-        """
-        if self._steps.num_waiting:
-            return
-        for request in self._queue.candidates():
-            needed, num_passing = self._pages_for(request.submit), self._count_passing(request)
-            assert self._queue.oldest is not None
-            if not self._queue.may_pass(num_passing, self._pages_for(self._queue.oldest.submit)):
-                continue
-            held = self._allocator.find(request.page_keys)
-            if self._allocator.can_allocate(needed, held):
-                self._queue.note_passed(num_passing)
-                self._queue.remove(request.room)
-                request.pages = self._allocator.allocate(needed, held)
-                request.num_held = len(held)
+        """Let prefill fill the pages of those that have got some, or compute here."""
+        for request in self._queue.grant():
+            if request.submit.prefill is not None:
                 self._move(request, DecodeState.RECEIVING, "pages")
-                self._send_ticket(request, now_s)
+                self._send_ticket(request, request.submit.prefill, now_s)
+            else:
+                self._move(request, DecodeState.RUNNING, "pages")
+                cached_len = request.num_held * self._settings.layout.page_size
+                self._run(request, request.submit.prompt_ids, cached_len)
 
-    def _count_passing(self, request: DecodeRequest) -> int:
-        """Pages that the oldest queued request might have to wait for if this one took them: none if both fit."""
-        oldest = self._queue.oldest
-        assert oldest is not None
-        needed = self._pages_for(request.submit)
-        fit = needed + self._pages_for(oldest.submit) <= self._allocator.num_free
-        return 0 if request is oldest or fit else needed
-
-    def _send_ticket(self, request: DecodeRequest, now_s: float) -> None:
+    def _send_ticket(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         submit = request.submit
         pages = request.pages[request.num_held :]
         ticket = Ticket(
             room=submit.room,
             generation=1,
             decode=self.me,
-            prefill_incarnation=submit.prefill.incarnation,
+            prefill_incarnation=prefill.incarnation,
             pages=[pages],
             held_pages=request.num_held,
             geometry=self._settings.geometry,
         )
         request.session = ReceiverSession(
             ticket,
-            submit.prefill,
+            prefill,
             num_pages=len(pages),
             num_bytes=len(pages) * self._settings.page_bytes,
             deadline_s=now_s + self._settings.transfer_timeout_s,
             settle_s=self._settings.settle_s,
         )
-        self.send(submit.prefill.address, request.session.open())
+        self.send(prefill.address, request.session.open())
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)
@@ -210,7 +216,7 @@ class DecodeLeader(LeaderCore):
     def _follow(self, request: DecodeRequest, session: ReceiverSession, revoke: Revoke | None) -> None:
         """Do what the session's new state asks for."""
         if revoke is not None:
-            self.send(request.submit.prefill.address, revoke)
+            self.send(session.prefill.address, revoke)
         if request.state is DecodeState.RECEIVING:
             if session.failure is not None:
                 self._move(request, DecodeState.STOPPING, session.failure.reason)
@@ -222,27 +228,44 @@ class DecodeLeader(LeaderCore):
             self._end(request, "nobody writes any more")
 
     def _start(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        submit = request.submit
-        assert session.result is not None
+        submit, result = request.submit, session.result
+        assert result is not None
         self._move(request, DecodeState.RUNNING, "result and all done")
+        sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
+        sequence.is_whole = result.is_last
+        self._emit_first(request, sequence, result.logprobs, result.cached_tokens)
+
+    def _run(self, request: DecodeRequest, tokens: list[int], computed_len: int) -> Sequence:
+        """Hand a request and its pages to the step scheduler."""
+        submit = request.submit
         pages, request.pages = request.pages, []
         sequence = Sequence(
             room=submit.room,
-            tokens=[*submit.prompt_ids, *session.result.token_ids],
+            tokens=list(tokens),
             prompt_len=len(submit.prompt_ids),
             sampling=submit.sampling,
             stopping=submit.stopping,
             max_len=self._allocator.num_pages * self._settings.layout.page_size,
-            computed_len=len(submit.prompt_ids),
+            cached_len=computed_len,
+            computed_len=computed_len,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
             timed=submit.timed,
             page_keys=request.page_keys,
             pages=pages,
-            is_whole=session.result.is_last,
         )
         self._steps.add_running(sequence)
-        self._emit(request, sequence, session.result.logprobs, session.result.cached_tokens)
+        return sequence
+
+    def _emit_first(
+        self, request: DecodeRequest, sequence: Sequence, logprobs: list[TokenLogprobs], cached_tokens: int
+    ) -> None:
+        """Further choices of the prompt get its pages before this one, which may be over, lets go of them."""
+        request.has_prompt = True
+        for choice in self._queue.end_wait(request.room):
+            self._queue.add(choice)
+        self._reserve(self._now_s)
+        self._emit(request, sequence, logprobs, cached_tokens)
 
     def _emit(
         self, request: DecodeRequest, sequence: Sequence, logprobs: list[TokenLogprobs], cached_tokens: int = 0
@@ -277,7 +300,7 @@ class DecodeLeader(LeaderCore):
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
         """Nobody wants the rest of a request."""
         if request.state is DecodeState.QUEUED:
-            self._queue.remove(request.room)
+            self._queue.remove(request)
             self._end(request, reason)
         elif request.state is DecodeState.RUNNING:
             self._steps.retire(request.submit.room)
@@ -291,15 +314,17 @@ class DecodeLeader(LeaderCore):
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
                 self._stop(request, "its router is gone", now_s)
-            reaped = snapshot.reaped.get(request.submit.prefill.replica)
-            if reaped is None or request.session is None or request.state is DecodeState.RUNNING:
+            session = request.session
+            if session is None or request.state is DecodeState.RUNNING:
                 continue
-            request.session.prefill_gone(reaped, now_s)
-            self._follow(request, request.session, None)
+            reaped = snapshot.reaped.get(session.prefill.replica)
+            if reaped is not None:
+                session.prefill_gone(reaped, now_s)
+                self._follow(request, session, None)
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
         """Fail a request that holds nothing yet."""
-        self._queue.remove(request.room)
+        self._queue.remove(request)
         self.send_failure(request.submit, reason, retryable=retryable)
         self._end(request, reason)
 
@@ -310,9 +335,9 @@ class DecodeLeader(LeaderCore):
         self.ended.add(request.submit.room, event)
         del self._requests[request.submit.room]
 
-    def _pages_for(self, submit: Submit) -> int:
-        return pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
-
     def _move(self, request: DecodeRequest, target: DecodeState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
+        if target is DecodeState.STOPPING or target is DecodeState.ENDED:
+            for choice in self._queue.end_wait(request.room):
+                self._refuse(choice, f"the choice that was to bring its prompt ended: {event}", retryable=True)
         self.recorder.enter(request.submit.room, None if target is DecodeState.ENDED else target.value, self._now_s)

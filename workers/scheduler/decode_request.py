@@ -13,7 +13,7 @@ class DecodeState(Enum):
     """Where a request is in decode."""
 
     QUEUED = "queued"
-    """No pages yet."""
+    """No pages yet: there are none, or another choice of the same prompt has not got them."""
     RECEIVING = "receiving"
     """Pages are ticketed to prefill, which may write to them."""
     STOPPING = "stopping"
@@ -25,7 +25,7 @@ class DecodeState(Enum):
 
 
 MOVES = {
-    DecodeState.QUEUED: frozenset({DecodeState.RECEIVING, DecodeState.ENDED}),
+    DecodeState.QUEUED: frozenset({DecodeState.RECEIVING, DecodeState.RUNNING, DecodeState.ENDED}),
     DecodeState.RECEIVING: frozenset({DecodeState.RUNNING, DecodeState.STOPPING, DecodeState.ENDED}),
     DecodeState.STOPPING: frozenset({DecodeState.ENDED}),
     DecodeState.RUNNING: frozenset({DecodeState.ENDED}),
@@ -58,10 +58,12 @@ class DecodeRequest:
     pages: list[int] = field(default_factory=list)
     """While RECEIVING or STOPPING; later the step scheduler holds them."""
     num_held: int = 0
-    """Leading pages that came from the cache; they are read by others and never ticketed."""
+    """Leading pages that others read too, from the cache or of another choice; they are never ticketed."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Of the prompt's full pages."""
+    """Of the prompt's full pages, as far as they may come from the cache."""
     session: ReceiverSession | None = None
+    has_prompt: bool = False
+    """The prompt's KV is here, and with it the first token."""
 
     @property
     def room(self) -> Room:

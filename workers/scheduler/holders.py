@@ -54,6 +54,11 @@ class PageHolders:
                 return
         self.waiting.remove(room)
 
+    def whole_pages(self, room: Room) -> list[int]:
+        """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
+        known = next((sequence for sequence in self.running if sequence.room == room), None)
+        return known.pages[: known.computed_len // self._page_size] if known is not None else []
+
     def can_start(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence can have its pages, and they are not kept for the oldest waiting one."""
         needed, oldest = self._pages_of(sequence), self.waiting.oldest

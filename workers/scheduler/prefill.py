@@ -153,7 +153,7 @@ class PrefillLeader(LeaderCore):
     def _on_submit(self, submit: Submit) -> None:
         room = submit.room
         is_known = room in self._requests or room in self.ended
-        if submit.prefill.incarnation != self.me.incarnation or is_known:
+        if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
         request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)

@@ -65,6 +65,10 @@ class StepScheduler:
         """Pages of the running sequences."""
         return [page for sequence in self._holders.running for page in sequence.pages]
 
+    def whole_pages(self, room: Room) -> list[int]:
+        """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
+        return self._holders.whole_pages(room)
+
     def has_work(self) -> bool:
         """Whether the next plan would hold anything; a release alone can wait."""
         holders = self._holders

@@ -114,13 +114,24 @@ class TestChoices:
         reply = shared.complete(["ab", "cde"], max_tokens=4, n=3, seed=2**63 - 2)
         assert [choice["text"] for choice in reply["choices"]] == ["abab"] * 3 + ["cdec"] * 3
         assert [choice["index"] for choice in reply["choices"]] == list(range(6))
-        assert [submit.sampling.seed for submit in shared.decode.submits[-6:]] == [2**63 - 2, 2**63 - 1, 0] * 2
+        submits = shared.decode.submits[-6:]
+        assert [submit.sampling.seed for submit in submits] == [2**63 - 2, 2**63 - 1, 0] * 2
         assert reply["usage"] == {
             "prompt_tokens": 3 + 4,
             "completion_tokens": 24,
             "total_tokens": 31,
             "prompt_tokens_details": {"cached_tokens": 2 * CACHED_TOKENS},
         }
+
+    def test_one_of_each_prompt_goes_to_prefill(self, shared: RouterCluster) -> None:
+        before = len(shared.prefill.submits), shared.metric("baton_prompt_tokens_total")
+        shared.complete(["ab", "cde"], max_tokens=4, n=3)
+        submits = shared.decode.submits[-6:]
+        assert shared.prefill.submits[before[0] :] == [submits[0], submits[3]]
+        firsts = [None, submits[0].room, submits[0].room, None, submits[3].room, submits[3].room]
+        assert [submit.prompt_of for submit in submits] == firsts
+        assert [submit.prefill is None for submit in submits] == [False, True, True] * 2
+        assert shared.metric("baton_prompt_tokens_total") - before[1] == 3 + 4
 
     def test_as_a_stream(self, shared: RouterCluster) -> None:
         messages = [{"role": "user", "content": "x"}]

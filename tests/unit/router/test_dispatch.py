@@ -95,6 +95,23 @@ def test_what_prefill_has_cached_is_no_load() -> None:
     assert_empty(dispatch)
 
 
+def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> None:
+    dispatch = make()
+    first = opened(dispatch)
+    room, actions = dispatch.open(ASK, None, DECODE, 1.0, prompt_of=first)
+    (send,) = [action for action in actions if isinstance(action, Send)]
+    assert isinstance(send.message, Submit)
+    assert (send.address, send.message.prefill, send.message.prompt_of) == (DECODE.address, None, first)
+    assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
+    assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=7 + 4)
+    dispatch.check_integrity()
+    dispatch.on_output(output(room, 0, 9))
+    assert [send.address for send in dispatch.on_client_left(room) if isinstance(send, Send)] == [DECODE.address]
+    assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
+    dispatch.on_client_left(first)
+    assert_empty(dispatch)
+
+
 def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
     dispatch = make()
     room = opened(dispatch)
