@@ -74,6 +74,8 @@ class Emit:
     """Set with the last tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token of the prompt but the first, where they were asked for; with the first tokens."""
     cached_tokens: int = 0
     """Prompt tokens that prefill did not compute; set with the first tokens."""
 

@@ -18,6 +18,8 @@ class Part:
     finish: FinishReason | None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """With the choice's first tokens, where they were asked for."""
 
 
 class Stream:
@@ -42,11 +44,13 @@ class Stream:
         token_ids: Sequence[int],
         finish: FinishReason | None,
         logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Tokens came for a choice."""
         part = self._parts.setdefault(index, Part(index, [], None))
         part.token_ids += token_ids
         part.logprobs += logprobs
+        part.prompt_logprobs += prompt_logprobs
         part.finish = finish
         self.num_tokens += len(token_ids)
         self._news.set()

@@ -123,6 +123,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token of the prompt but the first, where they were asked for."""
     cached_tokens: int = 0
     """Prompt tokens that prefill did not compute."""
 
@@ -291,6 +293,7 @@ class LocalCluster:
                 assert message.first_index == len(answer.token_ids), "tokens out of order"
                 answer.token_ids += message.token_ids
                 answer.logprobs += message.logprobs
+                answer.prompt_logprobs += message.prompt_logprobs
                 answer.cached_tokens += message.cached_tokens
                 if message.finish is not None:
                     unfinished.remove(message.room)

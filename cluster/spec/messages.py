@@ -103,6 +103,8 @@ class Output(_Message, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
     """Of every token here; empty where Sampling does not ask for them."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Of every token of the prompt but the first, where Sampling asks for them; told with the first output."""
     finish: FinishReason | None = None
     cached_tokens: int = 0
     """Prompt tokens that prefill took from its cache; told with the first output."""
@@ -204,6 +206,8 @@ class Result(_Message, frozen=True):
     """The request's grammar allows nothing after it."""
     logprobs: list[TokenLogprobs] = []
     """Of every token here; empty where Sampling does not ask for them."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Of every token of the prompt but the first, where Sampling asks for them."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed, because their KV was cached."""
 
@@ -271,6 +275,8 @@ class Row(_Struct, frozen=True):
     """The last token's logits give an output token."""
     output_position: int
     """Index of that output token in the request's output."""
+    targets: list[int] = []
+    """Tokens of the prompt that follow those here, where their log-probabilities are asked for."""
 
 
 class StepPlan(_Message, frozen=True):

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -100,6 +100,8 @@ async def pieces_of(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerat
         waiting = []
         for part in parts:
             pieces = texts[part.index].push(part.token_ids, part.finish, part.logprobs)
+            if part.prompt_logprobs and pieces:
+                pieces[0] = replace(pieces[0], prompt_logprobs=tuple(part.prompt_logprobs))
             waiting += [(part.index, piece) for piece in pieces]
             if part.finish is None and pieces and pieces[-1].finish is not None:
                 answer.enough(part.index)
@@ -118,7 +120,7 @@ async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> Asyn
         for index, piece in pieces:
             if index not in opened:
                 opened.add(index)
-                events += [event(opening)] if (opening := job.shape.opening(index)) else []
+                events += [event(opening)] if (opening := job.shape.opening(index, piece)) else []
             num_tokens += len(piece.token_ids)
             usage = usage_of(job, answer, num_tokens) if job.continuous_usage else None
             events.append(event(job.shape.chunk(index, piece, usage)))

@@ -13,6 +13,7 @@ from router.api.chat import chat_ask, markers
 from router.api.generate import Job, respond_stream, respond_whole
 from router.api.intake import completion_asks
 from router.api.keys import caller_of, priority_of
+from router.api.prompt_logprobs import ShownPrompt
 from router.api.request_id import request_id
 from router.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.api.sampling import choices_of, text_rules
@@ -32,7 +33,7 @@ def routes(service: Service) -> APIRouter:
         arrived_s = service.relay.now_s()
         body = await read(request, CompletionRequest)
         asks = await completion_asks(service, body)
-        shape = CompletionShape(request_id(request), service, body, _echoes(service, body, asks))
+        shape = CompletionShape(request_id(request), service, body, _prompts(service, body, asks))
         return await respond(service, request, body, job_of(service, request, body, asks, shape, arrived_s))
 
     @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest))
@@ -41,7 +42,7 @@ def routes(service: Service) -> APIRouter:
         arrived_s = service.relay.now_s()
         body = await read(request, ChatRequest)
         ask, new_reader = await chat_ask(service, body)
-        shape = ChatShape(request_id(request), service, body, new_reader)
+        shape = ChatShape(request_id(request), service, body, new_reader, ask.prompt_ids)
         job = job_of(service, request, body, [ask], shape, arrived_s, markers(service, body))
         return await respond(service, request, body, job)
 
@@ -77,16 +78,16 @@ async def respond(service: Service, request: Request, body: GenerationRequest, j
     return respond_stream(service, job) if body.stream else await respond_whole(service, request, job)
 
 
-def _echoes(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> list[str] | None:
-    """For every choice the prompt as text, where it is asked for."""
+def _prompts(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> list[ShownPrompt]:
+    """What answers show of each prompt."""
     if not body.echo:
-        return None
+        return [ShownPrompt(ask.prompt_ids) for ask in asks]
+    skip = body.skip_special_tokens is not False
     match body.prompt:
         case str():
             texts = [body.prompt]
         case [str(), *_]:
             texts = cast(list[str], body.prompt)
         case _:
-            skip = body.skip_special_tokens is not False
             texts = [service.tokenizer.decode(ask.prompt_ids, skip) for ask in asks]
-    return [text for text in texts for _ in range(body.num_choices)]
+    return [ShownPrompt(ask.prompt_ids, text, skip) for ask, text in zip(asks, texts, strict=True)]

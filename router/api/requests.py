@@ -76,6 +76,7 @@ class GenerationRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeline: bool | None = None
@@ -111,11 +112,17 @@ class GenerationRequest(Body):
         """How many likely tokens to tell with each; None for no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
 
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
 
@@ -123,6 +130,12 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """``logprobs`` itself."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """``prompt_logprobs``, and with ``echo`` as many as of the answer."""
+        echoed = self.logprobs if self.echo else None
+        return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
 
 
 class TokensRequest(GenerationRequest):

@@ -4,19 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
 from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
-from cluster.spec.sampling import Sampled
+from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
-from workers.engine.attention_context import CpExchange
+from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
+from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
@@ -32,6 +34,8 @@ class KnownRequest:
     """In order of position; page p of a sharded pool is the page p // cp of CP rank p mod cp."""
     sampling: SamplingState | None = None
     """Where tokens are drawn, from the first draw on."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt so far, until the first draw."""
 
 
 class ModelRunner:
@@ -65,7 +69,8 @@ class ModelRunner:
         trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
-            self._model.logits(self._compute([row], Strategy.CONTIGUOUS, None))
+            context, hidden = self._compute([row], Strategy.CONTIGUOUS, None)
+            self._model.logits(context.last.join_last(hidden))
 
     @property
     def _owners(self) -> int:
@@ -87,17 +92,23 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> dict[Room, Sampled]:
         rows = [
-            BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples) for row in plan.rows
+            BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples, bool(row.targets))
+            for row in plan.rows
         ]
-        last = self._compute(rows, plan.strategy, plan.passing)
+        context, hidden = self._compute(rows, plan.strategy, plan.passing)
+        if any(row.targets for row in plan.rows):
+            self._tell_prompts(plan.rows, context, hidden)
+        last = context.last.join_last(hidden)
         sampled = [row for row in plan.rows if row.samples]
         if not sampled or self._cp_group.rank > 0:
             return {}
         logits = self._model.logits(last)
         return self._sample(sampled, logits) if self._model.group.rank == 0 else {}
 
-    def _compute(self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None) -> torch.Tensor:
-        """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token, on every rank."""
+    def _compute(
+        self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None
+    ) -> tuple[StepContext, torch.Tensor]:
+        """Final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them."""
         batch = build_step_batch(
             rows,
             strategy,
@@ -109,12 +120,31 @@ class ModelRunner:
             owners=self._owners,
         )
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
-        return context.last.join_last(self._model(batch.token_ids, batch.positions, context))
+        return context, self._model(batch.token_ids, batch.positions, context)
+
+    def _tell_prompts(self, rows: Sequence[Row], context: StepContext, hidden: torch.Tensor) -> None:
+        known = [self.requests[row.room] for row in rows]
+        asked = [
+            Asked(row.targets, request.admit.sampling.num_prompt_logprobs or 0)
+            for row, request in zip(rows, known, strict=True)
+        ]
+        told = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
+        if self._cp_group.rank == self._model.group.rank == 0:
+            for request, of_row in zip(known, told, strict=True):
+                request.prompt_logprobs += of_row
 
     def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> dict[Room, Sampled]:
         states = [self._sampling_state(row.room) for row in rows]
         drawn = sample(logits, states, [row.output_position for row in rows])
-        return {row.room: sampled for row, sampled in zip(rows, drawn, strict=True)}
+        return {row.room: self._with_prompt(row.room, sampled) for row, sampled in zip(rows, drawn, strict=True)}
+
+    def _with_prompt(self, room: Room, sampled: Sampled) -> Sampled:
+        """The first token takes along what is told of the prompt."""
+        known = self.requests[room]
+        if not known.prompt_logprobs:
+            return sampled
+        told, known.prompt_logprobs = known.prompt_logprobs, []
+        return replace(sampled, prompt_logprobs=told)
 
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]

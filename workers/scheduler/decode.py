@@ -115,7 +115,7 @@ class DecodeLeader(LeaderCore):
                 else:
                     # What another choice has brought, that one has told.
                     cached_tokens = 0 if request.submit.prompt_of else sequence.cached_len
-                    self._emit_first(request, sequence, logprobs, cached_tokens)
+                    self._emit_first(request, sequence, logprobs, drawn.prompt_logprobs, cached_tokens)
         self._reserve(now_s)
         self.send_page_news()
 
@@ -150,7 +150,7 @@ class DecodeLeader(LeaderCore):
             return
         request = DecodeRequest(submit, arrival=self._num_arrivals)
         self._num_arrivals += 1
-        if self._allocator.is_caching:
+        if self._allocator.is_caching and submit.sampling.num_prompt_logprobs is None:
             # Of what is computed here the last token must be, for its logits.
             prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]
             request.page_keys = page_keys(prompt_ids, self._settings.layout.page_size, submit.cache_salt)
@@ -233,7 +233,7 @@ class DecodeLeader(LeaderCore):
         self._move(request, DecodeState.RUNNING, "result and all done")
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
-        self._emit_first(request, sequence, result.logprobs, result.cached_tokens)
+        self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached_tokens)
 
     def _run(self, request: DecodeRequest, tokens: list[int], computed_len: int) -> Sequence:
         """Hand a request and its pages to the step scheduler."""
@@ -258,17 +258,27 @@ class DecodeLeader(LeaderCore):
         return sequence
 
     def _emit_first(
-        self, request: DecodeRequest, sequence: Sequence, logprobs: list[TokenLogprobs], cached_tokens: int
+        self,
+        request: DecodeRequest,
+        sequence: Sequence,
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs],
+        cached_tokens: int,
     ) -> None:
         """Further choices of the prompt get its pages before this one, which may be over, lets go of them."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice)
         self._reserve(self._now_s)
-        self._emit(request, sequence, logprobs, cached_tokens)
+        self._emit(request, sequence, logprobs, prompt_logprobs, cached_tokens)
 
     def _emit(
-        self, request: DecodeRequest, sequence: Sequence, logprobs: list[TokenLogprobs], cached_tokens: int = 0
+        self,
+        request: DecodeRequest,
+        sequence: Sequence,
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         finish = sequence.finish_reason()
         if finish is not None:
@@ -283,6 +293,7 @@ class DecodeLeader(LeaderCore):
                 first_index=sequence.num_outputs - 1,
                 token_ids=sequence.tokens[-1:],
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs or [],
                 finish=finish,
                 cached_tokens=cached_tokens,
             ),

@@ -23,6 +23,7 @@ def result_of(
         token_ids=[first.token_id],
         is_last=first.is_last,
         logprobs=[first.logprobs] if first.logprobs is not None else [],
+        prompt_logprobs=first.prompt_logprobs,
         cached_tokens=cached_tokens,
         senders=senders,
         num_pages=num_pages * len({(coords[rank].tp, coords[rank].pp) for rank in senders}),

@@ -61,7 +61,9 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
-        """Keys of the full pages among the first tokens."""
+        """Keys of the full pages among the first tokens; none where the whole prompt must be computed."""
+        if self.sampling.num_prompt_logprobs is not None:
+            return []
         if len(self.page_keys) < num_tokens // page_size:
             extend_page_keys(self.page_keys, self.tokens, page_size, self.cache_salt)
         return self.page_keys[: num_tokens // page_size]

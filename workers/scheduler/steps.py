@@ -203,7 +203,15 @@ def _row(sequence: Sequence, count: int, admits: list[Admit]) -> Row:
         new_pages=new_pages,
         samples=start + len(token_ids) == len(sequence.tokens),
         output_position=sequence.num_outputs,
+        targets=_targets(sequence, start, count),
     )
+
+
+def _targets(sequence: Sequence, start: int, count: int) -> list[int]:
+    """The tokens after these, as far as they are of the prompt; only once, not when it is computed again."""
+    if sequence.sampling.num_prompt_logprobs is None or sequence.num_outputs > 0:
+        return []
+    return sequence.tokens[start + 1 : start + 1 + count]
 
 
 def _admit(sequence: Sequence) -> Admit:
