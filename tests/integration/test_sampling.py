@@ -133,8 +133,11 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(cluster: LocalCluster
         Prompt(prompt, stopping_of(sampling), sampling)
         for prompt, sampling in zip(prompts_of((90, 40, 150)), samplings, strict=True)
     ]
-    company = [Prompt(prompt, Stopping(max_tokens=40)) for prompt in prompts_of((100, 60))]
-    together = cluster.generate([*company, *prompts], timeout_s=120)[2:]
+    company = [
+        Prompt(prompt, Stopping(max_tokens=40), Sampling(temperature=1.0, seed=number))
+        for number, prompt in enumerate(prompts_of((100, 60, 7, 31, 32, 33, 5, 80)))
+    ]
+    together = cluster.generate([*company, *prompts], timeout_s=120)[len(company) :]
     alone = [cluster.generate([prompt], timeout_s=120)[0] for prompt in prompts]
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == 3
