@@ -21,7 +21,7 @@ class StepRecorder:
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
         self._on_gpu = model.device.type == "cuda"
-        for group in (cp_group, model.group):
+        for group in (cp_group, *model.groups.all):
             group.observe = self._note_collective
 
     def step(self, plan: StepPlan) -> AbstractContextManager[None]:

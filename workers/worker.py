@@ -78,7 +78,7 @@ class Worker:
                 self._follow(self._rank, sender, outbox)
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
-            self._rank.leave()
+            self._rank.groups.leave()
             raise
         finally:
             sender.close()

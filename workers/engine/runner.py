@@ -94,7 +94,7 @@ class ModelRunner:
         if not sampled or self._cp_group.rank > 0:
             return {}
         logits = self._model.logits(last)
-        return self._sample(sampled, logits) if self._model.group.rank == 0 else {}
+        return self._sample(sampled, logits) if self._model.groups.tp.rank == 0 else {}
 
     def _compute(self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None) -> torch.Tensor:
         """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token, on every rank."""

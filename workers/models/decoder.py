@@ -1,31 +1,36 @@
-"""The dense decoder of the Llama, Qwen2 and Qwen3 families; what differs between them is in ModelConfig."""
+"""The decoder of the Llama, Qwen and Mixtral families; what differs between them is in ModelConfig."""
 
 import torch
 from torch import Tensor, nn
 
 from workers.layers.attention import Attention
-from workers.layers.cut import TpGroup
 from workers.layers.embedding import Embedding
 from workers.layers.gated_mlp import GatedMLP
+from workers.layers.moe_block import MoeBlock
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.models.config import ModelConfig
 from workers.models.interface import AttentionContext, take
-from workers.parallel.collectives import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, group: TpGroup) -> None:
+    def __init__(self, config: ModelConfig, layer: int, groups: ModelGroups) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, group)
+        self.self_attn = Attention(config, layer, groups.tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, group, bias=config.mlp_bias)
+        moe = config.moe_of(layer)
+        self.mlp: GatedMLP | MoeBlock = (
+            GatedMLP(config.hidden_size, config.intermediate_size, groups, bias=config.mlp_bias)
+            if moe is None
+            else MoeBlock(config.hidden_size, moe, groups)
+        )
 
     def forward(self, hidden: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         """hidden [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
         hidden = take(hidden, context.wanted) + self.self_attn(self.input_layernorm(hidden), rotation, context)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), context.lens)
         return out
 
 
@@ -37,17 +42,19 @@ class DecoderModel(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, group: Communicator | None = None
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, groups: ModelGroups | None = None
     ) -> None:
-        """`group` are the TP ranks that compute together; none for the whole model on one.
+        """`groups` are the ranks that compute together; none for the whole model on one.
 
-        Raises UnsupportedModelError when so many ranks cannot share the heads.
+        Raises UnsupportedModelError when so many ranks cannot share the heads or the experts.
         """
         super().__init__()
-        self.group = group = group or Communicator("attn_tp")
+        self.groups = groups = groups or ModelGroups()
+        group = groups.tp
         self.config, self.dtype, self.device = config.of_rank(group.size), dtype, device
+        config.check_experts(groups.parallel.ep)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, group) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, groups) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
