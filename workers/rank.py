@@ -66,7 +66,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
 def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: RankGroups) -> Rank:
     config = spec.config
     device = torch.device("cpu" if config.resources.device is Device.CPU else "cuda")
-    draws = groups.cp.rank == groups.model.tp.rank == 0
+    draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     geometry = KvGeometry(
@@ -91,7 +91,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     )
     model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
     attention = fastest_backend(device, torch_dtype(dtype))
-    runner = ModelRunner(model, pool, attention, groups.cp, spec.ownership, grammars)
+    runner = ModelRunner(model, pool, attention, groups.cp, spec.ownership, grammars, groups.pipeline)
     runner.warm_up()
     shape = ModelShape.of(model.config, dtype)
     rates = calibrate(model, pool, attention, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
@@ -101,7 +101,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         region=region,
         backend=backend,
         runner=runner,
-        step_recorder=StepRecorder(model, groups.cp),
+        step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),
         model_shape=shape,
         rates=rates,
         grammars=grammars,

@@ -1,13 +1,15 @@
 """The groups of ranks that one rank is in, joined in one order by all."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cluster.spec.ranks import GroupName
+from cluster.spec.ranks import GroupName, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group
 from workers.parallel.model_groups import ModelGroups
+from workers.parallel.pipeline import Pipeline
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
@@ -18,14 +20,15 @@ CHECKED_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """Those that attention splits tokens over, and those that the model's weights are divided over."""
+    """Those that attention splits tokens over, those that weights are divided over, and the neighbouring stages."""
 
     cp: Communicator
     model: ModelGroups
+    pipeline: Pipeline
 
     def leave(self) -> None:
         """Leave all; peers that wait for this rank fail."""
-        for group in (self.cp, *self.model.all):
+        for group in (self.cp, *self.model.all, *self.pipeline.links):
             group.destroy()
 
 
@@ -39,7 +42,15 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
         dp=dp,
         moe_dispatch=spec.pool.moe_dispatch,
     )
-    return RankGroups(cp, model)
+    return RankGroups(cp, model, _join_stages(spec, store))
+
+
+def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
+    links = {
+        sender == spec.global_rank: _join_members(spec, store, "stages", [sender, receiver])
+        for sender, receiver in stage_links(spec.pool.parallel, spec.global_rank)
+    }
+    return Pipeline(before=links.get(False), after=links.get(True))
 
 
 def join_expert_groups(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
@@ -52,6 +63,10 @@ def join_expert_groups(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore
 
 def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:
     members = next(group for group in rank_groups(spec.pool.parallel)[name] if spec.global_rank in group)
+    return _join_members(spec, store, name, members)
+
+
+def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Sequence[int]) -> Communicator:
     check = spec.config.resources.check_collectives
     return join_group(
         store,

@@ -7,6 +7,7 @@ the last axis is the fastest in both. Stages follow each other.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from math import prod
 
 from cluster.spec.config import ParallelConfig
@@ -124,6 +125,12 @@ def groups(parallel: ParallelConfig) -> dict[GroupName, list[list[int]]]:
     """Every group as lists of global ranks: members ascending, groups by their first member; of legal axes only."""
     ranks = positions(parallel)
     return {name: _group(ranks, alike) for name, alike in _ALIKE.items()}
+
+
+def stage_links(parallel: ParallelConfig, rank: int) -> list[tuple[int, int]]:
+    """The ranks of neighbouring stages that a rank hands hidden states to or takes them from, as (from, to)."""
+    line = next(members for members in groups(parallel)[GroupName.PP] if rank in members)
+    return [link for link in pairwise(line) if rank in link]
 
 
 def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:

@@ -42,7 +42,7 @@ def calibrate(
     with torch.inference_mode(), model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model, shape)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
-        head_s = _least_s(lambda: model.logits(_hidden(model, 1)))
+        head_s = _least_s(lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
         row_s, merge_row_s = _measure_store(model, pool), _measure_merge(model)
     return Rates(
         step_s=shape.num_layers * floor_s + head_s,
@@ -82,10 +82,12 @@ class _NoAttention:
 def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, float]:
     """Time that one layer takes for next to no token, and FLOP/s of more tokens."""
 
+    layer = next(iter(model.layers.values()))
+
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
-        return _least_s(lambda: model.layers[0](hidden, rotation, _NoAttention()))
+        return _least_s(lambda: layer(hidden, rotation, _NoAttention()))
 
     num_tokens, few_s = _FEW_TOKENS, layer_s(_FEW_TOKENS)
     many_s = few_s

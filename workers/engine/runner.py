@@ -21,6 +21,7 @@ from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
+from workers.parallel.pipeline import Pipeline
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class ModelRunner:
         cp_group: Communicator,
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one."""
         self.requests: dict[Room, KnownRequest] = {}
@@ -55,6 +57,12 @@ class ModelRunner:
         self._backend = backend
         self._cp_group = cp_group
         self._exchange = CpExchange(cp_group)
+        self._pipeline = pipeline or Pipeline()
+
+    @property
+    def draws(self) -> bool:
+        """Whether this is the rank that draws tokens: the first of the last stage."""
+        return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
         """Run one small step into the trash page, so that the first request finds libraries and groups ready.
@@ -65,14 +73,16 @@ class ModelRunner:
         trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
-            self._model.logits(self._compute([row], Strategy.CONTIGUOUS, None))
+            last = self._compute([row], Strategy.CONTIGUOUS, None)
+            if last is not None:
+                self._model.logits(last)
 
     @property
     def _owners(self) -> int:
         return self._cp_group.size if self._is_sharded else 1
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Compute a step; returns the token of every sampled row on global rank 0, and nothing on the others."""
+        """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         self._take_notice(plan)
         with torch.inference_mode():
             return self._forward(plan)
@@ -91,13 +101,13 @@ class ModelRunner:
         ]
         last = self._compute(rows, plan.strategy, plan.passing)
         sampled = [row for row in plan.rows if row.samples]
-        if not sampled or self._cp_group.rank > 0:
+        if last is None or not sampled or self._cp_group.rank > 0:
             return {}
         logits = self._model.logits(last)
-        return self._sample(sampled, logits) if self._model.groups.tp.rank == 0 else {}
+        return self._sample(sampled, logits) if self.draws else {}
 
-    def _compute(self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None) -> torch.Tensor:
-        """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token, on every rank."""
+    def _compute(self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None) -> torch.Tensor | None:
+        """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token; only on the last stage."""
         batch = build_step_batch(
             rows,
             strategy,
@@ -109,7 +119,17 @@ class ModelRunner:
             owners=self._owners,
         )
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
-        return context.last.join_last(self._model(batch.token_ids, batch.positions, context))
+        hidden = self._model(batch.token_ids, batch.positions, context, self._received(len(batch.token_ids)))
+        self._pipeline.send(hidden)
+        return context.last.join_last(hidden) if self._pipeline.is_last else None
+
+    def _received(self, num_tokens: int) -> torch.Tensor | None:
+        """What the stage before has computed for this rank's tokens."""
+        if self._pipeline.is_first:
+            return None
+        model = self._model
+        hidden = torch.empty(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        return self._pipeline.receive(hidden)
 
     def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> dict[Room, Sampled]:
         states = [self._sampling_state(row.room) for row in rows]

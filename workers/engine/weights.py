@@ -26,7 +26,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 INPUT_TABLE = "model.embed_tokens.weight"
 OUTPUT_TABLE = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
 NAMES_SHOWN = 8
+_OF_FIRST_STAGE = {INPUT_TABLE}
+_OF_LAST_STAGE = {OUTPUT_TABLE, FINAL_NORM}
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
@@ -100,14 +103,14 @@ class _Stored:
 def _fill(model: DecoderModel, folder: Path) -> None:
     wanted, stored = stored_parts(model), _stored_tensors(folder)
     redundant = {name for name in stored if _is_redundant(name, model.config)}
-    others = {name for name in stored.keys() - wanted if _is_elsewhere(name, model.config)}
+    others = {name for name in stored.keys() - wanted if _is_elsewhere(name, model)}
     _check_fit(folder, wanted, {name: place for name, place in stored.items() if name not in redundant | others})
     for file in sorted({place.file for place in stored.values()}):
         with _opened(file) as tensors:
             for name, part in wanted.items():
                 if stored[name].file == file:
                     part.fill(tensors.get_slice(name)[part.index])
-    if OUTPUT_TABLE in redundant:
+    if OUTPUT_TABLE in redundant and model.is_last:
         _check_tied(wanted[INPUT_TABLE], stored[OUTPUT_TABLE])
 
 
@@ -151,11 +154,14 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == OUTPUT_TABLE)
 
 
-def _is_elsewhere(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor that this rank does not hold is one of an expert's, which another rank then holds."""
+def _is_elsewhere(name: str, model: DecoderModel) -> bool:
+    """Whether a tensor that this rank does not hold is of another stage, or of an expert on another rank."""
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
-    moe = config.moe_of(int(layer[1])) if layer else None
-    return moe is not None and expert is not None and int(expert[1]) < moe.num_experts
+    if layer is None:
+        return (name in _OF_FIRST_STAGE and not model.is_first) or (name in _OF_LAST_STAGE and not model.is_last)
+    moe = model.config.moe_of(int(layer[1]))
+    is_of_expert = moe is not None and expert is not None and int(expert[1]) < moe.num_experts
+    return is_of_expert or (layer[1] not in model.layers and int(layer[1]) < model.num_layers)
 
 
 def _check_fit(folder: Path, wanted: Mapping[str, StoredPart], stored: Mapping[str, _Stored]) -> None:

@@ -1,5 +1,7 @@
 """The decoder of the Llama, Qwen and Mixtral families; what differs between them is in ModelConfig."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, groups: ModelGroups) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, groups.tp)
+        self.self_attn = Attention(config, layer - groups.layers(config.num_layers).start, groups.tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         moe = config.moe_of(layer)
         self.mlp: GatedMLP | MoeBlock = (
@@ -51,30 +53,41 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.groups = groups = groups or ModelGroups()
         group = groups.tp
-        self.config, self.dtype, self.device = config.of_rank(group.size), dtype, device
+        self.dtype, self.device = dtype, device
         config.check_experts(groups.parallel.ep)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, groups) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size, group)
+        self.num_layers = config.num_layers
+        """Of the whole model."""
+        stage = groups.layers(config.num_layers)
+        self.config = replace(config.of_rank(group.size), num_layers=len(stage))
+        """Of this rank's part."""
+        self.is_first, self.is_last = 0 in stage, config.num_layers - 1 in stage
+        is_tied = config.tie_word_embeddings
+        if self.is_first or (self.is_last and is_tied):
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group)
+        self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, groups) for layer in stage})
+        if self.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            tied = self.embed_tokens if is_tied else None
+            self.lm_head = tied or Embedding(config.vocab_size, config.hidden_size, group)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Hidden states after the final norm, of the tokens that are wanted in `context.last`.
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after this stage's layers; after the last one's those wanted in `context.last`, normed.
 
         token_ids and positions: int64 [num_tokens], this rank's tokens of all requests one after another, any number
-        of them, none included. Returns [num_wanted, hidden_size], whole on every TP rank.
+        of them, none included. hidden: what the stage before gave, None for the first.
+        Returns [num_tokens or num_wanted, hidden_size], whole on every TP rank.
         """
         rotation = self.rotary(positions, self.dtype)
-        hidden: Tensor = self.embed_tokens(token_ids)
-        for layer in self.layers[:-1]:
+        hidden = self.embed_tokens(token_ids) if hidden is None else hidden
+        *before, final = self.layers.values()
+        for layer in before:
             hidden = layer(hidden, rotation, context)
-        hidden = self.layers[-1](hidden, rotation, context.last)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        hidden = final(hidden, rotation, context.last if self.is_last else context)
+        return self.norm(hidden) if self.is_last else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size], as `forward` returns it -> [num_rows, vocab_size] in fp32."""
+        """Of the last stage: hidden [num_rows, hidden_size], from `forward` -> [num_rows, vocab_size] in fp32."""
         return self.lm_head.scores(hidden).float()

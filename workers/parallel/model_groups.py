@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from cluster.spec.config import ParallelConfig
-from cluster.spec.ranks import Position, moe_tp_size, positions
+from cluster.spec.ranks import Position, moe_tp_size, positions, stage_layers
 from cluster.spec.strategy import MoeDispatch
 from workers.parallel.collectives import Communicator
 
@@ -43,6 +43,10 @@ class ModelGroups:
     def position(self) -> Position:
         """Where this rank stands on every axis."""
         return positions(self.parallel)[self.global_rank]
+
+    def layers(self, num_layers: int) -> range:
+        """Those of this rank's pipeline stage."""
+        return stage_layers(num_layers, self.parallel.pp, self.position.pp)
 
     @property
     def dense_width(self) -> Part:

@@ -4,6 +4,7 @@ A request waits for pages, sends prefill one ticket for them, joins the running 
 and gives pages back only when nobody can still write to them.
 """
 
+from collections import deque
 from collections.abc import Mapping
 
 from cluster.spec.ids import Room
@@ -56,6 +57,9 @@ class DecodeLeader(LeaderCore):
         self._allocator = allocator
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = Waiting[DecodeRequest]()
+        self._newest_step = 0
+        self._unsent: deque[tuple[int, DecodeRequest]] = deque()
+        """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
 
     def on_message(self, message: Message, now_s: float) -> None:
@@ -95,7 +99,10 @@ class DecodeLeader(LeaderCore):
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
-        return self._steps.next_plan()
+        plan = self._steps.next_plan()
+        if plan is not None:
+            self._newest_step = plan.step
+        return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens; end the requests that have their last one."""
@@ -107,6 +114,7 @@ class DecodeLeader(LeaderCore):
                 self._stop(request, drawn.problem, now_s)
             else:
                 self._emit(request, sequence, [drawn.logprobs] if drawn.logprobs is not None else [])
+        self._send_unsent(plan.step)
         self._reserve(now_s)
         self.send_page_news()
 
@@ -168,7 +176,7 @@ class DecodeLeader(LeaderCore):
                 request.pages = self._allocator.allocate(needed, held)
                 request.num_held = len(held)
                 self._move(request, DecodeState.RECEIVING, "pages")
-                self._send_ticket(request, now_s)
+                self._open(request, now_s)
 
     def _count_passing(self, request: DecodeRequest) -> int:
         """Pages that the oldest queued request might have to wait for if this one took them: none if both fit."""
@@ -178,7 +186,7 @@ class DecodeLeader(LeaderCore):
         fit = needed + self._pages_for(oldest.submit) <= self._allocator.num_free
         return 0 if request is oldest or fit else needed
 
-    def _send_ticket(self, request: DecodeRequest, now_s: float) -> None:
+    def _open(self, request: DecodeRequest, now_s: float) -> None:
         submit = request.submit
         pages = request.pages[request.num_held :]
         ticket = Ticket(
@@ -198,7 +206,17 @@ class DecodeLeader(LeaderCore):
             deadline_s=now_s + self._settings.transfer_timeout_s,
             settle_s=self._settings.settle_s,
         )
-        self.send(submit.prefill.address, request.session.open())
+        if self._steps.num_under_way:
+            self._unsent.append((self._newest_step, request))
+        else:
+            self.send(submit.prefill.address, request.session.open())
+
+    def _send_unsent(self, computed_step: int) -> None:
+        """Ticket pages that nobody in this replica writes to any more."""
+        while self._unsent and self._unsent[0][0] <= computed_step:
+            _, request = self._unsent.popleft()
+            if request.state is DecodeState.RECEIVING and request.session is not None:
+                self.send(request.submit.prefill.address, request.session.open())
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)

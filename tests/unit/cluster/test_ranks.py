@@ -18,6 +18,7 @@ from cluster.spec.ranks import (
     positions,
     sizes_of,
     stage_layers,
+    stage_links,
     world_size,
 )
 from cluster.spec.registry import RankCoords
@@ -141,6 +142,13 @@ def test_coordinates_and_ranks_are_inverse(parallel: ParallelConfig, data: st.Da
 )
 def test_worked_examples(parallel: ParallelConfig, name: str, expected: list[list[int]]) -> None:
     assert groups(parallel)[GroupName(name)] == expected
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [(0, 2)]), (1, [(1, 3)]), (2, [(0, 2), (2, 4)]), (5, [(3, 5)])])
+def test_hidden_states_go_from_each_rank_to_its_like_in_the_next_stage(
+    rank: int, expected: list[tuple[int, int]]
+) -> None:
+    assert stage_links(ParallelConfig(tp=2, pp=3), rank) == expected
 
 
 def test_ranks_of_two_expert_copies() -> None:
