@@ -52,9 +52,13 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
     num_owners = rows[0].num_owners
     tree = PrefixTree(num_owners) if config.kv.prefix_cache else None
-    allocator = PageAllocator(rank.layout.num_pages, tree, num_owners)
+    # Stages differ in layers, and so in pages.
+    num_pages = min(row.layout.num_pages for row in rows)
+    allocator = PageAllocator(num_pages, tree, num_owners)
     if spec.role is Role.DECODE:
-        limits = StepLimits(rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests)
+        limits = StepLimits(
+            rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests, depth=spec.sizes.pp
+        )
         settings = DecodeSettings(
             me=me,
             geometry=rank.geometry,
@@ -66,7 +70,14 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
         steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
         return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder)
     prefill = config.prefill
-    limits = StepLimits(rank.layout.page_size, prefill.chunk_tokens, prefill.max_requests, prefill.oldest_share)
+    limits = StepLimits(
+        rank.layout.page_size,
+        prefill.chunk_tokens,
+        prefill.max_requests,
+        prefill.oldest_share,
+        # One more than stages, so that none waits for the word that a step has ended.
+        depth=spec.sizes.pp + (spec.sizes.pp > 1),
+    )
     choose = StrategyChooser(
         setting=config.prefill.strategy,
         cp=spec.sizes.cp,

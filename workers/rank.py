@@ -10,7 +10,6 @@ from cluster.spec.config import Device
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import pool_layout
-from cluster.spec.ranks import GroupName, groups
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.registry import fastest_backend
@@ -20,15 +19,9 @@ from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.models.config import ModelConfig
-from workers.parallel.collectives import Communicator
-from workers.parallel.groups import ReplicaStore, join_group
+from workers.parallel.groups import ReplicaStore
+from workers.rank_groups import RankGroups, join_expert_groups, join_groups
 from workers.step_recorder import StepRecorder
-
-COLLECTIVE_TIMEOUT_S = 3600.0
-"""A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
-
-CHECKED_TIMEOUT_S = 60.0
-"""The same while collectives are checked: a rank that does not come at all is what is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +40,7 @@ class Rank:
     grammars: Grammars | None
     """Where tokens are drawn."""
 
-    cp_group: Communicator
-    tp_group: Communicator
-
-    def leave(self) -> None:
-        """Leave the groups; peers that wait for this rank fail."""
-        self.cp_group.destroy()
-        self.tp_group.destroy()
+    groups: RankGroups
 
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
@@ -64,21 +51,22 @@ class Rank:
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
-    cp_group, tp_group = (_join(spec, store, name) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP))
+    groups = join_groups(spec, store)
     try:
-        return _load(spec, folder, cp_group, tp_group)
+        model_config = ModelConfig.from_folder(folder)
+        if model_config.moe is not None:
+            groups = join_expert_groups(groups, spec, store)
+        return _load(spec, folder, model_config, groups)
     except BaseException:
         # Peers that wait for this rank while they warm up end now, instead of after the timeout.
-        cp_group.destroy()
-        tp_group.destroy()
+        groups.leave()
         raise
 
 
-def _load(spec: WorkerSpec, folder: Path, cp_group: Communicator, tp_group: Communicator) -> Rank:
+def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: RankGroups) -> Rank:
     config = spec.config
     device = torch.device("cpu" if config.resources.device is Device.CPU else "cuda")
-    model_config = ModelConfig.from_folder(folder)
-    draws = cp_group.rank == tp_group.rank == 0
+    draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     geometry = KvGeometry(
@@ -101,38 +89,21 @@ def _load(spec: WorkerSpec, folder: Path, cp_group: Communicator, tp_group: Comm
         torch_dtype(dtype),
         torch.frombuffer(region.buffer, dtype=torch.uint8),
     )
-    model = load_model(folder, dtype=torch_dtype(dtype), device=device, group=tp_group)
+    model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
     attention = fastest_backend(device, torch_dtype(dtype))
-    runner = ModelRunner(model, pool, attention, cp_group, spec.ownership, grammars)
+    runner = ModelRunner(model, pool, attention, groups.cp, spec.ownership, grammars, groups.pipeline)
     runner.warm_up()
     shape = ModelShape.of(model.config, dtype)
-    rates = calibrate(model, pool, attention, cp_group, shape) if spec.role is Role.PREFILL else Rates()
+    rates = calibrate(model, pool, attention, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
     return Rank(
         geometry=geometry,
         layout=layout,
         region=region,
         backend=backend,
         runner=runner,
-        step_recorder=StepRecorder(model, cp_group),
+        step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),
         model_shape=shape,
         rates=rates,
         grammars=grammars,
-        cp_group=cp_group,
-        tp_group=tp_group,
-    )
-
-
-def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:
-    """Meet the other ranks of this worker's group of a name."""
-    members = next(group for group in groups(spec.pool.parallel)[name] if spec.global_rank in group)
-    check = spec.config.resources.check_collectives
-    return join_group(
-        store,
-        f"{name}/{members[0]}",
-        members,
-        spec.global_rank,
-        host=spec.host,
-        timeout_s=CHECKED_TIMEOUT_S if check else COLLECTIVE_TIMEOUT_S,
-        collectives=spec.config.resources.collectives,
-        check=check,
+        groups=groups,
     )

@@ -5,6 +5,7 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +17,27 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import Drain, DropSend, GiveTimeline, Message, Shutdown, StepPlan, Submit, TableUpdate
+from cluster.spec.ids import Room
+from cluster.spec.messages import (
+    Drain,
+    DropSend,
+    GiveTimeline,
+    Message,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    Submit,
+    TableUpdate,
+)
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from workers.build import make_kv_sender, make_leader, make_row, make_timeline
 from workers.cpu import use_cpu
 from workers.kv_sender import KvSender
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
-from workers.scheduler.leader import Leader
+from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter
 
 _log = logging.getLogger(__name__)
@@ -75,10 +88,10 @@ class Worker:
             if self.spec.is_leader:
                 self._lead(rows, self._rank, sender, outbox)
             else:
-                self._follow(self._rank, sender, outbox)
+                self._follow(self._rank, sender, outbox, rows[0].address)
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
-            self._rank.leave()
+            self._rank.groups.leave()
             raise
         finally:
             sender.close()
@@ -99,7 +112,7 @@ class Worker:
             self._rank.close()
 
     def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, outbox: Outbox) -> None:
-        leader = make_leader(self.spec, rank, rows)
+        leader = ReplicaLeader(make_leader(self.spec, rank, rows))
         followers = [row.address for row in rows[1:]]
         lease = self._keep_lease(rows)
         meter = StepMeter()
@@ -110,13 +123,11 @@ class Worker:
                 plan = leader.next_plan()
                 if plan is not None:
                     outbox.broadcast(followers, plan)
-                    sender.before_step(plan)
                     start_s = self._clock.now_s()
-                    with rank.step_recorder.step(plan):
-                        sampled = rank.runner.execute(plan)
+                    sampled = _compute(plan, rank, sender)
                     meter.after_step(plan, self._clock.now_s() - start_s)
-                    sender.after_step(plan, rank.runner.requests)
-                    leader.commit(plan, sampled, self._clock.now_s())
+                    if rank.runner.draws:
+                        leader.commit(sampled, self._clock.now_s())
                 self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
                 _emit(leader, outbox)
         finally:
@@ -125,7 +136,7 @@ class Worker:
         if self._refusal is not None:
             raise self._refusal
 
-    def _take_in(self, leader: Leader, sender: KvSender, outbox: Outbox) -> bool:
+    def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox) -> bool:
         """Hand waiting messages to the leader; sleeps while there is no step to compute. False ends the loop."""
         going_on = True
         for message in self._inbox.receive(0.0 if leader.has_work() else IDLE_WAIT_S):
@@ -148,14 +159,13 @@ class Worker:
         if submit.sampling.grammar and self._rank.grammars is not None:
             self._rank.grammars.prepare(submit.sampling.grammar)
 
-    def _follow(self, rank: Rank, sender: KvSender, outbox: Outbox) -> None:
+    def _follow(self, rank: Rank, sender: KvSender, outbox: Outbox, leader_address: str) -> None:
         while True:
             for message in self._inbox.receive(IDLE_WAIT_S):
                 if isinstance(message, StepPlan):
-                    sender.before_step(message)
-                    with rank.step_recorder.step(message):
-                        rank.runner.execute(message)
-                    sender.after_step(message, rank.runner.requests)
+                    sampled = _compute(message, rank, sender)
+                    if rank.runner.draws:
+                        outbox.send(leader_address, StepResult(step=message.step, sampled=sampled))
                 elif isinstance(message, DropSend):
                     sender.drop(message)
                 elif isinstance(message, GiveTimeline):
@@ -198,10 +208,18 @@ class Worker:
         outbox.close()
 
 
-def _emit(leader: Leader, outbox: Outbox) -> None:
+def _compute(plan: StepPlan, rank: Rank, sender: KvSender) -> Mapping[Room, Sampled]:
+    """This rank's part of a step: what it has drawn, and the KV that leaves before and after."""
+    sender.before_step(plan)
+    with rank.step_recorder.step(plan):
+        sampled = rank.runner.execute(plan)
+    sender.after_step(plan, rank.runner.requests)
+    return sampled
+
+
+def _emit(leader: ReplicaLeader, outbox: Outbox) -> None:
     """Send what the leader has to say."""
-    outgoing, leader.outgoing = leader.outgoing, []
-    for address, message in outgoing:
+    for address, message in leader.take_outgoing():
         _send_if_heard(outbox, address, message)
 
 

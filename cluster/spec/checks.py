@@ -9,7 +9,7 @@ from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting
 
-_AXES_NOT_RUN = ("dp", "pp", "moe_dp", "ep")
+_AXES_NOT_RUN = ("dp",)
 
 
 @dataclass(frozen=True, slots=True)

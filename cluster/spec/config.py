@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
-from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, MoeDispatch, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -92,6 +92,8 @@ class PoolConfig(_Node):
     """Most requests in one step of one replica."""
     kv_memory_gib: MemoryGib | None = None
     """Memory of the page pool of one worker of this role, in GiB; `kv.memory_gib` by default."""
+    moe_dispatch: MoeDispatch = MoeDispatch.AUTO
+    """How tokens reach their experts; auto takes what moves fewer bytes in each step."""
 
     @property
     def ownership(self) -> KvOwnership:

@@ -4,6 +4,7 @@ Room, generation and incarnation travel on every message that concerns pages, so
 can be told apart and dropped.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
-from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
+from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
 from cluster.spec.timeline import ClockReading, Interval
 
@@ -317,6 +318,13 @@ class Shutdown(_Message, frozen=True):
 # ---- to a leader, from its ranks
 
 
+class StepResult(_Message, frozen=True):
+    """A step is computed; from the rank that draws tokens, where that is not the leader itself."""
+
+    step: int
+    sampled: Mapping[Room, Sampled]
+
+
 class SendReport(_Message, frozen=True):
     """One rank's state of one room's transfer changed."""
 
@@ -362,6 +370,7 @@ Message = (
     | StepPlan
     | DropSend
     | GiveTimeline
+    | StepResult
     | SendReport
     | Shutdown
     | Drain

@@ -90,6 +90,8 @@ class LocalEngine:
             config.transfer.backend,
             config.resources.check_collectives,
             config.resources.collectives,
+            config.prefill.moe_dispatch,
+            config.decode.moe_dispatch,
         )
         if self._loaded != layout:
             self._loaded = None

@@ -13,6 +13,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.strategy import Strategy
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
+from workers.expert_parallel.sharing import Lens
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,15 @@ class StepBatch:
     """Int64 rows of this rank's tokens that have queries; None for all."""
     is_scored: bool = False
     """Final hidden states of all tokens are wanted."""
+
+    @property
+    def lens(self) -> Lens:
+        """Tokens of every rank of the CP group that have queries; None where all ranks have the same ones."""
+        if self.plan.replicated:
+            return None
+        if self.wanted is None:
+            return self.plan.lens
+        return tuple(sum(sample.owner.cp_rank == rank for sample in self.sampled) for rank in range(self.plan.cp))
 
     @property
     def runs(self) -> tuple[Run, ...]:

@@ -23,6 +23,7 @@ from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
+from workers.parallel.pipeline import Pipeline
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class ModelRunner:
         cp_group: Communicator,
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one."""
         self.requests: dict[Room, KnownRequest] = {}
@@ -59,6 +61,12 @@ class ModelRunner:
         self._backend = backend
         self._cp_group = cp_group
         self._exchange = CpExchange(cp_group)
+        self._pipeline = pipeline or Pipeline()
+
+    @property
+    def draws(self) -> bool:
+        """Whether this is the rank that draws tokens: the first of the last stage."""
+        return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
         """Run one small step into the trash page, so that the first request finds libraries and groups ready.
@@ -70,14 +78,15 @@ class ModelRunner:
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
             context, hidden = self._compute([row], Strategy.CONTIGUOUS, None)
-            self._model.logits(context.last.join_last(hidden))
+            if self._pipeline.is_last:
+                self._model.logits(context.last.join_last(hidden))
 
     @property
     def _owners(self) -> int:
         return self._cp_group.size if self._is_sharded else 1
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Compute a step; returns the token of every sampled row on global rank 0, and nothing on the others."""
+        """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         self._take_notice(plan)
         with torch.inference_mode():
             return self._forward(plan)
@@ -96,6 +105,8 @@ class ModelRunner:
             for row in plan.rows
         ]
         context, hidden = self._compute(rows, plan.strategy, plan.passing)
+        if not self._pipeline.is_last:
+            return {}
         if any(row.targets for row in plan.rows):
             self._tell_prompts(plan.rows, context, hidden)
         last = context.last.join_last(hidden)
@@ -103,12 +114,15 @@ class ModelRunner:
         if not sampled or self._cp_group.rank > 0:
             return {}
         logits = self._model.logits(last)
-        return self._sample(sampled, logits) if self._model.group.rank == 0 else {}
+        return self._sample(sampled, logits) if self.draws else {}
 
     def _compute(
         self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None
     ) -> tuple[StepContext, torch.Tensor]:
-        """Final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them."""
+        """Final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
+
+        Those of a stage before the last are on their way to the next one.
+        """
         batch = build_step_batch(
             rows,
             strategy,
@@ -120,7 +134,17 @@ class ModelRunner:
             owners=self._owners,
         )
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
-        return context, self._model(batch.token_ids, batch.positions, context)
+        hidden = self._model(batch.token_ids, batch.positions, context, self._received(len(batch.token_ids)))
+        self._pipeline.send(hidden)
+        return context, hidden
+
+    def _received(self, num_tokens: int) -> torch.Tensor | None:
+        """What the stage before has computed for this rank's tokens."""
+        if self._pipeline.is_first:
+            return None
+        model = self._model
+        hidden = torch.empty(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        return self._pipeline.receive(hidden)
 
     def _tell_prompts(self, rows: Sequence[Row], context: StepContext, hidden: torch.Tensor) -> None:
         known = [self.requests[row.room] for row in rows]
@@ -129,7 +153,7 @@ class ModelRunner:
             for row, request in zip(rows, known, strict=True)
         ]
         told = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
-        if self._cp_group.rank == self._model.group.rank == 0:
+        if self.draws:
             for request, of_row in zip(known, told, strict=True):
                 request.prompt_logprobs += of_row
 

@@ -5,6 +5,7 @@ and gives pages back only when nobody can still write to them. One without prefi
 computed here; further choices of a prompt are such, and begin with the pages that the first one got.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -59,6 +60,9 @@ class DecodeLeader(LeaderCore):
         self._allocator = allocator
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
+        self._newest_step = 0
+        self._unsent: deque[tuple[int, DecodeRequest]] = deque()
+        """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
 
     def on_message(self, message: Message, now_s: float) -> None:
@@ -98,7 +102,10 @@ class DecodeLeader(LeaderCore):
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
-        return self._steps.next_plan()
+        plan = self._steps.next_plan()
+        if plan is not None:
+            self._newest_step = plan.step
+        return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens; end the requests that have their last one."""
@@ -116,6 +123,7 @@ class DecodeLeader(LeaderCore):
                     # What another choice has brought, that one has told.
                     cached_tokens = 0 if request.submit.prompt_of else sequence.cached_len
                     self._emit_first(request, sequence, logprobs, drawn.prompt_logprobs, cached_tokens)
+        self._send_unsent(plan.step)
         self._reserve(now_s)
         self.send_page_news()
 
@@ -178,13 +186,13 @@ class DecodeLeader(LeaderCore):
         for request in self._queue.grant():
             if request.submit.prefill is not None:
                 self._move(request, DecodeState.RECEIVING, "pages")
-                self._send_ticket(request, request.submit.prefill, now_s)
+                self._open(request, request.submit.prefill, now_s)
             else:
                 self._move(request, DecodeState.RUNNING, "pages")
                 cached_len = request.num_held * self._settings.layout.page_size
                 self._run(request, request.submit.prompt_ids, cached_len)
 
-    def _send_ticket(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
+    def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         submit = request.submit
         pages = request.pages[request.num_held :]
         ticket = Ticket(
@@ -204,7 +212,18 @@ class DecodeLeader(LeaderCore):
             deadline_s=now_s + self._settings.transfer_timeout_s,
             settle_s=self._settings.settle_s,
         )
-        self.send(prefill.address, request.session.open())
+        if self._steps.num_under_way:
+            self._unsent.append((self._newest_step, request))
+        else:
+            self.send(prefill.address, request.session.open())
+
+    def _send_unsent(self, computed_step: int) -> None:
+        """Ticket pages that nobody in this replica writes to any more."""
+        while self._unsent and self._unsent[0][0] <= computed_step:
+            _, request = self._unsent.popleft()
+            prefill = request.submit.prefill
+            if request.state is DecodeState.RECEIVING and request.session is not None and prefill is not None:
+                self.send(prefill.address, request.session.open())
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)

@@ -79,13 +79,13 @@ class PageHolders:
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
         sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)
-        sequence.computed_len = sequence.cached_len = len(cached) * self._page_size
+        sequence.computed_len = sequence.planned_len = sequence.cached_len = len(cached) * self._page_size
         self.running.append(sequence)
         return True
 
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Make room for more tokens; retracts the newest sequences if it must, this one last."""
-        needed = pages_for(sequence.computed_len + count, self._page_size) - len(sequence.pages)
+        needed = pages_for(sequence.planned_len + count, self._page_size) - len(sequence.pages)
         next_owner = sequence.owner_base + len(sequence.pages)
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
             newest = self.running[-1]
@@ -108,7 +108,7 @@ class PageHolders:
     def prefix_len(self, sequence: Sequence) -> int:
         """Leading tokens that need not be computed if the sequence has its turn now."""
         if sequence.pages:
-            return sequence.computed_len
+            return sequence.planned_len
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
     def next_key(self, sequence: Sequence) -> bytes | None:
@@ -158,7 +158,7 @@ class PageHolders:
             self._releases.append(sequence.room)
         sequence.announced = False
         sequence.num_announced_pages = 0
-        sequence.computed_len = 0
+        sequence.computed_len = sequence.planned_len = 0
         return pages
 
     def _pages_of(self, sequence: Sequence) -> int:

@@ -10,7 +10,7 @@ from cluster.spec.sampling import FinishReason, Sampling, Stopping
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens [0, computed_len) have KV in ``pages``; tokens [computed_len, len(tokens)) are still to be computed."""
+    """Tokens [0, computed_len) have KV in ``pages``, those up to planned_len are in steps under way, others pending."""
 
     room: Room
     tokens: list[int]
@@ -35,6 +35,8 @@ class Sequence:
     cached_len: int = 0
     """Leading tokens whose KV was there when the sequence started."""
     computed_len: int = 0
+    planned_len: int = 0
+    """Never less than ``computed_len``."""
     pages: list[int] = field(default_factory=list)
     num_announced_pages: int = 0
     """Leading pages that the ranks already know of; 0 again after a retraction."""
@@ -45,10 +47,13 @@ class Sequence:
     is_whole: bool = False
     """Its grammar allows nothing more."""
 
+    def __post_init__(self) -> None:
+        self.planned_len = self.computed_len
+
     @property
     def pending_len(self) -> int:
-        """Tokens still to be computed."""
-        return len(self.tokens) - self.computed_len
+        """Tokens that no step has computed or is to compute."""
+        return len(self.tokens) - self.planned_len
 
     @property
     def is_stream(self) -> bool:

@@ -308,10 +308,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_axes_beyond_cp_and_tp_are_legal_and_not_yet_run() -> None:
-    config = parse_config("prefill: {parallel: {cp: 2, tp: 2, pp: 2, ep: 4}}\ndecode: {replicas: 3}", "f.yaml")
+    config = parse_config("prefill: {parallel: {dp: 2, cp: 2, tp: 2, pp: 2, ep: 4}}\ndecode: {replicas: 3}", "f.yaml")
     assert [str(problem) for problem in runnable_problems(config)] == [
-        "prefill.parallel.pp: got 2; the engine runs pp = 1 so far (`baton plan` shows larger ones)",
-        "prefill.parallel.ep: got 4; the engine runs ep = 1 so far (`baton plan` shows larger ones)",
+        "prefill.parallel.dp: got 2; the engine runs dp = 1 so far (`baton plan` shows larger ones)",
     ]
 
 
