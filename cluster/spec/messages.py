@@ -325,11 +325,11 @@ class TableUpdate(_Message, frozen=True):
 
 
 class Drain(_Message, frozen=True):
-    """Take no new requests; finish those at hand."""
+    """A replica asks for no new requests and finishes those it gets; a router takes none."""
 
 
 class Resume(_Message, frozen=True):
-    """Take new requests again."""
+    """Ask for new requests again."""
 
 
 class FlushCache(_Message, frozen=True):

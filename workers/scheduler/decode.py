@@ -144,9 +144,7 @@ class DecodeLeader(LeaderCore):
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
         self._queue.add(request)
-        if self.draining:
-            self._refuse(request, f"{self.me.replica} is draining", retryable=True)
-        elif reason := self.too_large(self._pages_for(submit), self._allocator.num_pages):
+        if reason := self.too_large(self._pages_for(submit), self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
 
     def _reserve(self, now_s: float) -> None:
