@@ -205,6 +205,19 @@ class Result(_Message, frozen=True):
     """Prompt tokens that were not computed, because their KV was cached."""
 
 
+class PageDigests(_Struct, frozen=True):
+    """What one sender wrote into the pool of one decode rank, page by page."""
+
+    rank: int
+    """Global rank of the decode rank."""
+    spans: list[tuple[int, int]]
+    """Offset and length of what was written in each page, in bytes."""
+    pages: list[int]
+    """By their ids in decode."""
+    digests: list[bytes]
+    """Of each page."""
+
+
 class Done(_Message, frozen=True):
     """One sender rank has written its part and the transport acknowledged it."""
 
@@ -215,6 +228,8 @@ class Done(_Message, frozen=True):
     sender_rank: int
     num_pages: int
     num_bytes: int
+    digests: list[PageDigests] = []
+    """Of everything that was written, where `transfer.verify` asks for it."""
 
 
 class Drained(_Message, frozen=True):
@@ -292,6 +307,13 @@ class DropSend(_Message, frozen=True):
     generation: int
 
 
+class CheckPages(_Message, frozen=True):
+    """Compare pages of your pool with what their senders told of them."""
+
+    room: Room
+    told: list[PageDigests]
+
+
 class GiveTimeline(_Message, frozen=True):
     """From the router to every rank: send what you keep of a timed request, and forget it."""
 
@@ -316,6 +338,15 @@ class SendReport(_Message, frozen=True):
     sender_rank: int
     state: SendState
     reason: str = ""
+
+
+class PagesChecked(_Message, frozen=True):
+    """One rank's answer to CheckPages."""
+
+    room: Room
+    rank: int
+    wrong: list[int]
+    """Pages that do not hold what was sent."""
 
 
 class TableUpdate(_Message, frozen=True):
@@ -352,8 +383,10 @@ Message = (
     | Drained
     | StepPlan
     | DropSend
+    | CheckPages
     | GiveTimeline
     | SendReport
+    | PagesChecked
     | Shutdown
     | Drain
     | Resume
