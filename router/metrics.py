@@ -90,7 +90,18 @@ class _Counts(Collector):
         pages = self._pages
         yield GaugeMetricFamily("baton_router_known_pages", "Cached pages of replicas, as told.", value=pages.num_pages)
         yield CounterMetricFamily("baton_router_page_gaps", "Times that news of a cache were missing.", pages.num_gaps)
+        yield _wrong_pages(self._directory.snapshot)
         yield from _step_metrics(self._directory.snapshot)
+
+
+def _wrong_pages(snapshot: TableSnapshot | None) -> Metric:
+    wrong = CounterMetricFamily(
+        "baton_wrong_pages", "Pages of KV that were not as they were sent, by who got them.", labels=["replica"]
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        if entry.role is Role.DECODE:
+            wrong.add_metric([entry.replica], entry.load.wrong_pages)
+    return wrong
 
 
 def _step_metrics(snapshot: TableSnapshot | None) -> list[Metric]:

@@ -16,6 +16,7 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
 from workers.kv_sender import KvSender
+from workers.page_checker import PageChecker
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
@@ -65,6 +66,8 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             layout=rank.layout,
             page_bytes=sum(row.layout.page_bytes for row in rows),
             transfer_timeout_s=config.transfer.transfer_timeout_s,
+            rank_addresses=tuple(row.address for row in rows),
+            verify=config.transfer.verify,
             settle_s=rank.backend.settle_s,
         )
         steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
@@ -110,11 +113,17 @@ def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSende
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
+        pool=rank.region.buffer,
         config=spec.config.transfer,
         outbox=Outbox(),
         start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
         recorder=rank.step_recorder.recorder,
     )
+
+
+def make_page_checker(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> PageChecker:
+    """What compares this rank's pages with what was sent."""
+    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, Outbox())
 
 
 def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:

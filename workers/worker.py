@@ -19,6 +19,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Room
 from cluster.spec.messages import (
+    CheckPages,
     Drain,
     DropSend,
     GiveTimeline,
@@ -32,9 +33,10 @@ from cluster.spec.messages import (
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
-from workers.build import make_kv_sender, make_leader, make_row, make_timeline
+from workers.build import make_kv_sender, make_leader, make_page_checker, make_row, make_timeline
 from workers.cpu import use_cpu
 from workers.kv_sender import KvSender
+from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 from workers.scheduler.replica_leader import ReplicaLeader
@@ -59,6 +61,7 @@ class Worker:
         self._inbox = Inbox(spec.host)
         self._store: ReplicaStore | None = None
         self._rank: Rank | None = None
+        self._checker: PageChecker | None = None
         self._load = ReplicaLoad()
         self._refusal: TableRefusedError | None = None
         """Why the bootstrap table will not have this replica."""
@@ -84,6 +87,7 @@ class Worker:
         assert self._rank is not None, "run before load"
         outbox = Outbox()
         sender = make_kv_sender(self.spec, self._rank, rows)
+        self._checker = make_page_checker(self.spec, self._rank, rows)
         try:
             if self.spec.is_leader:
                 self._lead(rows, self._rank, sender, outbox)
@@ -95,6 +99,7 @@ class Worker:
             raise
         finally:
             sender.close()
+            self._checker.close()
             outbox.close()
 
     def stop(self, reason: str) -> None:
@@ -144,6 +149,8 @@ class Worker:
                 going_on = False
             elif isinstance(message, DropSend):
                 sender.drop(message)
+            elif isinstance(message, CheckPages):
+                self._check_pages(message)
             elif isinstance(message, GiveTimeline):
                 self._give_timeline(message, outbox)
             else:
@@ -168,10 +175,16 @@ class Worker:
                         outbox.send(leader_address, StepResult(step=message.step, sampled=sampled))
                 elif isinstance(message, DropSend):
                     sender.drop(message)
+                elif isinstance(message, CheckPages):
+                    self._check_pages(message)
                 elif isinstance(message, GiveTimeline):
                     self._give_timeline(message, outbox)
                 elif isinstance(message, Shutdown):
                     return
+
+    def _check_pages(self, message: CheckPages) -> None:
+        assert self._checker is not None
+        self._checker.check(message)
 
     def _give_timeline(self, asked: GiveTimeline, outbox: Outbox) -> None:
         assert self._rank is not None

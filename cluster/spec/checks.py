@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.ranks import axis_problems
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.strategy import CpMode, PassingSetting
 
 _AXES_NOT_RUN = ("dp",)
@@ -107,6 +107,13 @@ def _gpu_transfer(config: DeployConfig) -> list[Problem]:
     return [Problem("transfer.backend", message)]
 
 
+def _gpu_verify(config: DeployConfig) -> list[Problem]:
+    if config.resources.device is Device.CPU or config.transfer.verify is Verify.COUNTS:
+        return []
+    message = "got digest with resources.device = cuda; allowed: counts, since digests are made of KV in host memory"
+    return [Problem("transfer.verify", message)]
+
+
 def _router_wait(config: DeployConfig) -> list[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
     if wait_s < timeout_s:
@@ -143,4 +150,5 @@ CHECKS = (
         "the longest prompt leaves room for an answer", ("router.max_prompt_tokens", "model.max_context"), _prompt_limit
     ),
     Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
+    Check("digests are made in host memory", ("resources.device", "transfer.verify"), _gpu_verify),
 )

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, MoeDispatch, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
@@ -154,6 +154,8 @@ class TransferConfig(_Node):
     """Which CP ranks send."""
     page_filter: PageFilter = PageFilter.MODULAR
     """How pages are divided when all ranks send."""
+    verify: Verify = Verify.COUNTS
+    """What decode checks before it uses KV: `counts` of pages and bytes, or a `digest` of each page as well."""
     ticket_timeout_s: PositiveSeconds = 30.0
     """Longest wait of a ticket in prefill for the request it belongs to."""
     transfer_timeout_s: PositiveSeconds = 600.0

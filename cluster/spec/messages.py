@@ -213,6 +213,19 @@ class Result(_Message, frozen=True):
     """Prompt tokens that were not computed, because their KV was cached."""
 
 
+class PageDigests(_Struct, frozen=True):
+    """What one sender wrote into the pool of one decode rank, page by page."""
+
+    rank: int
+    """Global rank of the decode rank."""
+    spans: list[tuple[int, int]]
+    """Offset and length of what was written in each page, in bytes."""
+    pages: list[int]
+    """By their ids in decode."""
+    digests: list[bytes]
+    """Of each page."""
+
+
 class Done(_Message, frozen=True):
     """One sender rank has written its part and the transport acknowledged it."""
 
@@ -223,6 +236,8 @@ class Done(_Message, frozen=True):
     sender_rank: int
     num_pages: int
     num_bytes: int
+    digests: list[PageDigests] = []
+    """Of everything that was written, where `transfer.verify` asks for it."""
 
 
 class Drained(_Message, frozen=True):
@@ -302,6 +317,13 @@ class DropSend(_Message, frozen=True):
     generation: int
 
 
+class CheckPages(_Message, frozen=True):
+    """Compare pages of your pool with what their senders told of them."""
+
+    room: Room
+    told: list[PageDigests]
+
+
 class GiveTimeline(_Message, frozen=True):
     """From the router to every rank: send what you keep of a timed request, and forget it."""
 
@@ -335,6 +357,15 @@ class SendReport(_Message, frozen=True):
     reason: str = ""
 
 
+class PagesChecked(_Message, frozen=True):
+    """One rank's answer to CheckPages."""
+
+    room: Room
+    rank: int
+    wrong: list[int]
+    """Pages that do not hold what was sent."""
+
+
 class TableUpdate(_Message, frozen=True):
     """The bootstrap table changed; from the process's own watcher."""
 
@@ -342,11 +373,11 @@ class TableUpdate(_Message, frozen=True):
 
 
 class Drain(_Message, frozen=True):
-    """Take no new requests; finish those at hand."""
+    """A replica asks for no new requests and finishes those it gets; a router takes none."""
 
 
 class Resume(_Message, frozen=True):
-    """Take new requests again."""
+    """Ask for new requests again."""
 
 
 class FlushCache(_Message, frozen=True):
@@ -369,9 +400,11 @@ Message = (
     | Drained
     | StepPlan
     | DropSend
+    | CheckPages
     | GiveTimeline
     | StepResult
     | SendReport
+    | PagesChecked
     | Shutdown
     | Drain
     | Resume

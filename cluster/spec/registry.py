@@ -19,6 +19,15 @@ class TransferMode(StrEnum):
     """Every CP rank sends the pages that the filter gives it."""
 
 
+class Verify(StrEnum):
+    """What decode checks of a prompt's KV before it uses it."""
+
+    COUNTS = "counts"
+    """That all senders together wrote as many pages and bytes as there are."""
+    DIGEST = "digest"
+    """Also that every page holds the bytes that were sent."""
+
+
 class PageFilter(StrEnum):
     """How the pages of a request are divided over CP ranks when all of them send replicated KV."""
 
@@ -120,6 +129,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int = 0
     """Pages kept for their tokens, held or not."""
     total_pages: int = 0
+    wrong_pages: int = 0
+    """Received since the start, and not as they were sent; see `transfer.verify`."""
     draining: bool = False
     steps: tuple[StepTimes, ...] = ()
     """Prefill steps, by strategy and passing."""

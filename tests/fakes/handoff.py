@@ -14,12 +14,15 @@ from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import (
     Cancel,
+    CheckPages,
     DropSend,
     Failure,
     FollowPages,
     Message,
     Output,
+    PageDigests,
     PageNews,
+    PagesChecked,
     Peer,
     SendReport,
     SendState,
@@ -35,6 +38,7 @@ from cluster.spec.registry import (
     ReplicaLoad,
     TableSnapshot,
     TransferMode,
+    Verify,
 )
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Strategy
@@ -85,8 +89,18 @@ class World:
         chunk_tokens: int,
         prefix_cache: bool = True,
         ownership: KvOwnership = KvOwnership.REPLICATED,
+        verify: Verify = Verify.COUNTS,
+        flips: float = 0.0,
     ) -> None:
-        """``num_pages`` are those of each replica; sharded prefill ranks divide them evenly, so cp must divide them."""
+        """Everybody idle.
+
+        Args:
+            num_pages: of each replica; sharded prefill ranks divide them evenly, so cp must divide them.
+            flips: share of the pages that change on their way.
+        """
+        self.verify, self.flips = verify, flips
+        self.flipped: set[Room] = set()
+        """Requests with such a page."""
         self.random = random.Random(seed)
         self.cp, self.page_filter, self.mode = cp, page_filter, mode
         self.now_s = 0.0
@@ -123,6 +137,8 @@ class World:
             layout=self.decode_row.layout,
             page_bytes=self.decode_row.layout.page_bytes,
             transfer_timeout_s=60.0,
+            rank_addresses=(self.decode_row.address,),
+            verify=verify,
             settle_s=0.5,
         )
         self.leaders: dict[str, Leader] = {
@@ -228,6 +244,8 @@ class World:
             self._reply(message)
         elif isinstance(message, DropSend):
             self._drop(address, message)
+        elif isinstance(message, CheckPages):
+            self._check(address, message)
         else:
             self.leaders[address].on_message(message, self.now_s)
             self._post(address)
@@ -300,13 +318,28 @@ class World:
     def _send(self, rank: int, room: Room, pages: list[int], computed_len: int) -> None:
         session = self.sessions[room, rank]
         pairs = session.advance(pages, computed_len)
-        for source, target in pairs:
-            self.ranks[Role.DECODE].write(target, list(self.ranks[Role.PREFILL].read_as(rank, source)))
+        sent = {target: list(self.ranks[Role.PREFILL].read_as(rank, source)) for source, target in pairs}
+        for target, tokens in sent.items():
+            if self.random.random() < self.flips:
+                self.flipped.add(room)
+                tokens = [tokens[0] ^ 1, *tokens[1:]]
+            self.ranks[Role.DECODE].write(target, tokens)
         if pairs:
-            session.written(len(pairs), len(pairs) * self.decode_row.layout.page_bytes)
+            told = [self._told(sent)] if self.verify is Verify.DIGEST else []
+            session.written(len(pairs), len(pairs) * self.decode_row.layout.page_bytes, told)
             self.num_pages_sent += len(pairs)
         if session.is_over:
             self._report(session, rank)
+
+    def _told(self, sent: dict[int, list[int]]) -> PageDigests:
+        digests = [str(tokens).encode() for tokens in sent.values()]
+        return PageDigests(rank=0, spans=[(0, self.decode_row.layout.page_bytes)], pages=list(sent), digests=digests)
+
+    def _check(self, address: str, message: CheckPages) -> None:
+        holds = self.ranks[Role.DECODE].read
+        pages = [pair for part in message.told for pair in zip(part.pages, part.digests, strict=True)]
+        wrong = [page for page, digest in pages if str(holds(page)).encode() != digest]
+        self.queues["checker", address].append(PagesChecked(room=message.room, rank=0, wrong=wrong))
 
     def _drop(self, address: str, message: DropSend) -> None:
         rank = int(address.partition("/")[2])

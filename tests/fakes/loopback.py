@@ -22,6 +22,8 @@ class Loopback:
         self.forgotten: list[str] = []
         self.failing: set[str] = set()
         """Sessions whose writes fail."""
+        self.flips: set[int] = set()
+        """Bytes of any target that change once they are written."""
         self.gate = threading.Event()
         """Writes wait for it; open at first."""
         self.gate.set()
@@ -46,6 +48,9 @@ class Loopback:
             self.memory[target.session][target_offset : target_offset + num_bytes] = source.buffer[
                 source_offset : source_offset + num_bytes
             ]
+
+            for place in self.flips & set(range(target_offset, target_offset + num_bytes)):
+                self.memory[target.session][place] ^= 1
 
     def forget(self, target: Endpoint) -> None:
         self.forgotten.append(target.session)

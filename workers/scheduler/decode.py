@@ -14,6 +14,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import (
     Cancel,
+    CheckPages,
     Done,
     Drain,
     Drained,
@@ -21,6 +22,7 @@ from cluster.spec.messages import (
     FollowPages,
     Message,
     Output,
+    PagesChecked,
     Peer,
     Refused,
     Result,
@@ -64,6 +66,7 @@ class DecodeLeader(LeaderCore):
         self._unsent: deque[tuple[int, DecodeRequest]] = deque()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
+        self._num_wrong_pages = 0
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -75,6 +78,8 @@ class DecodeLeader(LeaderCore):
                 self._on_cancel(message, now_s)
             case Result() | Done() | Refused() | Drained():
                 self._on_prefill(message, now_s)
+            case PagesChecked():
+                self._on_checked(message)
             case TableUpdate():
                 self._on_table(message.snapshot, now_s)
             case Drain() | Resume():
@@ -138,6 +143,7 @@ class DecodeLeader(LeaderCore):
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
+            wrong_pages=self._num_wrong_pages,
             draining=self.draining,
         )
 
@@ -165,9 +171,7 @@ class DecodeLeader(LeaderCore):
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
         num_pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
-        if self.draining:
-            self._refuse(request, f"{self.me.replica} is draining", retryable=True)
-        elif reason := self.too_large(num_pages, self._allocator.num_pages):
+        if reason := self.too_large(num_pages, self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
         elif self._must_await(submit.prompt_of):
             self._queue.add_choice(request, submit.prompt_of)
@@ -211,6 +215,7 @@ class DecodeLeader(LeaderCore):
             num_bytes=len(pages) * self._settings.page_bytes,
             deadline_s=now_s + self._settings.transfer_timeout_s,
             settle_s=self._settings.settle_s,
+            verify=self._settings.verify,
         )
         if self._steps.num_under_way:
             self._unsent.append((self._newest_step, request))
@@ -242,9 +247,40 @@ class DecodeLeader(LeaderCore):
                 if session.failure.kind is not FailureKind.CANCELLED:
                     self.send_failure(request.submit, session.failure.reason, retryable=True)
             elif session.state is ReceiverState.READY:
-                self._start(request, session)
+                self._verify(request, session)
         if request.state is DecodeState.STOPPING and session.may_free:
             self._end(request, "nobody writes any more")
+
+    def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
+        """Start at once, or when every rank has found in its pages what was sent."""
+        if not session.told:
+            self._start(request, session)
+            return
+        self._move(request, DecodeState.VERIFYING, "result and all done")
+        request.unchecked = {part.rank for part in session.told}
+        for rank in request.unchecked:
+            told = [part for part in session.told if part.rank == rank]
+            self.send(self._settings.rank_addresses[rank], CheckPages(room=request.room, told=told))
+
+    def _on_checked(self, checked: PagesChecked) -> None:
+        request = self._requests.get(checked.room)
+        if request is None or request.session is None or checked.rank not in request.unchecked:
+            self.drop(checked)
+            return
+        request.unchecked.remove(checked.rank)
+        request.num_wrong += len(checked.wrong)
+        self._num_wrong_pages += len(checked.wrong)
+        if request.unchecked:
+            return
+        if not request.num_wrong:
+            self._start(request, request.session)
+            return
+        reason = (
+            f"{request.num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
+            "with other bytes than were sent (transfer.verify)"
+        )
+        self.send_failure(request.submit, reason, retryable=True)
+        self._end(request, reason)
 
     def _start(self, request: DecodeRequest, session: ReceiverSession) -> None:
         submit, result = request.submit, session.result
@@ -334,6 +370,8 @@ class DecodeLeader(LeaderCore):
             self._end(request, reason)
         elif request.state is DecodeState.RUNNING:
             self._steps.retire(request.submit.room)
+            self._end(request, reason)
+        elif request.state is DecodeState.VERIFYING:
             self._end(request, reason)
         elif request.session is not None:
             self._follow(request, request.session, request.session.cancel(reason, now_s))

@@ -6,6 +6,7 @@ from enum import Enum
 from cluster.spec.ids import Room
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.messages import Peer, Submit
+from cluster.spec.registry import Verify
 from transfer.receiver_session import ReceiverSession
 
 
@@ -16,6 +17,8 @@ class DecodeState(Enum):
     """No pages yet: there are none, or another choice of the same prompt has not got them."""
     RECEIVING = "receiving"
     """Pages are ticketed to prefill, which may write to them."""
+    VERIFYING = "verifying"
+    """Every rank compares its pages with what was sent."""
     STOPPING = "stopping"
     """Failed or cancelled; pages are held until prefill cannot write any more."""
     RUNNING = "running"
@@ -26,7 +29,10 @@ class DecodeState(Enum):
 
 MOVES = {
     DecodeState.QUEUED: frozenset({DecodeState.RECEIVING, DecodeState.RUNNING, DecodeState.ENDED}),
-    DecodeState.RECEIVING: frozenset({DecodeState.RUNNING, DecodeState.STOPPING, DecodeState.ENDED}),
+    DecodeState.RECEIVING: frozenset(
+        {DecodeState.VERIFYING, DecodeState.RUNNING, DecodeState.STOPPING, DecodeState.ENDED}
+    ),
+    DecodeState.VERIFYING: frozenset({DecodeState.RUNNING, DecodeState.ENDED}),
     DecodeState.STOPPING: frozenset({DecodeState.ENDED}),
     DecodeState.RUNNING: frozenset({DecodeState.ENDED}),
     DecodeState.ENDED: frozenset[DecodeState](),
@@ -43,6 +49,9 @@ class DecodeSettings:
     page_bytes: int
     """Of one page over all ranks."""
     transfer_timeout_s: float
+    rank_addresses: tuple[str, ...] = ()
+    """Every rank's, by global rank."""
+    verify: Verify = Verify.COUNTS
     settle_s: float
     """How long bytes may be on their way after their sender failed or died."""
 
@@ -56,12 +65,16 @@ class DecodeRequest:
     """Its number in the order of coming."""
     state: DecodeState = DecodeState.QUEUED
     pages: list[int] = field(default_factory=list)
-    """While RECEIVING or STOPPING; later the step scheduler holds them."""
+    """While RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
     num_held: int = 0
     """Leading pages that others read too, from the cache or of another choice; they are never ticketed."""
     page_keys: list[bytes] = field(default_factory=list)
     """Of the prompt's full pages, as far as they may come from the cache."""
     session: ReceiverSession | None = None
+    unchecked: set[int] = field(default_factory=set)
+    """While VERIFYING: ranks that have not answered."""
+    num_wrong: int = 0
+    """Pages that are not as they were sent, on the ranks that have answered."""
     has_prompt: bool = False
     """The prompt's KV is here, and with it the first token."""
 

@@ -66,6 +66,7 @@ class LeaderCore:
         self._now_s = 0.0
         """Clock time of the event at hand."""
         self.draining = False
+        """Routers are asked for no new requests; those on their way are taken all the same."""
         self.ended = Tombstones()
         self.reporter = PageReporter(me, allocator)
 

@@ -161,9 +161,7 @@ class PrefillLeader(LeaderCore):
         self.record_arrival(submit, request.state.value)
         pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         ticket, _ = self._early_tickets.pop(room, (None, 0.0))
-        if self.draining:
-            self._give_up(request, f"{self.me.replica} is draining", ticket)
-        elif reason := self.too_large(pages, self._allocator.num_pages):
+        if reason := self.too_large(pages, self._allocator.num_pages):
             self._give_up(request, reason, ticket, retryable=False)
         elif ticket is not None:
             self._accept(request, ticket)
