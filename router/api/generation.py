@@ -8,14 +8,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.body import document, read
+from router.api.body import read
 from router.api.chat import chat_ask, markers
+from router.api.document import document
 from router.api.generate import Job, respond_stream, respond_whole
 from router.api.intake import completion_asks
 from router.api.keys import caller_of, priority_of
 from router.api.prompt_logprobs import ShownPrompt
 from router.api.request_id import request_id
 from router.api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.api.responses import ChatCompletion, Completion
 from router.api.sampling import choices_of, text_rules
 from router.api.session import session_of
 from router.api.shapes import ChatShape, CompletionShape, Shape
@@ -27,7 +29,7 @@ def routes(service: Service) -> APIRouter:
     """The routes that generate."""
     router = APIRouter(tags=["generation"])
 
-    @router.post("/v1/completions", openapi_extra=document(CompletionRequest))
+    @router.post("/v1/completions", openapi_extra=document(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         arrived_s = service.relay.now_s()
@@ -36,7 +38,7 @@ def routes(service: Service) -> APIRouter:
         shape = CompletionShape(request_id(request), service, body, _prompts(service, body, asks))
         return await respond(service, request, body, job_of(service, request, body, asks, shape, arrived_s))
 
-    @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest))
+    @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrived_s = service.relay.now_s()

@@ -26,10 +26,14 @@ WRONG_STOP = "must be a string, or a list of at most 16 strings; none of them em
 WRONG_CONTENT = "must be a string, or a list of parts of type text; images, audio and files are not supported"
 CONTEXT_IS = "this model's context is 512 tokens for prompt and answer together"
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
-WRONG_TOOL_CHOICE = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+WRONG_TOOL_CHOICE = 'must be "none", "auto", "required" or an object of type "function" that names one of the tools'
 NO_TOOLS = (
     "not supported here: the chat template of this model shows no way to call tools, or router.tool_parser is none; "
     'allowed beside "tool_choice": "none"'
+)
+NO_THOUGHTS = (
+    "not supported here: the chat template of this model shows no thoughts, or router.reasoning_parser is none; "
+    'got "low", allowed: null or "none"'
 )
 WRONG_FORMAT = (
     'must be an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
@@ -112,6 +116,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("tool_choice", "required", "there are no tools to choose from"),
     ("tool_choice", "any", WRONG_TOOL_CHOICE),
     ("top_logprobs", 2, "only allowed when logprobs is true"),
+    ("reasoning_effort", "low", NO_THOUGHTS),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),
     ("response_format", {"type": "xml"}, WRONG_FORMAT),
     ("response_format.json_schema", {"type": "json_schema"}, 'field required where type is "json_schema"'),
