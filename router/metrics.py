@@ -91,6 +91,7 @@ class _Counts(Collector):
         yield GaugeMetricFamily("baton_router_known_pages", "Cached pages of replicas, as told.", value=pages.num_pages)
         yield CounterMetricFamily("baton_router_page_gaps", "Times that news of a cache were missing.", pages.num_gaps)
         yield _wrong_pages(self._directory.snapshot)
+        yield _retractions(self._directory.snapshot)
         yield from _step_metrics(self._directory.snapshot)
 
 
@@ -102,6 +103,19 @@ def _wrong_pages(snapshot: TableSnapshot | None) -> Metric:
         if entry.role is Role.DECODE:
             wrong.add_metric([entry.replica], entry.load.wrong_pages)
     return wrong
+
+
+def _retractions(snapshot: TableSnapshot | None) -> Metric:
+    """Of every replica in the table, as told by its last heartbeat."""
+    metric = CounterMetricFamily(
+        "baton_retractions",
+        "Times that requests gave their pages back, by what became of the KV.",
+        labels=["replica", "kv"],
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
+        metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
+    return metric
 
 
 def _step_metrics(snapshot: TableSnapshot | None) -> list[Metric]:

@@ -20,6 +20,7 @@ from workers.page_checker import PageChecker
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
@@ -70,7 +71,8 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             verify=config.transfer.verify,
             settle_s=rank.backend.settle_s,
         )
-        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
+        keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
+        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper)
         return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder)
     prefill = config.prefill
     limits = StepLimits(

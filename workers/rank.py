@@ -9,10 +9,11 @@ from cluster.grammar import Grammars
 from cluster.spec.config import Device
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
-from cluster.spec.pool import pool_layout
+from cluster.spec.pool import num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.registry import fastest_backend
+from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
@@ -21,6 +22,7 @@ from workers.engine.weights import load_model, torch_dtype
 from workers.models.config import ModelConfig
 from workers.parallel.groups import ReplicaStore
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups
+from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
 
 
@@ -39,6 +41,10 @@ class Rank:
     """As this rank measured them; on decode, where nothing is chosen by them, the defaults."""
     grammars: Grammars | None
     """Where tokens are drawn."""
+    host_pages: HostPages | None
+    """On decode, where it is one stage."""
+    keep_cost: KeepCost | None
+    """As this rank measured it, where there are host pages."""
 
     groups: RankGroups
 
@@ -47,6 +53,8 @@ class Rank:
         self.backend.close()
         if self.grammars is not None:
             self.grammars.close()
+        if self.host_pages is not None:
+            self.host_pages.close()
 
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
@@ -91,7 +99,14 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     )
     model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
     attention = fastest_backend(device, torch_dtype(dtype))
-    runner = ModelRunner(model, pool, attention, groups.cp, spec.ownership, grammars, groups.pipeline)
+    host_pages = None
+    num_slots = num_host_slots(config.decode.host_memory_gib, layout)
+    # Of several stages one may still copy when the leader takes a step for done.
+    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
+        host_pages = HostPages(pool, num_slots)
+    runner = ModelRunner(
+        model, pool, attention, groups.cp, spec.ownership, grammars, pipeline=groups.pipeline, host_pages=host_pages
+    )
     runner.warm_up()
     shape = ModelShape.of(model.config, dtype)
     rates = calibrate(model, pool, attention, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
@@ -106,4 +121,6 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         rates=rates,
         grammars=grammars,
         groups=groups,
+        host_pages=host_pages,
+        keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )

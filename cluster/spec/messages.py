@@ -295,6 +295,14 @@ class Row(_Struct, frozen=True):
     """Tokens of the prompt that follow those here, where their log-probabilities are asked for."""
 
 
+class HostCopy(_Struct, frozen=True):
+    """Pages of one request and as many slots in host memory, one copied to the other."""
+
+    room: Room
+    pages: list[int]
+    slots: list[int]
+
+
 class StepPlan(_Message, frozen=True):
     """One step of the whole replica: the leader decides, followers obey."""
 
@@ -304,6 +312,10 @@ class StepPlan(_Message, frozen=True):
     rows: list[Row]
     releases: list[Room]
     """Requests to forget before this step."""
+    saves: list[HostCopy] = []
+    """Copies from pages to slots, before anything of this step is written to the pages."""
+    loads: list[HostCopy] = []
+    """Copies from slots to pages, after those."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
     passing: Passing | None = None

@@ -132,6 +132,10 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     wrong_pages: int = 0
     """Received since the start, and not as they were sent; see `transfer.verify`."""
     draining: bool = False
+    num_retracted: int = 0
+    """Times that a request had to give its pages back, since the start."""
+    num_kept: int = 0
+    """Of these, those whose KV was kept in host memory."""
     steps: tuple[StepTimes, ...] = ()
     """Prefill steps, by strategy and passing."""
 

@@ -50,6 +50,7 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
@@ -91,12 +92,14 @@ class World:
         ownership: KvOwnership = KvOwnership.REPLICATED,
         verify: Verify = Verify.COUNTS,
         flips: float = 0.0,
+        host_slots: int = 0,
     ) -> None:
         """Everybody idle.
 
         Args:
             num_pages: of each replica; sharded prefill ranks divide them evenly, so cp must divide them.
             flips: share of the pages that change on their way.
+            host_slots: of decode.
         """
         self.verify, self.flips = verify, flips
         self.flipped: set[Room] = set()
@@ -122,7 +125,10 @@ class World:
         self.num_computed = dict.fromkeys(Role, 0)
         """Tokens."""
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 4)
-        steps = {role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE)) for role in Role}
+        keepers = {Role.PREFILL: HostKeeper(), Role.DECODE: HostKeeper(host_slots)}
+        steps = {
+            role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE), keeper=keepers[role]) for role in Role
+        }
         prefill = PrefillSettings(
             row=self.prefill_rows[0],
             rank_addresses=tuple(rank_row.address for rank_row in self.prefill_rows),

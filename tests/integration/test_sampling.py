@@ -48,8 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=11)
 
 
-@pytest.fixture(scope="module")
-def cluster(folder: Path) -> Iterator[LocalCluster]:
+@pytest.fixture(scope="module", params=[1.0, 0.0], ids=["kept", "computed again"])
+def cluster(folder: Path, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """What becomes of the KV of retracted requests differs."""
     cluster = LocalCluster()
     cluster.load(
         DeployConfig.model_validate(
@@ -57,6 +58,7 @@ def cluster(folder: Path) -> Iterator[LocalCluster]:
                 "model": {"served_name": "qwen3"},
                 "kv": {"page_size": 16, "memory_gib": (NUM_PAGES + 1.5) * PAGE_BYTES / 2**30},
                 "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
+                "decode": {"host_memory_gib": request.param},
             }
         ),
         folder,

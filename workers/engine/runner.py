@@ -1,5 +1,6 @@
 """One rank's forward pass: follows step plans, keeps the page table of every request it has been told of."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
+from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
@@ -24,6 +26,8 @@ from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.pipeline import Pipeline
+
+_SAMPLE_TOKENS = 32
 
 
 @dataclass(slots=True)
@@ -51,11 +55,16 @@ class ModelRunner:
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
         pipeline: Pipeline | None = None,
+        host_pages: HostPages | None = None,
     ) -> None:
-        """``grammars`` are needed where tokens are drawn, and only for requests that have one."""
+        """``grammars`` are needed where tokens are drawn, and only for requests that have one.
+
+        Without ``host_pages`` no plan may ask for copies.
+        """
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
+        self._host_pages = host_pages
         self._model = model
         self._pool = pool
         self._backend = backend
@@ -73,7 +82,15 @@ class ModelRunner:
 
         Every rank of the replica calls this.
         """
-        num_tokens = self._cp_group.size
+        self._run_trash(self._cp_group.size)
+
+    def measure_token_s(self) -> float:
+        """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
+        start_s = time.perf_counter()
+        self._run_trash(_SAMPLE_TOKENS)
+        return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
+
+    def _run_trash(self, num_tokens: int) -> None:
         trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
@@ -88,6 +105,11 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         self._take_notice(plan)
+        if self._host_pages is not None:
+            self._host_pages.begin(plan.saves, plan.loads)
+            self._host_pages.wait_for(self.requests[row.room].pages for row in plan.rows)
+            if not any(row.samples for row in plan.rows):
+                self._host_pages.finish()
         with torch.inference_mode():
             return self._forward(plan)
 
@@ -110,6 +132,9 @@ class ModelRunner:
         if any(row.targets for row in plan.rows):
             self._tell_prompts(plan.rows, context, hidden)
         last = context.last.join_last(hidden)
+        if self._host_pages is not None:
+            # Before the ranks meet for logits, so that the leader's end of a step is the end of everybody's copies.
+            self._host_pages.finish()
         sampled = [row for row in plan.rows if row.samples]
         if not sampled or self._cp_group.rank > 0:
             return {}

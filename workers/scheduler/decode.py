@@ -145,6 +145,8 @@ class DecodeLeader(LeaderCore):
             total_pages=self._allocator.num_pages,
             wrong_pages=self._num_wrong_pages,
             draining=self.draining,
+            num_retracted=self._steps.num_retractions,
+            num_kept=self._steps.num_kept,
         )
 
     def is_idle(self) -> bool:

@@ -1,13 +1,14 @@
 """Which sequences hold pages and which wait for them. Sans I/O.
 
 A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
-time, and gives its pages back (newest first) when the pool runs dry; it is then computed again from its tokens, with no
-effect on its output.
+time, and gives its pages back (newest first) when the pool runs dry; its KV is then kept in host memory, or computed
+again from its tokens, with no effect on its output.
 """
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from workers.cache.page_allocator import PageAllocator
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.waiting import Waiting
 
@@ -15,9 +16,10 @@ from workers.scheduler.waiting import Waiting
 class PageHolders:
     """All sequences of one step scheduler: those with pages run, the others wait."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    def __init__(self, allocator: PageAllocator, page_size: int, keeper: HostKeeper | None = None) -> None:
         self._allocator = allocator
         self._page_size = page_size
+        self.keeper = keeper or HostKeeper()
         self._num_arrivals = 0
         self._releases: list[Room] = []
         self.waiting = Waiting[Sequence]()
@@ -42,7 +44,7 @@ class PageHolders:
             if sequence.room == room:
                 self.running.remove(sequence)
                 return self._withdraw(sequence)
-        self.waiting.remove(room)
+        self._forget_waiting(room)
         return []
 
     def retire(self, room: Room) -> None:
@@ -52,7 +54,7 @@ class PageHolders:
                 self.running.remove(sequence)
                 self._leave_to_cache(sequence)
                 return
-        self.waiting.remove(room)
+        self._forget_waiting(room)
 
     def whole_pages(self, room: Room) -> list[int]:
         """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
@@ -79,7 +81,10 @@ class PageHolders:
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
         sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)
-        sequence.computed_len = sequence.planned_len = sequence.cached_len = len(cached) * self._page_size
+        cached_len = len(cached) * self._page_size
+        restored_len = self.keeper.restore(sequence.room, sequence.pages, len(cached))
+        sequence.is_loading = restored_len > cached_len
+        sequence.computed_len = sequence.planned_len = sequence.cached_len = max(cached_len, restored_len)
         self.running.append(sequence)
         return True
 
@@ -109,7 +114,8 @@ class PageHolders:
         """Leading tokens that need not be computed if the sequence has its turn now."""
         if sequence.pages:
             return sequence.planned_len
-        return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
+        cached_len = self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
+        return max(cached_len, self.keeper.kept_len(sequence.room))
 
     def next_key(self, sequence: Sequence) -> bytes | None:
         """Key of the first page that a waiting sequence would compute; None for a page that nobody could share."""
@@ -126,6 +132,7 @@ class PageHolders:
         for sequence in self.running:
             assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size), sequence.room
         assert not any(sequence.pages for sequence in self.waiting)
+        self.keeper.check_integrity({sequence.room for sequence in self.waiting})
 
     def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
         """Pages that the oldest waiting sequence might have to wait for if this one took them.
@@ -144,9 +151,15 @@ class PageHolders:
     def _retract(self, sequence: Sequence) -> None:
         assert sequence.target is None, f"room {sequence.room} is being sent and cannot be retracted"
         self.running.remove(sequence)
+        num_pages = pages_for(sequence.computed_len, self._page_size)
+        self.keeper.keep(sequence.room, sequence.pages[:num_pages], sequence.computed_len)
         self._leave_to_cache(sequence)
         self.waiting.add(sequence)
         self.num_retractions += 1
+
+    def _forget_waiting(self, room: Room) -> None:
+        self.waiting.remove(room)
+        self.keeper.forget(room)
 
     def _leave_to_cache(self, sequence: Sequence) -> None:
         keys = self.keys(sequence, sequence.computed_len)

@@ -44,6 +44,8 @@ class Sequence:
     """The ranks know this room."""
     timed: bool = False
     """The ranks keep a timeline of it."""
+    is_loading: bool = False
+    """Its KV comes from host memory with the next step."""
     is_whole: bool = False
     """Its grammar allows nothing more."""
 

@@ -12,6 +12,7 @@ from cluster.spec.sampling import Sampled
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
 from workers.scheduler.holders import PageHolders
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.turns import Budget, Chunk, Rank, rank
 
@@ -33,10 +34,15 @@ class StepScheduler:
     """Turns sequences into step plans, and sampled tokens into longer sequences."""
 
     def __init__(
-        self, allocator: PageAllocator, limits: StepLimits, choose: Choose, chunk: Chunk | None = None
+        self,
+        allocator: PageAllocator,
+        limits: StepLimits,
+        choose: Choose,
+        chunk: Chunk | None = None,
+        keeper: HostKeeper | None = None,
     ) -> None:
-        """Without ``chunk``, a token takes the same time whatever its prefix."""
-        self._holders = PageHolders(allocator, limits.page_size)
+        """Without ``chunk``, a token takes the same time whatever its prefix; without ``keeper``, no KV is kept."""
+        self._holders = PageHolders(allocator, limits.page_size, keeper)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
@@ -63,6 +69,11 @@ class StepScheduler:
     def num_retractions(self) -> int:
         """How often a sequence had to give its pages back."""
         return self._holders.num_retractions
+
+    @property
+    def num_kept(self) -> int:
+        """How often its KV was kept."""
+        return self._holders.keeper.num_kept
 
     @property
     def held_pages(self) -> list[int]:
@@ -111,6 +122,7 @@ class StepScheduler:
             return None
         self._step += 1
         self.num_under_way += 1
+        saves, loads = self._holders.keeper.take_copies()
         choice = self._choose([len(row.token_ids) for row in rows], [row.first_position for row in rows])
         return StepPlan(
             step=self._step,
@@ -118,6 +130,8 @@ class StepScheduler:
             admits=admits,
             rows=rows,
             releases=self._holders.take_releases(),
+            saves=saves,
+            loads=loads,
             estimate_s=choice.estimate_s,
             passing=choice.passing,
         )
@@ -160,16 +174,25 @@ class StepScheduler:
         by_rank = sorted(turns, key=self._rank)
         coming = {key for sequence in holders.running for key in self._keys_under_way(sequence, sequence.planned_len)}
         oldest = self._start_oldest(turns, budget)
-        if oldest is not None:
+        if oldest is not None and not oldest.is_loading:
             budget.grant_share(oldest.room, oldest.planned_len, oldest.pending_len, self._limits.oldest_share)
             coming.update(self._keys_of_row(oldest, budget))
         for sequence in by_rank:
             if not budget.is_open(sequence.room):
                 continue
-            if sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence)):
+            is_ready = sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence))
+            if is_ready and not sequence.is_loading:
                 budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
                 coming.update(self._keys_of_row(sequence, budget))
+        self._grant_loading(budget)
         return budget.granted
+
+    def _grant_loading(self, budget: Budget) -> None:
+        """KV comes back while others compute, or else is waited for."""
+        for sequence in self._holders.running:
+            if sequence.is_loading and not budget.granted:
+                budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
+            sequence.is_loading = False
 
     def _grant_streams(self, budget: Budget) -> None:
         """One token for every sequence that waits for no more; to make room for it others may be retracted.
