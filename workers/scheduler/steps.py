@@ -11,6 +11,7 @@ from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.sampling import Sampled
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
+from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.turns import Budget, Chunk, Rank, rank
@@ -33,10 +34,15 @@ class StepScheduler:
     """Turns sequences into step plans, and sampled tokens into longer sequences."""
 
     def __init__(
-        self, allocator: PageAllocator, limits: StepLimits, choose: Choose, chunk: Chunk | None = None
+        self,
+        allocator: PageAllocator,
+        limits: StepLimits,
+        choose: Choose,
+        chunk: Chunk | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """Without ``chunk``, a token takes the same time whatever its prefix."""
-        self._holders = PageHolders(allocator, limits.page_size)
+        self._holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
@@ -66,8 +72,8 @@ class StepScheduler:
 
     @property
     def held_pages(self) -> list[int]:
-        """Pages of the running sequences."""
-        return [page for sequence in self._holders.running for page in sequence.pages]
+        """Pages of all sequences."""
+        return self._holders.held_pages
 
     def whole_pages(self, room: Room) -> list[int]:
         """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
@@ -78,7 +84,7 @@ class StepScheduler:
         holders = self._holders
         if self.num_under_way == self._limits.depth:
             return False
-        has_pending = any(sequence.pending_len for sequence in holders.running)
+        has_pending = any(sequence.pending_len and not sequence.is_loading for sequence in holders.running)
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: Sequence) -> None:
@@ -166,6 +172,8 @@ class StepScheduler:
         for sequence in by_rank:
             if not budget.is_open(sequence.room):
                 continue
+            if sequence.is_loading:
+                continue
             if sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence)):
                 budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
                 coming.update(self._keys_of_row(sequence, budget))
@@ -184,7 +192,7 @@ class StepScheduler:
 
     def _start_oldest(self, turns: list[Sequence], budget: Budget) -> Sequence | None:
         """The oldest sequence that has its pages, or can have them; none if streams have taken the whole step."""
-        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room)]
+        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room) and not sequence.is_loading]
         oldest_first = sorted(open_turns, key=lambda sequence: sequence.arrival)
         return next((sequence for sequence in oldest_first if sequence.pages or self._holders.start(sequence)), None)
 
