@@ -13,6 +13,7 @@ from cluster.spec.ids import Room, draw_room
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import Cancel, Failure, Output, Peer, Submit
 from cluster.spec.sampling import TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 from router.flight import ENDS, MOVES, Action, Ask, Cause, Emit, Fail, Flight, Send, Stage
 from router.load import LoadBook
 
@@ -111,11 +112,11 @@ class Dispatch:
         if not token_ids and output.finish is None:
             return self._drop("duplicate")
         flight.num_received += len(token_ids)
-        cached_tokens, prompt_logprobs = 0, list[TokenLogprobs]()
+        cached, prompt_logprobs = CachedTokens(), list[TokenLogprobs]()
         if flight.stage is Stage.WAITING:
             self._leave_prefill(flight)
             self._move(flight, Stage.STREAMING, "first output")
-            cached_tokens, prompt_logprobs = output.cached_tokens, output.prompt_logprobs
+            cached, prompt_logprobs = output.cached, output.prompt_logprobs
         if output.finish is not None:
             self._end(flight, Stage.FINISHED, "last output", [])
         return [
@@ -125,7 +126,7 @@ class Dispatch:
                 finish=output.finish,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
-                cached_tokens=cached_tokens,
+                cached=cached,
             )
         ]
 

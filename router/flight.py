@@ -8,6 +8,7 @@ from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Moves
 from cluster.spec.messages import Cancel, Output, Peer, Submit
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 
 
 class Stage(Enum):
@@ -76,8 +77,8 @@ class Emit:
     """Of every token, where they were asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token of the prompt but the first, where they were asked for; with the first tokens."""
-    cached_tokens: int = 0
-    """Prompt tokens that prefill did not compute; set with the first tokens."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    """Set with the first tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import TableSnapshot
+from cluster.spec.tiers import CachedTokens, Tier
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.flight import ENDS
@@ -29,7 +30,10 @@ class Metrics:
         )
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens of requests taken.", registry=registry)
         self.cached_tokens = Counter(
-            "baton_cached_tokens", "Prompt tokens that prefill took from its cache.", registry=registry
+            "baton_cached_tokens", "Prompt tokens that prefill took from its caches.", registry=registry
+        )
+        self._cached_by_tier = Counter(
+            "baton_cached_tokens_by_tier", "The same by where they were.", ["tier"], registry=registry
         )
         self.generation_tokens = Counter("baton_generation_tokens", "Tokens generated.", registry=registry)
         self.ttft_s = Histogram(
@@ -50,6 +54,13 @@ class Metrics:
             buckets=_TTFT_BUCKETS_S,
             registry=registry,
         )
+
+    def note_cached(self, cached: CachedTokens) -> None:
+        """Prefill did not compute these tokens of a prompt."""
+        self.cached_tokens.inc(cached.total)
+        by_tier = {Tier.DEVICE: cached.total - cached.host - cached.storage, Tier.HOST: cached.host}
+        for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
+            self._cached_by_tier.labels(tier).inc(count)
 
     def watch(self, dispatch: Dispatch, directory: Directory, gate: Gate, pages: PageIndex) -> None:
         """Also report what these count themselves."""

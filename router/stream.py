@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 from router.errors import RequestFailedError
 from router.flight import Fail
 
@@ -29,7 +30,7 @@ class Stream:
     """
 
     def __init__(self, num_choices: int) -> None:
-        self.cached_tokens = [0] * num_choices
+        self.cached = [CachedTokens()] * num_choices
         """Prompt tokens of every choice that prefill did not compute."""
         self.num_tokens = 0
         """Of all choices, read or not."""

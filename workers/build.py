@@ -3,9 +3,11 @@
 from functools import partial
 
 from cluster.channel import Outbox
+from cluster.spec.config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer, Timeline
+from cluster.spec.ranks import sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock
@@ -15,6 +17,13 @@ from transfer.sender import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
+from workers.hicache.copier import Copier
+from workers.hicache.mover import Mover, NoMover, PageMover
+from workers.hicache.storage.objects import Cut, Naming
+from workers.hicache.storage.page_store import PageStore
+from workers.hicache.storage.registry import make_storage
+from workers.hicache.storage.throttle import Throttle
+from workers.hicache.tiers import Tiers
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
 from workers.rank import Rank
@@ -45,6 +54,7 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
         page_filter=spec.config.transfer.page_filter,
         ownership=spec.ownership,
         build=VERSION,
+        host_endpoint=rank.host_region.endpoint if rank.host_region else None,
     )
 
 
@@ -57,6 +67,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     # Stages differ in layers, and so in pages.
     num_pages = min(row.layout.num_pages for row in rows)
     allocator = PageAllocator(num_pages, tree, num_owners)
+    tiers = make_tiers(config.hicache, tree, rows) if tree else None
     if spec.role is Role.DECODE:
         limits = StepLimits(
             rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests, depth=spec.sizes.pp
@@ -72,8 +83,8 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             settle_s=rank.backend.settle_s,
         )
         keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
-        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper)
-        return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder)
+        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper, tiers=tiers)
+        return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
     prefill = config.prefill
     limits = StepLimits(
         rank.layout.page_size,
@@ -104,10 +115,44 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             limits,
             choose,
             even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
+            tiers=tiers,
         ),
         allocator,
         rank.step_recorder.recorder,
+        tiers,
     )
+
+
+def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Mover:
+    """What carries out the leader's orders on this rank."""
+    if rank.host_region is None:
+        return NoMover()
+    copier = Copier(rows, spec.global_rank, rank.region, rank.host_region, rank.backend)
+    store = make_page_store(spec, rank, rows[spec.global_rank])
+    return PageMover(copier, store, spec.global_rank, rows[0].address)
+
+
+def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
+    """This rank's pages in storage, if there is any."""
+    config = spec.config.hicache.storage
+    backend = make_storage(config)
+    if backend is None:
+        return None
+    pools = (spec.config.prefill, spec.config.decode)
+    return PageStore(
+        backend,
+        Naming(rank.geometry, rank.weights),
+        row,
+        others=[Cut.of(pool.ownership, sizes_of(pool.parallel)) for pool in pools],
+        reads=Throttle(config.read_mib_s and config.read_mib_s * (1 << 20)),
+        writes=Throttle(config.write_mib_s and config.write_mib_s * (1 << 20)),
+    )
+
+
+def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:
+    """The tiers below the device cache, if there is host memory for them; as much as the poorest rank has."""
+    host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
+    return Tiers(config, tree, host_pages, rows) if host_pages else None
 
 
 def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSender:

@@ -22,10 +22,11 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, Output, Peer, Shutdown, Submit, TableUpdate
+from cluster.spec.messages import Failure, FlushCache, Output, Peer, Shutdown, Submit, TableUpdate
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
+from cluster.spec.tiers import CachedTokens, Tier
 from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
@@ -125,8 +126,7 @@ class Answer:
     """Of every token, where they were asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token of the prompt but the first, where they were asked for."""
-    cached_tokens: int = 0
-    """Prompt tokens that prefill did not compute."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
 
 
 class LocalReplica:
@@ -294,10 +294,15 @@ class LocalCluster:
                 answer.token_ids += message.token_ids
                 answer.logprobs += message.logprobs
                 answer.prompt_logprobs += message.prompt_logprobs
-                answer.cached_tokens += message.cached_tokens
+                answer.cached += message.cached
                 if message.finish is not None:
                     unfinished.remove(message.room)
         return [answers[room] for room in rooms]
+
+    def flush(self, *tiers: Tier) -> None:
+        """Let both replicas forget what these tiers hold, before anything that is asked next."""
+        for replica in self._replicas:
+            self._outbox.send(replica.peer.address, FlushCache(tiers=tiers))
 
     def close(self) -> None:
         """End every process."""

@@ -9,7 +9,7 @@ from cluster.grammar import Grammars
 from cluster.spec.config import Device
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
-from cluster.spec.pool import num_host_slots, pool_layout
+from cluster.spec.pool import GIB, num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.registry import fastest_backend
@@ -19,6 +19,7 @@ from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
+from workers.hicache.storage.weights import weights_digest
 from workers.models.config import ModelConfig
 from workers.parallel.groups import ReplicaStore
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups
@@ -34,6 +35,10 @@ class Rank:
     layout: PoolLayout
     region: Region
     backend: TransferBackend
+    host_region: Region | None
+    """Memory for cached pages beside the pool."""
+    weights: str
+    """Digest of what the weights are."""
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
@@ -88,6 +93,8 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv_memory_gib(spec.pool))
     backend = make_backend(config.transfer.backend, spec.host)
     region = backend.allocate(layout.pool_bytes)
+    host_bytes = host_bytes_of(spec, layout)
+    host_region = backend.allocate(host_bytes) if host_bytes else None
     pool = PagePool(
         layout.num_pages,
         layout.num_heads,
@@ -115,6 +122,8 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         layout=layout,
         region=region,
         backend=backend,
+        host_region=host_region,
+        weights=weights_digest(folder),
         runner=runner,
         step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),
         model_shape=shape,
@@ -124,3 +133,10 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         host_pages=host_pages,
         keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )
+
+
+def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
+    """Host memory for cached pages that this worker takes: whole pages, and none where nothing is cached."""
+    if not spec.config.kv.prefix_cache:
+        return 0
+    return int(spec.config.hicache.host_gib * GIB) // layout.page_bytes * layout.page_bytes

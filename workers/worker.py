@@ -32,9 +32,11 @@ from cluster.spec.messages import (
 )
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from cluster.spec.tiers import MovePages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
-from workers.build import make_kv_sender, make_leader, make_page_checker, make_row, make_timeline
+from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline
 from workers.cpu import use_cpu
+from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
@@ -88,11 +90,12 @@ class Worker:
         outbox = Outbox()
         sender = make_kv_sender(self.spec, self._rank, rows)
         self._checker = make_page_checker(self.spec, self._rank, rows)
+        mover = make_mover(self.spec, self._rank, rows)
         try:
             if self.spec.is_leader:
-                self._lead(rows, self._rank, sender, outbox)
+                self._lead(rows, self._rank, sender, mover, outbox)
             else:
-                self._follow(self._rank, sender, outbox, rows[0].address)
+                self._follow(self._rank, sender, mover, outbox, rows[0].address)
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
             self._rank.groups.leave()
@@ -100,6 +103,7 @@ class Worker:
         finally:
             sender.close()
             self._checker.close()
+            mover.close()
             outbox.close()
 
     def stop(self, reason: str) -> None:
@@ -116,16 +120,16 @@ class Worker:
         if self._rank is not None:
             self._rank.close()
 
-    def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, outbox: Outbox) -> None:
+    def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox) -> None:
         leader = ReplicaLeader(make_leader(self.spec, rank, rows))
         followers = [row.address for row in rows[1:]]
         lease = self._keep_lease(rows)
         meter = StepMeter()
         try:
             while self._take_in(leader, sender, outbox):
-                # First tokens and tickets do not wait for the step.
-                _emit(leader, outbox)
                 plan = leader.next_plan()
+                # First tokens, tickets and pages that are loaded do not wait for the step.
+                self._emit(leader, mover, outbox)
                 if plan is not None:
                     outbox.broadcast(followers, plan)
                     start_s = self._clock.now_s()
@@ -134,7 +138,7 @@ class Worker:
                     if rank.runner.draws:
                         leader.commit(sampled, self._clock.now_s())
                 self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
-                _emit(leader, outbox)
+                self._emit(leader, mover, outbox)
         finally:
             if lease is not None:
                 lease.stop(unregister=True)
@@ -144,7 +148,7 @@ class Worker:
     def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox) -> bool:
         """Hand waiting messages to the leader; sleeps while there is no step to compute. False ends the loop."""
         going_on = True
-        for message in self._inbox.receive(0.0 if leader.has_work() else IDLE_WAIT_S):
+        for message in self._inbox.receive(self._idle_wait_s(leader)):
             if isinstance(message, Shutdown):
                 going_on = False
             elif isinstance(message, DropSend):
@@ -160,19 +164,35 @@ class Worker:
         leader.tick(self._clock.now_s())
         return going_on
 
+    def _idle_wait_s(self, leader: ReplicaLeader) -> float:
+        if leader.has_work():
+            return 0.0
+        deadline_s = leader.next_deadline_s()
+        return IDLE_WAIT_S if deadline_s is None else min(IDLE_WAIT_S, max(0.0, deadline_s - self._clock.now_s()))
+
     def _prepare(self, submit: Submit) -> None:
         """What takes long is begun now, while the request waits for its turn."""
         assert self._rank is not None
         if submit.sampling.grammar and self._rank.grammars is not None:
             self._rank.grammars.prepare(submit.sampling.grammar)
 
-    def _follow(self, rank: Rank, sender: KvSender, outbox: Outbox, leader_address: str) -> None:
+    def _emit(self, leader: ReplicaLeader, mover: Mover, outbox: Outbox) -> None:
+        """Send what the leader has to say."""
+        for address, message in leader.take_outgoing():
+            if isinstance(message, MovePages) and address == self._inbox.address:
+                mover.take(message)
+            else:
+                _send_if_heard(outbox, address, message)
+
+    def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
         while True:
             for message in self._inbox.receive(IDLE_WAIT_S):
                 if isinstance(message, StepPlan):
                     sampled = _compute(message, rank, sender)
                     if rank.runner.draws:
                         outbox.send(leader_address, StepResult(step=message.step, sampled=sampled))
+                elif isinstance(message, MovePages):
+                    mover.take(message)
                 elif isinstance(message, DropSend):
                     sender.drop(message)
                 elif isinstance(message, CheckPages):
@@ -228,12 +248,6 @@ def _compute(plan: StepPlan, rank: Rank, sender: KvSender) -> Mapping[Room, Samp
         sampled = rank.runner.execute(plan)
     sender.after_step(plan, rank.runner.requests)
     return sampled
-
-
-def _emit(leader: ReplicaLeader, outbox: Outbox) -> None:
-    """Send what the leader has to say."""
-    for address, message in leader.take_outgoing():
-        _send_if_heard(outbox, address, message)
 
 
 def _send_if_heard(outbox: Outbox, address: str, message: Message) -> None:

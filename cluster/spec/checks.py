@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, Device, TransferBackendName
+from cluster.spec.config import DeployConfig, Device, StorageBackendName, TransferBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
@@ -114,6 +114,17 @@ def _gpu_verify(config: DeployConfig) -> list[Problem]:
     return [Problem("transfer.verify", message)]
 
 
+def _storage(config: DeployConfig) -> list[Problem]:
+    hicache, backend = config.hicache, config.hicache.storage.backend
+    if backend is StorageBackendName.NONE or (hicache.host_gib > 0 and config.kv.prefix_cache):
+        return []
+    given = f"hicache.host_gib = {hicache.host_gib} and kv.prefix_cache = {str(config.kv.prefix_cache).lower()}"
+    message = (
+        f"got {backend} with {given}; allowed: none, or host memory and the prefix cache, which pages pass through"
+    )
+    return [Problem("hicache.storage.backend", message)]
+
+
 def _router_wait(config: DeployConfig) -> list[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
     if wait_s < timeout_s:
@@ -148,6 +159,11 @@ CHECKS = (
     ),
     Check(
         "the longest prompt leaves room for an answer", ("router.max_prompt_tokens", "model.max_context"), _prompt_limit
+    ),
+    Check(
+        "storage has the tiers above it",
+        ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
+        _storage,
     ),
     Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
     Check("digests are made in host memory", ("resources.device", "transfer.verify"), _gpu_verify),

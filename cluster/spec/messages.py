@@ -14,6 +14,7 @@ from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.tiers import CachedTokens, MovePages, PagesMoved, Tier
 from cluster.spec.timeline import ClockReading, Interval
 
 
@@ -107,8 +108,8 @@ class Output(_Message, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     """Of every token of the prompt but the first, where Sampling asks for them; told with the first output."""
     finish: FinishReason | None = None
-    cached_tokens: int = 0
-    """Prompt tokens that prefill took from its cache; told with the first output."""
+    cached: CachedTokens = CachedTokens()
+    """Told with the first output."""
 
 
 class Failure(_Message, frozen=True):
@@ -209,8 +210,8 @@ class Result(_Message, frozen=True):
     """Of every token here; empty where Sampling does not ask for them."""
     prompt_logprobs: list[TokenLogprobs] = []
     """Of every token of the prompt but the first, where Sampling asks for them."""
-    cached_tokens: int = 0
-    """Prompt tokens that were not computed, because their KV was cached."""
+    cached: CachedTokens = CachedTokens()
+    """Tokens of the prompt that were not computed."""
 
 
 class PageDigests(_Struct, frozen=True):
@@ -395,6 +396,9 @@ class Resume(_Message, frozen=True):
 class FlushCache(_Message, frozen=True):
     """Forget the cached pages that nobody holds."""
 
+    tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
+    """Where; storage is shared and outlives replicas, so that nothing is forgotten there."""
+
 
 Message = (
     Submit
@@ -414,9 +418,11 @@ Message = (
     | DropSend
     | CheckPages
     | GiveTimeline
+    | MovePages
     | StepResult
     | SendReport
     | PagesChecked
+    | PagesMoved
     | Shutdown
     | Drain
     | Resume

@@ -92,6 +92,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     ownership: KvOwnership
     build: str
     """Version of the code that runs."""
+    host_endpoint: Endpoint | None = None
+    """This rank's memory for pages beside the device's, if it has any."""
 
     @property
     def num_owners(self) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.spec.tiers import CachedTokens
 from router.answer import Answer
 from router.api.connection import EventStream, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
@@ -139,12 +140,14 @@ def texts_of(service: Service, work: Work) -> list[AnswerText]:
 def usage_of(work: Work, answer: Answer, completion_tokens: int) -> Usage:
     """A prompt counts once, however many choices it has."""
     prompt_tokens = _prompt_tokens(work)
-    cached_tokens = sum(answer.stream.cached_tokens[:: work.num_choices])
+    cached = sum(answer.stream.cached[:: work.num_choices], CachedTokens())
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached.total, host_tokens=cached.host, storage_tokens=cached.storage
+        ),
     )
 
 

@@ -6,11 +6,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
-class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the prompt's KV came from."""
 
     cached_tokens: int
     """Not computed: an earlier request had the same beginning."""
+    host_tokens: int = 0
+    """Those of them that came from host memory; left out if none did."""
+    storage_tokens: int = 0
+    """Those of them that came from storage; left out if none did."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

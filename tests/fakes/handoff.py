@@ -268,7 +268,7 @@ class World:
             assert message.first_index == len(client.tokens)
             client.tokens += message.token_ids
             client.logprobs += message.logprobs
-            client.cached_tokens += message.cached_tokens
+            client.cached_tokens += message.cached.total
             client.finish = message.finish
 
     def _step(self, address: str) -> None:

@@ -92,6 +92,7 @@ class LocalEngine:
             config.resources.collectives,
             config.prefill.moe_dispatch,
             config.decode.moe_dispatch,
+            config.hicache,
         )
         if self._loaded != layout:
             self._loaded = None

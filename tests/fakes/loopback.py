@@ -48,9 +48,18 @@ class Loopback:
             self.memory[target.session][target_offset : target_offset + num_bytes] = source.buffer[
                 source_offset : source_offset + num_bytes
             ]
-
             for place in self.flips & set(range(target_offset, target_offset + num_bytes)):
                 self.memory[target.session][place] ^= 1
+
+    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
+        if source.session in self.failing:
+            raise TransferError(f"{source.session} fails")
+        if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
+            raise TransferError(wrong)
+        for source_offset, target_offset, num_bytes in spans:
+            target.buffer[target_offset : target_offset + num_bytes] = self.memory[source.session][
+                source_offset : source_offset + num_bytes
+            ]
 
     def forget(self, target: Endpoint) -> None:
         self.forgotten.append(target.session)

@@ -28,6 +28,7 @@ from cluster.spec.messages import (
     Timeline,
 )
 from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
 
@@ -206,7 +207,7 @@ class FakeReplica:
             prompt_logprobs=_prompt_logprobs(submit) if start == 0 else [],
             logprobs=[] if num_top is None else [logprobs_of(token_id, num_top) for token_id in tokens],
             finish=finish,
-            cached_tokens=self.cached_tokens if start == 0 else 0,
+            cached=CachedTokens(total=self.cached_tokens if start == 0 else 0),
         )
         outbox.send(submit.router.address, output)
 

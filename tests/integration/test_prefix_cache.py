@@ -108,7 +108,7 @@ def check(case: Case, both: Both) -> None:
     assert first == [oracle.tokens(prompt) for prompt in (LONG, SHORT)]
     for (state, (prompt, num_pages)), answer in zip(prompts.items(), answers, strict=True):
         assert answer.token_ids == oracle.tokens(prompt), state
-        assert answer.cached_tokens == (num_pages * PAGE_SIZE if Role.PREFILL in case["caching"] else 0), state
+        assert answer.cached.total == (num_pages * PAGE_SIZE if Role.PREFILL in case["caching"] else 0), state
 
 
 @pytest.mark.integration

@@ -62,7 +62,7 @@ class Both:
         for answer, others in zip(answers[1], zip(answers[0], answers[2], strict=True), strict=True):
             assert all(other.token_ids == answer.token_ids for other in others)
         for prompt, answer in zip(prompts * 2, answers[0] + answers[2], strict=True):
-            assert answer.cached_tokens == 0
+            assert answer.cached.total == 0
             compare(answer, prompt, self.oracle(tuple(prompt)))
 
     def _logprobs(self, prompt: tuple[int, ...]) -> Tensor:

@@ -142,10 +142,15 @@ class PageAllocator:
         """Keys of all cached pages, each after those above it."""
         return self._tree.keys() if self._tree else []
 
-    def follow(self, journal: PageJournal | None) -> None:
-        """Note there what comes into the cache and goes out of it; None for nowhere."""
-        if self._tree:
-            self._tree.journal = journal
+    def follow(self, journal: PageJournal) -> None:
+        """Note there, from now on, what comes into the cache and goes out of it."""
+        if self._tree and journal not in self._tree.journals:
+            self._tree.journals.append(journal)
+
+    def unfollow(self, journal: PageJournal) -> None:
+        """Note nothing more there."""
+        if self._tree and journal in self._tree.journals:
+            self._tree.journals.remove(journal)
 
     def flush(self) -> None:
         """Forget every cached page that nobody holds."""

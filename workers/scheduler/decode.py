@@ -36,14 +36,18 @@ from cluster.spec.messages import (
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
+from cluster.spec.tiers import CachedTokens, PagesMoved
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
+from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
+
+NOTHING_CACHED = CachedTokens()
 
 
 class DecodeLeader(LeaderCore):
@@ -55,11 +59,11 @@ class DecodeLeader(LeaderCore):
         steps: StepScheduler,
         allocator: PageAllocator,
         recorder: Recorder | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(settings.me, allocator, recorder)
+        super().__init__(settings.me, allocator, recorder, tiers)
         self._settings = settings
         self._steps = steps
-        self._allocator = allocator
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
         self._newest_step = 0
@@ -85,7 +89,9 @@ class DecodeLeader(LeaderCore):
             case Drain() | Resume():
                 self.draining = isinstance(message, Drain)
             case FlushCache():
-                self._allocator.flush()
+                self.flush(message)
+            case PagesMoved():
+                self.on_moved(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -99,7 +105,7 @@ class DecodeLeader(LeaderCore):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
         self._reserve(now_s)
-        self.send_page_news()
+        self.follow_cache()
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
@@ -110,6 +116,7 @@ class DecodeLeader(LeaderCore):
         plan = self._steps.next_plan()
         if plan is not None:
             self._newest_step = plan.step
+        self.follow_cache()
         return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
@@ -126,11 +133,11 @@ class DecodeLeader(LeaderCore):
                     self._emit(request, sequence, logprobs)
                 else:
                     # What another choice has brought, that one has told.
-                    cached_tokens = 0 if request.submit.prompt_of else sequence.cached_len
-                    self._emit_first(request, sequence, logprobs, drawn.prompt_logprobs, cached_tokens)
+                    cached = NOTHING_CACHED if request.submit.prompt_of else sequence.cached
+                    self._emit_first(request, sequence, logprobs, drawn.prompt_logprobs, cached)
         self._send_unsent(plan.step)
         self._reserve(now_s)
-        self.send_page_news()
+        self.follow_cache()
 
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
@@ -156,6 +163,8 @@ class DecodeLeader(LeaderCore):
     def check_integrity(self) -> None:
         """Prove that every page is held as often as it is counted."""
         self._steps.check_integrity()
+        if self.tiers:
+            self.tiers.check_integrity()
         ticketed = [page for request in self._requests.values() for page in request.pages]
         self._allocator.check_integrity(self._steps.held_pages + ticketed)
 
@@ -290,7 +299,7 @@ class DecodeLeader(LeaderCore):
         self._move(request, DecodeState.RUNNING, "result and all done")
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
-        self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached_tokens)
+        self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)
 
     def _run(self, request: DecodeRequest, tokens: list[int], computed_len: int) -> Sequence:
         """Hand a request and its pages to the step scheduler."""
@@ -320,14 +329,14 @@ class DecodeLeader(LeaderCore):
         sequence: Sequence,
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[TokenLogprobs],
-        cached_tokens: int,
+        cached: CachedTokens,
     ) -> None:
         """Further choices of the prompt get its pages before this one, which may be over, lets go of them."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice)
         self._reserve(self._now_s)
-        self._emit(request, sequence, logprobs, prompt_logprobs, cached_tokens)
+        self._emit(request, sequence, logprobs, prompt_logprobs, cached)
 
     def _emit(
         self,
@@ -335,7 +344,7 @@ class DecodeLeader(LeaderCore):
         sequence: Sequence,
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[TokenLogprobs] | None = None,
-        cached_tokens: int = 0,
+        cached: CachedTokens = NOTHING_CACHED,
     ) -> None:
         finish = sequence.finish_reason()
         if finish is not None:
@@ -352,7 +361,7 @@ class DecodeLeader(LeaderCore):
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs or [],
                 finish=finish,
-                cached_tokens=cached_tokens,
+                cached=cached,
             ),
         )
 

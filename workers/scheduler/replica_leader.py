@@ -37,6 +37,10 @@ class ReplicaLeader:
         """Whether there is a step to compute now."""
         return self._leader.has_work()
 
+    def next_deadline_s(self) -> float | None:
+        """When something is due though no message comes."""
+        return self._leader.next_deadline_s()
+
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
         plan = self._leader.next_plan()

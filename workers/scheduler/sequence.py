@@ -6,6 +6,7 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Target
 from cluster.spec.page_key import extend_page_keys
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
+from cluster.spec.tiers import CachedTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,12 @@ class Sequence:
     """Keys of the leading full pages, as far as they were asked for."""
     cached_len: int = 0
     """Leading tokens whose KV was there when the sequence started."""
+    host_len: int = 0
+    """Those of them that came from host memory."""
+    storage_len: int = 0
+    """Those of them that came from storage."""
+    is_loading: bool = False
+    """Pages are being filled from host memory; nothing is computed before they are there."""
     computed_len: int = 0
     planned_len: int = 0
     """Never less than ``computed_len``."""
@@ -44,7 +51,7 @@ class Sequence:
     """The ranks know this room."""
     timed: bool = False
     """The ranks keep a timeline of it."""
-    is_loading: bool = False
+    is_restoring: bool = False
     """Its KV comes from host memory with the next step."""
     is_whole: bool = False
     """Its grammar allows nothing more."""
@@ -56,6 +63,11 @@ class Sequence:
     def pending_len(self) -> int:
         """Tokens that no step has computed or is to compute."""
         return len(self.tokens) - self.planned_len
+
+    @property
+    def cached(self) -> CachedTokens:
+        """What need not be computed, by where it came from."""
+        return CachedTokens(total=self.cached_len, host=self.host_len, storage=self.storage_len)
 
     @property
     def is_stream(self) -> bool:

@@ -11,6 +11,7 @@ from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.sampling import Sampled
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
+from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
@@ -40,9 +41,10 @@ class StepScheduler:
         choose: Choose,
         chunk: Chunk | None = None,
         keeper: HostKeeper | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         """Without ``chunk``, a token takes the same time whatever its prefix; without ``keeper``, no KV is kept."""
-        self._holders = PageHolders(allocator, limits.page_size, keeper)
+        self._holders = PageHolders(allocator, limits.page_size, keeper, tiers)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
@@ -77,8 +79,8 @@ class StepScheduler:
 
     @property
     def held_pages(self) -> list[int]:
-        """Pages of the running sequences."""
-        return [page for sequence in self._holders.running for page in sequence.pages]
+        """Pages of all sequences."""
+        return self._holders.held_pages
 
     def whole_pages(self, room: Room) -> list[int]:
         """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
@@ -89,7 +91,7 @@ class StepScheduler:
         holders = self._holders
         if self.num_under_way == self._limits.depth:
             return False
-        has_pending = any(sequence.pending_len for sequence in holders.running)
+        has_pending = any(sequence.pending_len and not sequence.is_loading for sequence in holders.running)
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: Sequence) -> None:
@@ -174,25 +176,27 @@ class StepScheduler:
         by_rank = sorted(turns, key=self._rank)
         coming = {key for sequence in holders.running for key in self._keys_under_way(sequence, sequence.planned_len)}
         oldest = self._start_oldest(turns, budget)
-        if oldest is not None and not oldest.is_loading:
+        if oldest is not None and not oldest.is_restoring:
             budget.grant_share(oldest.room, oldest.planned_len, oldest.pending_len, self._limits.oldest_share)
             coming.update(self._keys_of_row(oldest, budget))
         for sequence in by_rank:
             if not budget.is_open(sequence.room):
                 continue
+            if sequence.is_loading:
+                continue
             is_ready = sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence))
-            if is_ready and not sequence.is_loading:
+            if is_ready and not sequence.is_restoring:
                 budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
                 coming.update(self._keys_of_row(sequence, budget))
-        self._grant_loading(budget)
+        self._grant_restoring(budget)
         return budget.granted
 
-    def _grant_loading(self, budget: Budget) -> None:
+    def _grant_restoring(self, budget: Budget) -> None:
         """KV comes back while others compute, or else is waited for."""
         for sequence in self._holders.running:
-            if sequence.is_loading and not budget.granted:
+            if sequence.is_restoring and not budget.granted:
                 budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
-            sequence.is_loading = False
+            sequence.is_restoring = False
 
     def _grant_streams(self, budget: Budget) -> None:
         """One token for every sequence that waits for no more; to make room for it others may be retracted.
@@ -207,7 +211,7 @@ class StepScheduler:
 
     def _start_oldest(self, turns: list[Sequence], budget: Budget) -> Sequence | None:
         """The oldest sequence that has its pages, or can have them; none if streams have taken the whole step."""
-        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room)]
+        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room) and not sequence.is_loading]
         oldest_first = sorted(open_turns, key=lambda sequence: sequence.arrival)
         return next((sequence for sequence in oldest_first if sequence.pages or self._holders.start(sequence)), None)
 
