@@ -1,5 +1,6 @@
 """The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
-from workers.attention.registry import fastest_backend
+from workers.attention.registry import choose_backend
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.rates import ModelShape, Rates
@@ -25,6 +26,8 @@ from workers.parallel.groups import ReplicaStore
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups
 from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +108,26 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         torch.frombuffer(region.buffer, dtype=torch.uint8),
     )
     model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
-    attention = fastest_backend(device, torch_dtype(dtype))
+    attention = choose_backend(config.resources.attention, device, torch_dtype(dtype))
+    _log.info("attention by %s: %s", attention.name, attention.reason)
     host_pages = None
     num_slots = num_host_slots(config.decode.host_memory_gib, layout)
     # Of several stages one may still copy when the leader takes a step for done.
     if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
         host_pages = HostPages(pool, num_slots)
     runner = ModelRunner(
-        model, pool, attention, groups.cp, spec.ownership, grammars, pipeline=groups.pipeline, host_pages=host_pages
+        model,
+        pool,
+        attention.backend,
+        groups.cp,
+        spec.ownership,
+        grammars,
+        pipeline=groups.pipeline,
+        host_pages=host_pages,
     )
     runner.warm_up()
     shape = ModelShape.of(model.config, dtype)
-    rates = calibrate(model, pool, attention, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
+    rates = calibrate(model, pool, attention.backend, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
     return Rank(
         geometry=geometry,
         layout=layout,

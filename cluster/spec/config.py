@@ -35,6 +35,21 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class AttentionSetting(StrEnum):
+    """What computes attention."""
+
+    AUTO = "auto"
+    """The fastest that the machine has."""
+    TRITON = "triton"
+    """On a GPU; pages of any size."""
+    FLASH_ATTN = "flash_attn"
+    """On a GPU, by the package of this name where it can, by triton elsewhere."""
+    NATIVE = "native"
+    """On a CPU with AVX512-BF16, in bf16."""
+    TORCH = "torch"
+    """Anywhere; the reference."""
+
+
 class ModelConfig(_Node):
     """Which model is served."""
 
@@ -301,6 +316,8 @@ class ResourcesConfig(_Node):
     """Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
     """Compute threads of each worker on a CPU."""
+    attention: AttentionSetting = AttentionSetting.AUTO
+    """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
     collectives: Collectives = Collectives.AUTO
     """How the ranks of a replica exchange tensors: in shared memory where they share a host, or always over TCP."""
     check_collectives: Annotated[bool, Field(strict=True)] = False
