@@ -108,22 +108,22 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     )
 
 
-def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSender:
+def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> KvSender:
     """What sends this rank's part of finished KV."""
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
         pool=rank.region.buffer,
         config=spec.config.transfer,
-        outbox=Outbox(),
+        outbox=outbox,
         start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
         recorder=rank.step_recorder.recorder,
     )
 
 
-def make_page_checker(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> PageChecker:
+def make_page_checker(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> PageChecker:
     """What compares this rank's pages with what was sent."""
-    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, Outbox())
+    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, outbox)
 
 
 def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:
