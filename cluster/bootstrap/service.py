@@ -122,7 +122,7 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
 
     @routes.put("/ranks/{dp}/{cp}/{tp}/{pp}")
     async def register(replica: str, dp: int, cp: int, tp: int, pp: int, request: Request) -> Response:
-        row = _decode(await _read(request), RankRow)
+        row = decode_body(await _read(request), RankRow)
         _check_path(f"{_replica(replica)} {RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)}", f"{row.replica} {row.coords}")
         table.register(row)
         watched.wake_if_changed()
@@ -134,7 +134,7 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
 
     @routes.post("/heartbeat")
     async def heartbeat(replica: str, request: Request) -> Response:
-        beat = _decode(await _read(request), Heartbeat)
+        beat = decode_body(await _read(request), Heartbeat)
         _check_path(_replica(replica), beat.replica)
         table.heartbeat(beat, watched.now_s())
         watched.wake_if_changed()
@@ -209,7 +209,8 @@ async def _read(request: Request) -> bytes:
     return bytes(received)
 
 
-def _decode(body: bytes, kind: type[Body]) -> Body:
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """The struct in a body. Raises HTTPException 400."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
