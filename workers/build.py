@@ -1,5 +1,6 @@
 """Puts the parts of a worker together from its spec."""
 
+from collections.abc import Callable
 from functools import partial
 
 from cluster.channel import Outbox
@@ -123,13 +124,13 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     )
 
 
-def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Mover:
+def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]) -> Mover:
     """What carries out the leader's orders on this rank."""
     if rank.host_region is None:
         return NoMover()
     copier = Copier(rows, spec.global_rank, rank.region, rank.host_region, rank.backend)
     store = make_page_store(spec, rank, rows[spec.global_rank])
-    return PageMover(copier, store, spec.global_rank, rows[0].address)
+    return PageMover(copier, store, spec.global_rank, rows[0].address, open_outbox)
 
 
 def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
@@ -155,22 +156,22 @@ def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> 
     return Tiers(config, tree, host_pages, rows) if host_pages else None
 
 
-def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSender:
+def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> KvSender:
     """What sends this rank's part of finished KV."""
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
         pool=rank.region.buffer,
         config=spec.config.transfer,
-        outbox=Outbox(),
+        outbox=outbox,
         start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
         recorder=rank.step_recorder.recorder,
     )
 
 
-def make_page_checker(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> PageChecker:
+def make_page_checker(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> PageChecker:
     """What compares this rank's pages with what was sent."""
-    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, Outbox())
+    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, outbox)
 
 
 def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:

@@ -7,6 +7,7 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -60,7 +61,8 @@ class Worker:
         self._model_folder = model_folder
         self._rendezvous = rendezvous
         self._clock = SystemClock()
-        self._inbox = Inbox(spec.host)
+        self._key = rendezvous.channel_key if rendezvous is not None else None
+        self._inbox = Inbox(spec.host, self._key)
         self._store: ReplicaStore | None = None
         self._rank: Rank | None = None
         self._checker: PageChecker | None = None
@@ -87,10 +89,10 @@ class Worker:
     def run(self, rows: list[RankRow]) -> None:
         """Work until Shutdown; raises the error that ended this rank. ``rows`` are all ranks' rows, by global rank."""
         assert self._rank is not None, "run before load"
-        outbox = Outbox()
-        sender = make_kv_sender(self.spec, self._rank, rows)
-        self._checker = make_page_checker(self.spec, self._rank, rows)
-        mover = make_mover(self.spec, self._rank, rows)
+        outbox = Outbox(self._key)
+        sender = make_kv_sender(self.spec, self._rank, rows, Outbox(self._key))
+        self._checker = make_page_checker(self.spec, self._rank, rows, Outbox(self._key))
+        mover = make_mover(self.spec, self._rank, rows, partial(Outbox, self._key))
         try:
             if self.spec.is_leader:
                 self._lead(rows, self._rank, sender, mover, outbox)
@@ -213,7 +215,7 @@ class Worker:
     def _keep_lease(self, rows: list[RankRow]) -> LeaseKeeper | None:
         if self._rendezvous is None:
             return None
-        outbox = Outbox()
+        outbox = Outbox(self._key)
 
         def on_table(snapshot: TableSnapshot) -> None:
             outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
@@ -236,7 +238,7 @@ class Worker:
         self.stop(str(error))
 
     def _post(self, message: Message) -> None:
-        outbox = Outbox()
+        outbox = Outbox(self._key)
         outbox.send(self._inbox.address, message)
         outbox.close()
 

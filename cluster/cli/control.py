@@ -59,6 +59,14 @@ def give_order(path: Path, order: Order) -> Iterator[Answer]:
     raise PeerUnreachableError("the driver ended before the order was carried out")
 
 
+def decode_order(line: bytes) -> Order | None:
+    """The order in a line; None if it holds none."""
+    try:
+        return _orders.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False
@@ -70,10 +78,9 @@ class _Connection(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        try:
-            order = _orders.decode(self.rfile.readline(_MAX_LINE_BYTES))
-        except msgspec.DecodeError as error:
-            self._tell(Answer(0, f"not an order: {error}", Outcome.REFUSED))
+        order = decode_order(self.rfile.readline(_MAX_LINE_BYTES))
+        if order is None:
+            self._tell(Answer(0, "not an order", Outcome.REFUSED))
             return
         for answer in self.server.give(order):
             with suppress(OSError):  # nobody asks any more; the order goes on

@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,13 +109,15 @@ def _supervise(
     progress: "StartProgress",
     signals: "StopSignals",
 ) -> None:
+    from cluster.channel import draw_key
     from cluster.cli.control import serve_orders
     from cluster.cli.running import control_path
     from cluster.launch.launcher import Launcher
-    from cluster.launch.tools import Tools
+    from cluster.launch.tools import Tools, tell
     from cluster.supervisor.loop import Supervisor
 
-    tools = Tools(system=system, progress=progress.stage)
+    key = draw_key()
+    tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
     supervisor = Supervisor(
         config.resources.restart_backoff_s, lambda: _announce(launcher, config, note, progress), progress.line
     )

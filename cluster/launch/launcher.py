@@ -183,7 +183,10 @@ class Launcher:
             raise
         self._bootstrap_port = urlsplit(url).port or 0
         if not self._rendezvous.done():
-            self._rendezvous.set_result(Rendezvous(bootstrap_url=url, token=self._token))
+            self._rendezvous.set_result(self._meeting(url))
+
+    def _meeting(self, url: str) -> Rendezvous:
+        return Rendezvous(bootstrap_url=url, token=self._token, channel_key=self._tools.channel_key)
 
     def _start_router(self, incarnation: Incarnation, deadline: Deadline) -> None:
         process = RouterProcess(self._tools, incarnation)

@@ -29,10 +29,11 @@ async def read(request: Request, schema: type[Body]) -> Body:
     try:
         return schema.model_validate_json(bytes(received))
     except ValidationError as error:
-        raise _problem(error.errors(include_url=False)[0]) from None
+        raise problem_of(error.errors(include_url=False)[0]) from None
 
 
-def _problem(error: ErrorDetails) -> ApiError:
+def problem_of(error: ErrorDetails) -> ApiError:
+    """A validation error of pydantic's in our words, naming the field."""
     if error["type"] == "json_invalid":
         return bad_request(f"body: {error['msg']}")
     path, field = _path(error["loc"])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.cli.running import find_running
 from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 from tests.fakes.traces import write_trace
@@ -151,6 +152,14 @@ def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: Runni
     assert report["hit_rate"] == pytest.approx(report["infinite_cache_hit_rate"], abs=0.005)
 
 
+def test_no_secret_is_in_a_command_line(cluster: RunningCluster) -> None:
+    del cluster
+    token = find_running(NAME).token
+    commands = _command_lines()
+    assert any(NAME.encode() in command for command in commands)
+    assert not any(token.encode() in command for command in commands)
+
+
 def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluster: RunningCluster) -> None:
     before = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
     with _streaming_clients(cluster.url, num_clients=2) as outcomes:
@@ -213,6 +222,15 @@ def _bench(cluster: RunningCluster, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
+
+
+def _command_lines() -> list[bytes]:
+    """Of every process of this machine."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            commands.append(path.read_bytes())
+    return commands
 
 
 def _order(*arguments: str) -> tuple[int, str]:

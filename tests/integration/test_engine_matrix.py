@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.registry import PageFilter, TransferMode, Verify
 from cluster.spec.strategy import Collectives, Strategy
 from tests.fakes.checkpoints import DENSE, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
@@ -53,6 +53,7 @@ def name_of(case: Case) -> str:
 
 def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
     kv: KvWay = case["kv"]
+    verify = Verify.DIGEST if backend == "mooncake" else Verify.COUNTS
     return DeployConfig.model_validate(
         {
             "model": {"served_name": case["family"]},
@@ -65,7 +66,7 @@ def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
                 "chunk_tokens": case["chunk_tokens"],
             },
             "resources": {"collectives": case["collectives"]},
-            "transfer": {"backend": backend, "mode": kv.sends, "page_filter": kv.page_filter},
+            "transfer": {"backend": backend, "mode": kv.sends, "page_filter": kv.page_filter, "verify": verify},
         }
     )
 

@@ -93,7 +93,7 @@ def _stored_path(path: str, config: ModelConfig) -> str:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class StoredTensor:
     """Where a tensor lies on disk, known without reading it."""
 
     file: Path
@@ -101,7 +101,7 @@ class _Stored:
 
 
 def _fill(model: DecoderModel, folder: Path) -> None:
-    wanted, stored = stored_parts(model), _stored_tensors(folder)
+    wanted, stored = stored_parts(model), stored_tensors(folder)
     redundant = {name for name in stored if _is_redundant(name, model.config)}
     others = {name for name in stored.keys() - wanted if _is_elsewhere(name, model)}
     _check_fit(folder, wanted, {name: place for name, place in stored.items() if name not in redundant | others})
@@ -114,13 +114,14 @@ def _fill(model: DecoderModel, folder: Path) -> None:
         _check_tied(wanted[INPUT_TABLE], stored[OUTPUT_TABLE])
 
 
-def _stored_tensors(folder: Path) -> dict[str, _Stored]:
-    stored: dict[str, _Stored] = {}
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, without reading it. Raises CheckpointError."""
+    stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         with _opened(file) as tensors:
             # `tensors` is a handle of the safetensors library, not a mapping.
             for name in tensors.keys():  # noqa: SIM118
-                stored[name] = _Stored(file, tuple(tensors.get_slice(name).get_shape()))
+                stored[name] = StoredTensor(file, tuple(tensors.get_slice(name).get_shape()))
     return stored
 
 
@@ -132,9 +133,11 @@ def _weight_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        present = {path.name for path in folder.iterdir()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
-    absent = [shard for shard in shards if not (folder / shard).exists()]
+    # A name with a path in it is none of the folder's.
+    absent = [str(shard) for shard in shards if shard not in present]
     if absent:
         raise CheckpointError(f"{folder} lacks files that {INDEX_FILE} names: {_shortened(absent)}")
     return [folder / shard for shard in shards]
@@ -164,7 +167,7 @@ def _is_elsewhere(name: str, model: DecoderModel) -> bool:
     return is_of_expert or (layer[1] not in model.layers and int(layer[1]) < model.num_layers)
 
 
-def _check_fit(folder: Path, wanted: Mapping[str, StoredPart], stored: Mapping[str, _Stored]) -> None:
+def _check_fit(folder: Path, wanted: Mapping[str, StoredPart], stored: Mapping[str, StoredTensor]) -> None:
     misshapen = [
         f"{name} is {list(stored[name].shape)} but should be {list(part.whole)}"
         for name, part in wanted.items()
@@ -176,7 +179,7 @@ def _check_fit(folder: Path, wanted: Mapping[str, StoredPart], stored: Mapping[s
         raise CheckpointError(f"the tensors in {folder} do not fit its config.json; {'; '.join(problems)}")
 
 
-def _check_tied(table: StoredPart, copy: _Stored) -> None:
+def _check_tied(table: StoredPart, copy: StoredTensor) -> None:
     with _opened(copy.file) as tensors:
         stored = tensors.get_slice(OUTPUT_TABLE)[table.index].to(table.target)
         if copy.shape != table.whole or not torch.equal(stored, table.target[: len(stored)]):

@@ -19,9 +19,10 @@ Work = Callable[[MovePages, float], PagesMoved]
 class Lane:
     """Orders of one kind of memory; other lanes go on meanwhile, and so does the forward pass."""
 
-    def __init__(self, name: str, leader_address: str, work: Work) -> None:
-        """Start the thread; ``work`` must answer and not raise."""
+    def __init__(self, name: str, leader_address: str, outbox: Outbox, work: Work) -> None:
+        """Takes the outbox over, and starts the thread; ``work`` must answer and not raise."""
         self._leader_address = leader_address
+        self._outbox = outbox
         self._work = work
         self._queue: queue.SimpleQueue[tuple[MovePages, float] | None] = queue.SimpleQueue()
         self._is_closing = False
@@ -39,14 +40,13 @@ class Lane:
         self._thread.join()
 
     def _run(self) -> None:
-        outbox = Outbox()
         try:
             while (item := self._queue.get()) is not None and not self._is_closing:
                 order, since_s = item
                 answer = self._work(order, time.monotonic() - since_s)
                 try:
-                    outbox.send(self._leader_address, answer)
+                    self._outbox.send(self._leader_address, answer)
                 except PeerUnreachableError as error:
                     _log.warning("%s", error)
         finally:
-            outbox.close()
+            self._outbox.close()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from cluster.channel import Outbox
 from cluster.spec.errors import TransferError
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved
 from workers.hicache.copier import Copier
@@ -43,13 +44,20 @@ class NoMover:
 class PageMover:
     """Moves pages between device and host memory, and between host memory and storage, each in a lane of its own."""
 
-    def __init__(self, copier: Copier, store: PageStore | None, global_rank: int, leader_address: str) -> None:
-        """Without a store no order is about storage."""
+    def __init__(
+        self,
+        copier: Copier,
+        store: PageStore | None,
+        global_rank: int,
+        leader_address: str,
+        open_outbox: Callable[[], Outbox],
+    ) -> None:
+        """Without a store no order is about storage; each lane has an outbox of its own."""
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
         names = ("copies", "reads", "writes") if store else ("copies",)
-        self._lanes = {name: Lane(f"hicache-{name}", leader_address, self._answer) for name in names}
+        self._lanes = {name: Lane(f"hicache-{name}", leader_address, open_outbox(), self._answer) for name in names}
 
     def take(self, order: MovePages) -> None:
         """The worker calls this between steps, so that every page which is to be saved has its KV."""

@@ -79,7 +79,12 @@ class ModelConfig:
         raw = _read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.exists() else {}
-        return cls.from_mapping(raw, generation)
+        try:
+            return cls.from_mapping(raw, generation)
+        except UnsupportedModelError:
+            raise
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise UnsupportedModelError(f"{folder}: config.json holds a value of a wrong kind: {error}") from error
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> "ModelConfig":
@@ -158,7 +163,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UnsupportedModelError(f"{path.parent} is no model folder: it has no {path.name}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
