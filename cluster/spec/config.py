@@ -133,7 +133,7 @@ class PrefillConfig(PoolConfig):
     chunk_tokens: PositiveInt = 8192
     """Most tokens computed in one step, over all requests."""
     oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
-    """Part of each step that the oldest requests get, one of each length (by powers of two of steps); 1 leaves no rest."""
+    """Part of each step that the oldest requests get, one of each length by powers of two of steps."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Prompt tokens before one replica at which it gets no more; when all replicas have so many, clients get 429."""
 
