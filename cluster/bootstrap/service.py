@@ -140,6 +140,12 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
         watched.wake_if_changed()
         return Response(status_code=204)
 
+    @routes.post("/alive")
+    async def alive(replica: str, incarnation: int, rank: int) -> Response:
+        table.alive(_replica(replica), Incarnation(incarnation), rank, watched.now_s())
+        watched.wake_if_changed()
+        return Response(status_code=204)
+
     @routes.delete("")
     async def unregister(replica: str, incarnation: int, reaped: bool = False) -> Response:
         table.unregister(_member(replica), Incarnation(incarnation), reaped=reaped)

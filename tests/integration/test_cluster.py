@@ -200,14 +200,17 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(
     assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before
 
 
-@pytest.mark.parametrize("replica", ["prefill-0", "decode-0"])
-def test_a_killed_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
-    cluster: RunningCluster, replica: str
+@pytest.mark.parametrize(
+    ("replica", "number"),
+    [("prefill-0", signal.SIGKILL), ("decode-0", signal.SIGKILL), ("prefill-0", signal.SIGSTOP)],
+)
+def test_a_lost_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
+    cluster: RunningCluster, replica: str, number: int
 ) -> None:
-    """Requests at hand end well or with an error, never wrong, never not at all."""
+    """Requests at hand end well or with an error, never wrong, never not at all. A rank that stops is no leader."""
     before = cluster.replicas()[replica]
     victim = listener_pid(before["rows"][-1]["address"])
-    outcomes = asyncio.run(_crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim)))
+    outcomes = asyncio.run(_crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim, number)))
     assert outcomes.count("right") + outcomes.count("failed") == 12
     assert outcomes.count("failed") >= 1
     cluster.wait_until(lambda: _is_renewed(cluster, replica, before["incarnation"]), 180)
@@ -274,9 +277,9 @@ def _total(events: list[dict[str, Any]], name: str, fact: str) -> int:
 
 
 async def _crowd(
-    url: str, num_clients: int, seed: int, leavers: int, after_s: tuple[float, int] | None = None
+    url: str, num_clients: int, seed: int, leavers: int, after_s: tuple[float, int, int] | None = None
 ) -> list[str]:
-    """The outcome of every client; ``after_s`` kills a process after so many seconds."""
+    """The outcome of every client; ``after_s`` sends a process a signal after so many seconds."""
     rng = random.Random(seed)
     leaving = set(rng.sample(range(num_clients), leavers))
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=num_clients)) as client:
@@ -288,7 +291,7 @@ async def _crowd(
         ]
         if after_s is not None:
             await asyncio.sleep(after_s[0])
-            os.kill(after_s[1], signal.SIGKILL)
+            os.kill(after_s[1], after_s[2])
         return await asyncio.gather(*jobs)
 
 
