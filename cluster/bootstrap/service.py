@@ -218,9 +218,11 @@ async def _read(request: Request) -> bytes:
 def decode_body(body: bytes, kind: type[Body]) -> Body:
     """The struct in a body. Raises HTTPException 400."""
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        struct = msgspec.json.decode(body, type=kind)
+        msgspec.msgpack.encode(struct)  # JSON has larger numbers than messages can tell
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as exc:
         raise HTTPException(400, f"the body is not a {kind.__name__}: {exc}") from exc
+    return struct
 
 
 def _listen(host: str, port: int) -> socket.socket:
