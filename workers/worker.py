@@ -5,7 +5,8 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.bootstrap.client import LeaseKeeper
+from cluster.bootstrap.rank_keeper import RankKeeper
 from cluster.bootstrap.table import TableRefusedError
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
@@ -97,7 +99,10 @@ class Worker:
             if self.spec.is_leader:
                 self._lead(rows, self._rank, sender, mover, outbox)
             else:
-                self._follow(self._rank, sender, mover, outbox, rows[0].address)
+                with self._showing_life(rows[self.spec.global_rank]):
+                    self._follow(self._rank, sender, mover, outbox, rows[0].address)
+                if self._refusal is not None:
+                    raise self._refusal
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
             self._rank.groups.leave()
@@ -203,6 +208,19 @@ class Worker:
                     self._give_timeline(message, outbox)
                 elif isinstance(message, Shutdown):
                     return
+
+    @contextmanager
+    def _showing_life(self, row: RankRow) -> Iterator[None]:
+        if self._rendezvous is None:
+            yield
+            return
+        url, token = self._rendezvous.bootstrap_url, self._rendezvous.token
+        keeper = RankKeeper(url, token, row, self.spec.config.resources.heartbeat_s, self._on_refused)
+        keeper.start()
+        try:
+            yield
+        finally:
+            keeper.stop()
 
     def _check_pages(self, message: CheckPages) -> None:
         assert self._checker is not None

@@ -100,6 +100,14 @@ def _lease(config: DeployConfig) -> list[Problem]:
     return [Problem("resources.lease_s", message)]
 
 
+def _silence(config: DeployConfig) -> list[Problem]:
+    lease_s, silence_s = config.resources.lease_s, config.resources.silence_s
+    if silence_s > lease_s:
+        return []
+    message = f"got {silence_s}; allowed: more than resources.lease_s = {lease_s}, after which a silence is seen"
+    return [Problem("resources.silence_s", message)]
+
+
 def _gpu_transfer(config: DeployConfig) -> list[Problem]:
     if config.resources.device is Device.CPU or config.transfer.backend is TransferBackendName.MOONCAKE:
         return []
@@ -152,6 +160,7 @@ CHECKS = (
         _ring_transfer,
     ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
+    Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),
     Check(
         "a request waits in the router for less than its life",
         ("router.max_wait_s", "router.request_timeout_s"),

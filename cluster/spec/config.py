@@ -328,6 +328,8 @@ class ResourcesConfig(_Node):
     """Interval between a leader's heartbeats."""
     lease_s: PositiveSeconds = 3.0
     """Silence of a leader after which its replica is not used."""
+    silence_s: PositiveSeconds = 10.0
+    """Silence of a rank, or of the bootstrap service, after which its replica or the service is started again."""
     restart_backoff_s: PositiveSeconds = 1.0
     """First wait before a lost replica is started again; doubles up to a minute."""
 

@@ -150,6 +150,8 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     ready: bool
     """Every rank of this incarnation is registered and its lease runs."""
+    silent: tuple[int, ...] = ()
+    """Global ranks whose lease ran out."""
     rows: tuple[RankRow, ...]
     """By global rank."""
     load: ReplicaLoad
