@@ -217,6 +217,8 @@ class DecodeLeader(LeaderCore):
             prefill_incarnation=prefill.incarnation,
             pages=[pages],
             held_pages=request.num_held,
+            dp_rank=self._settings.dp_rank,
+            wanted_dp_rank=submit.dp_rank,
             geometry=self._settings.geometry,
         )
         request.session = ReceiverSession(

@@ -44,10 +44,11 @@ class DecodeSettings:
     """What the leader must know of its replica."""
 
     me: Peer
+    dp_rank: int = 0
     geometry: KvGeometry
     layout: PoolLayout
     page_bytes: int
-    """Of one page over all ranks."""
+    """Of one page over all ranks that hold a part of it."""
     transfer_timeout_s: float
     rank_addresses: tuple[str, ...] = ()
     """Every rank's, by global rank."""
