@@ -44,6 +44,7 @@ from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter
+from workers.traffic import HANDOFF, Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Worker:
         self._rank: Rank | None = None
         self._checker: PageChecker | None = None
         self._load = ReplicaLoad()
+        self._num_sent_bytes = 0
         self._refusal: TableRefusedError | None = None
         """Why the bootstrap table will not have this replica."""
 
@@ -107,6 +109,12 @@ class Worker:
             self._checker.close()
             mover.close()
             outbox.close()
+            self._num_sent_bytes += sender.num_sent_bytes
+
+    def traffic(self) -> Traffic:
+        """Between runs: bytes that this rank has taken from others and sent to decode since it was loaded."""
+        assert self._rank is not None, "traffic before load"
+        return self._rank.groups.received() + Traffic({HANDOFF: self._num_sent_bytes})
 
     def stop(self, reason: str) -> None:
         """From any thread: make ``run`` return after the step at hand."""

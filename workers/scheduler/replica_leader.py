@@ -17,6 +17,18 @@ from workers.context_parallel.shard_lens import idle_plan, with_shard_lens
 from workers.scheduler.leader import Leader
 
 _REMEMBERED_ROOMS = 100_000
+_COUNTS = (
+    "num_waiting",
+    "num_running",
+    "num_tokens",
+    "free_pages",
+    "cached_pages",
+    "total_pages",
+    "wrong_pages",
+    "num_retracted",
+    "num_kept",
+)
+"""What adds up over DP ranks."""
 
 
 class ReplicaLeader:
@@ -83,15 +95,8 @@ class ReplicaLeader:
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
         loads = [leader.load() for leader in self._leaders]
-        return ReplicaLoad(
-            num_waiting=sum(load.num_waiting for load in loads),
-            num_running=sum(load.num_running for load in loads),
-            num_tokens=sum(load.num_tokens for load in loads),
-            free_pages=sum(load.free_pages for load in loads),
-            cached_pages=sum(load.cached_pages for load in loads),
-            total_pages=sum(load.total_pages for load in loads),
-            draining=loads[0].draining,
-        )
+        sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
+        return replace(loads[0], **sums)
 
     @property
     def _can_plan(self) -> bool:
