@@ -95,6 +95,7 @@ class Dispatch:
             cache_salt=ask.cache_salt,
             priority=ask.priority,
             timed=ask.timed,
+            dp_rank=ask.dp_rank,
         )
         return room, [Send(address=peer.address, message=submit) for peer in flight.legs]
 

@@ -106,6 +106,8 @@ class Ask:
     """Lower values have their turn earlier."""
     timed: bool = False
     """Every rank keeps a timeline of it."""
+    dp_rank: int | None = None
+    """The DP rank that the client wants; None for any."""
     session: str = ""
     """What the client calls the conversation it belongs to; empty for none."""
     page_keys: Sequence[bytes] = ()

@@ -65,6 +65,8 @@ class KvSender:
         self._recorder = recorder or Recorder()
         self._lock = threading.Lock()
         """Held while sessions change or the outbox is used: both threads do."""
+        self.num_sent_bytes = 0
+        """Of KV, written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
         self._targets: dict[ReplicaId, Target] = {}
         """The newest start of each decode replica that we have sent to."""
@@ -188,6 +190,7 @@ class KvSender:
                 return
             match outcome:
                 case Written():
+                    self.num_sent_bytes += outcome.num_bytes
                     session.written(outcome.num_pages, outcome.num_bytes, outcome.digests)
                     self._record(outcome)
                 case WriteFailed():

@@ -266,6 +266,13 @@ class LocalCluster:
         """What the ranks of a replica tell of themselves, by global rank."""
         return next(replica.rows for replica in self._replicas if replica.role is role)
 
+    def ask(self, role: Role, method: str) -> list[Any]:
+        """Between runs: what a method of the workers of a replica returns, by global rank."""
+        (workers,) = (replica.workers for replica in self._replicas if replica.role is role)
+        for worker in workers:
+            worker.call(method)
+        return [worker.result() for worker in workers]
+
     def generate(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[list[int]]:
         """The output tokens of every prompt, all submitted at once."""
         return [answer.token_ids for answer in self.answer(prompts, timeout_s)]

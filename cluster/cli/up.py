@@ -39,12 +39,9 @@ def up(
     worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show what the workers print.")] = False,
 ) -> None:
     """Start the cluster of a deploy YAML and keep it running until Ctrl-C or `baton down`."""
-    from cluster.spec.checks import runnable_problems
     from cluster.spec.loader import load_config
 
     config = load_config(file, overrides(changes or [], model))
-    if problems := runnable_problems(config):
-        raise ConfigError(problems)
     _check_port(config)
     try:
         _run(config, address, worker_logs)

@@ -17,10 +17,10 @@ class ModelFacts:
     geometry: KvGeometry
     num_heads: int
     """Query heads."""
-    num_experts: int | None
-    """Of each layer; None in dense models."""
     max_context: int
     """Most tokens the model itself takes, prompt and answer together."""
+    num_experts: int | None = None
+    """Of each layer; None in dense models."""
 
 
 @dataclass(frozen=True, slots=True)

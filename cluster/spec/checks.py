@@ -1,4 +1,4 @@
-"""What must hold between the keys of a deploy YAML, and what the engine cannot run yet. One key alone: config.py."""
+"""What must hold between the keys of a deploy YAML. One key alone: config.py."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -8,8 +8,6 @@ from cluster.spec.errors import Problem
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.strategy import CpMode, PassingSetting
-
-_AXES_NOT_RUN = ("dp",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +25,6 @@ class Check:
 def config_problems(config: DeployConfig, unreadable: Collection[str] = ()) -> list[Problem]:
     """Every broken rule, leaving out rules that read a key given as unreadable."""
     return [problem for check in CHECKS if not _reads(check, unreadable) for problem in check.find(config)]
-
-
-def runnable_problems(config: DeployConfig) -> list[Problem]:
-    """What is legal to plan and cannot be started yet."""
-    problems = []
-    for role, parallel in (("prefill", config.prefill.parallel), ("decode", config.decode.parallel)):
-        for axis in _AXES_NOT_RUN:
-            size = getattr(parallel, axis)
-            if size > 1:
-                problems.append(
-                    Problem(
-                        f"{role}.parallel.{axis}",
-                        f"got {size}; the engine runs {axis} = 1 so far (`baton plan` shows larger ones)",
-                    )
-                )
-    return problems
 
 
 def _reads(check: Check, paths: Collection[str]) -> bool:
@@ -90,6 +72,15 @@ def _ring_transfer(config: DeployConfig) -> list[Problem]:
         message = f"got {transfer.page_filter} {why}; allowed: modular, since a page is sent by the rank that holds it"
         problems.append(Problem("transfer.page_filter", message))
     return problems
+
+
+def _dp_tiers(config: DeployConfig) -> list[Problem]:
+    sizes = {role: pool.parallel.dp for role, pool in (("prefill", config.prefill), ("decode", config.decode))}
+    return [
+        Problem(f"{role}.parallel.dp", f"got {dp} with hicache.host_gib = {config.hicache.host_gib}; allowed: 1")
+        for role, dp in sizes.items()
+        if dp > 1 and config.hicache.host_gib
+    ]
 
 
 def _lease(config: DeployConfig) -> list[Problem]:
@@ -158,6 +149,11 @@ CHECKS = (
         "every rank of a ring sends the pages it holds",
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
         _ring_transfer,
+    ),
+    Check(
+        "tiers below the device cache belong to one DP rank",
+        ("prefill.parallel.dp", "decode.parallel.dp", "hicache.host_gib"),
+        _dp_tiers,
     ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
     Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),

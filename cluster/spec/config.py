@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
-from cluster.spec.strategy import Collectives, CpMode, MoeDispatch, PassingSetting, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, DpPolicy, MoeDispatch, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -83,7 +83,7 @@ class ParallelConfig(_Node):
     """How one replica is cut over workers; dp*cp*tp*pp of them."""
 
     dp: PositiveInt = 1
-    """Data parallel attention groups."""
+    """Data parallel attention: ranks with requests and KV of their own, that share MLPs and experts."""
     cp: PositiveInt = 1
     """Context parallel ranks: parts of a prompt's tokens. 1 on decode."""
     tp: PositiveInt = 1
@@ -107,6 +107,8 @@ class PoolConfig(_Node):
     """Most requests in one step of one replica."""
     kv_memory_gib: MemoryGib | None = None
     """Memory of the page pool of one worker of this role, in GiB; `kv.memory_gib` by default."""
+    dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
+    """Which DP rank of a replica gets a request; the header `X-data-parallel-rank` goes before it."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
     """How tokens reach their experts; auto takes what moves fewer bytes in each step."""
 

@@ -74,6 +74,8 @@ class Submit(_Message, frozen=True):
     """Lower values are computed earlier; the oldest request has its share whatever its priority."""
     timed: bool = False
     """Every rank keeps a timeline of this request until it is asked for it."""
+    dp_rank: int | None = None
+    """The DP rank that is to compute it, on each side that has one of this number."""
 
 
 class Cancel(_Message, frozen=True):
@@ -165,6 +167,10 @@ class Ticket(_Message, frozen=True):
     held_pages: int
     """Leading pages of the prompt that decode already has."""
     geometry: KvGeometry
+    dp_rank: int = 0
+    """Whose pages they are."""
+    wanted_dp_rank: int | None = None
+    """As in the Submit."""
 
 
 class Revoke(_Message, frozen=True):
@@ -321,6 +327,10 @@ class StepPlan(_Message, frozen=True):
     """How long the step is expected to take; None where the strategy was not chosen by time."""
     passing: Passing | None = None
     """How queries meet keys where KV is sharded; None where it is replicated."""
+    shard_lens: list[int] = []
+    """Tokens of every attention shard, by dp * cp_size + cp; empty where dp is 1."""
+    last_shard_lens: list[int] = []
+    """The same in the last layer."""
 
 
 class DropSend(_Message, frozen=True):
@@ -357,6 +367,7 @@ class StepResult(_Message, frozen=True):
     """A step is computed; from the rank that draws tokens, where that is not the leader itself."""
 
     step: int
+    dp_rank: int
     sampled: Mapping[Room, Sampled]
 
 

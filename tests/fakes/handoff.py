@@ -129,7 +129,9 @@ class World:
         steps = {
             role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE), keeper=keepers[role]) for role in Role
         }
+        first = self.prefill_rows[0]
         prefill = PrefillSettings(
+            me=Peer(replica=first.replica, incarnation=first.incarnation, address=first.address),
             row=self.prefill_rows[0],
             rank_addresses=tuple(rank_row.address for rank_row in self.prefill_rows),
             ticket_timeout_s=30.0,

@@ -63,7 +63,7 @@ class _NoAttention:
     """An AttentionContext that leaves only the linear part of a layer to be timed."""
 
     kv_first = False
-    lens = None
+    lens = last_lens = None
     wanted = None
 
     @property
@@ -87,7 +87,7 @@ def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, floa
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
-        return _least_s(lambda: layer(hidden, rotation, _NoAttention()))
+        return _least_s(lambda: layer(hidden, rotation, _NoAttention(), None))
 
     num_tokens, few_s = _FEW_TOKENS, layer_s(_FEW_TOKENS)
     many_s = few_s

@@ -31,7 +31,6 @@ from cluster.spec.messages import (
     StepPlan,
     Submit,
     TableUpdate,
-    Ticket,
 )
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
@@ -41,7 +40,7 @@ from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverStat
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
-from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState
+from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
@@ -66,8 +65,7 @@ class DecodeLeader(LeaderCore):
         self._steps = steps
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
-        self._newest_step = 0
-        self._unsent: deque[tuple[int, DecodeRequest]] = deque()
+        self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
         self._num_wrong_pages = 0
@@ -208,38 +206,18 @@ class DecodeLeader(LeaderCore):
                 self._run(request, request.submit.prompt_ids, cached_len)
 
     def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
-        submit = request.submit
-        pages = request.pages[request.num_held :]
-        ticket = Ticket(
-            room=submit.room,
-            generation=1,
-            decode=self.me,
-            prefill_incarnation=prefill.incarnation,
-            pages=[pages],
-            held_pages=request.num_held,
-            geometry=self._settings.geometry,
-        )
-        request.session = ReceiverSession(
-            ticket,
-            prefill,
-            num_pages=len(pages),
-            num_bytes=len(pages) * self._settings.page_bytes,
-            deadline_s=now_s + self._settings.transfer_timeout_s,
-            settle_s=self._settings.settle_s,
-            verify=self._settings.verify,
-        )
+        session = request.session = receiver_session(self._settings, request, prefill, now_s)
         if self._steps.num_under_way:
             self._unsent.append((self._newest_step, request))
         else:
-            self.send(prefill.address, request.session.open())
+            self.send(prefill.address, session.open())
 
     def _send_unsent(self, computed_step: int) -> None:
         """Ticket pages that nobody in this replica writes to any more."""
         while self._unsent and self._unsent[0][0] <= computed_step:
             _, request = self._unsent.popleft()
-            prefill = request.submit.prefill
-            if request.state is DecodeState.RECEIVING and request.session is not None and prefill is not None:
-                self.send(prefill.address, request.session.open())
+            if request.state is DecodeState.RECEIVING and request.session is not None:
+                self.send(request.session.prefill.address, request.session.open())
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)

@@ -16,7 +16,6 @@ from cluster.spec.messages import (
     FlushCache,
     FollowPages,
     Message,
-    Peer,
     Resume,
     Revoke,
     SendReport,
@@ -230,7 +229,7 @@ class PrefillLeader(LeaderCore):
             return
         if self.tiers and self.tiers.is_waiting(request.submit.room, self._now_s):
             return
-        rows = self._decode_rows(request.ticket.decode)
+        rows = self._decode_rows(request.ticket)
         if not rows:
             return
         if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
@@ -239,9 +238,12 @@ class PrefillLeader(LeaderCore):
             self._move(request, PrefillState.SCHEDULED, "ticket")
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
-    def _decode_rows(self, decode: Peer) -> Sequence[RankRow]:
-        entry = self._table.find(decode.replica) if self._table else None
-        return entry.rows if entry and entry.incarnation == decode.incarnation else ()
+    def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
+        """Of the DP rank whose pages they are."""
+        entry = self._table.find(ticket.decode.replica) if self._table else None
+        if entry is None or entry.incarnation != ticket.decode.incarnation:
+            return ()
+        return [row for row in entry.rows if row.coords.dp == ticket.dp_rank]
 
     def _sequence(self, submit: Submit, ticket: Ticket, rows: Sequence[RankRow]) -> TokenSequence:
         return TokenSequence(
