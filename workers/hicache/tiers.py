@@ -78,6 +78,10 @@ class Tiers:
         """Device pages were found by a request."""
         self._saver.note_hits(keys)
 
+    def note_received(self, keys: list[bytes]) -> None:
+        """Pages that are now cached came from a replica that keeps them itself."""
+        self._saver.note_received(keys)
+
     def is_coming(self, key: bytes) -> bool:
         """Whether the page is on its way to the device."""
         return self._loader.is_coming(key)

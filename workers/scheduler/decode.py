@@ -297,6 +297,8 @@ class DecodeLeader(LeaderCore):
         submit, result = request.submit, session.result
         assert result is not None
         self._move(request, DecodeState.RUNNING, "result and all done")
+        if self.tiers:
+            self.tiers.note_received(request.page_keys)
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
         self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)
