@@ -54,6 +54,11 @@ class Saver:
         """Pages that are now cached came from a replica that keeps them itself."""
         self._received.update(keys)
 
+    @property
+    def num_waiting(self) -> int:
+        """Pages that are due and not ordered yet."""
+        return len(self._waiting)
+
     def advance(self) -> None:
         """Order the copies that are due, as far as there is room for them."""
         stored, removed = self._journal.take()

@@ -18,7 +18,6 @@ from cluster.spec.messages import (
     Done,
     Drain,
     Drained,
-    FlushCache,
     FollowPages,
     Message,
     Output,
@@ -36,7 +35,7 @@ from cluster.spec.messages import (
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.tiers import CachedTokens, PagesMoved
+from cluster.spec.tiers import CachedTokens, FlushCache, PagesMoved, PinPages, UseStorage
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
@@ -90,8 +89,8 @@ class DecodeLeader(LeaderCore):
                 self.draining = isinstance(message, Drain)
             case FlushCache():
                 self.flush(message)
-            case PagesMoved():
-                self.on_moved(message)
+            case PagesMoved() | PinPages() | UseStorage():
+                self.on_tier_message(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -154,6 +153,7 @@ class DecodeLeader(LeaderCore):
             draining=self.draining,
             num_retracted=self._steps.num_retractions,
             num_kept=self._steps.num_kept,
+            tiers=self.tiers.state() if self.tiers else None,
         )
 
     def is_idle(self) -> bool:

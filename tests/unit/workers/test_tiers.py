@@ -240,3 +240,19 @@ def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
     world.now_s += 100.0
     world.submit([8] * 8)
     assert world.tiers.is_waiting(Room(5), world.now_s)
+
+
+def test_detached_storage_is_neither_asked_nor_given_anything() -> None:
+    world = world_of(backend="files")
+    world.tiers.attach(is_attached=False)
+    world.submit([0] * 8)
+    world.drain()
+    assert not world.ranks[0].stored
+    assert [work.kind for work in world.tiers.state().work] == [MoveKind.SAVE]
+    world.tiers.attach(is_attached=True)
+    world.submit([1] * 8)
+    world.drain()
+    assert len(world.ranks[0].stored) == 4
+    without = world_of(backend="none")
+    without.tiers.attach(is_attached=True)
+    assert not without.tiers.state().is_attached
