@@ -135,7 +135,7 @@ def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: C
 def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
     """This rank's pages in storage, if there is any."""
     config = spec.config.hicache.storage
-    backend = make_storage(config)
+    backend = make_storage(config, spec.host)
     if backend is None:
         return None
     return PageStore(
