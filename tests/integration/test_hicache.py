@@ -137,3 +137,20 @@ def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
         second.close()
     assert answer.token_ids == oracle.tokens(next_turn)
     assert answer.cached == CachedTokens(total=all_pages, storage=all_pages)
+
+
+def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    storage = {"backend": "files", "folder": str(tmp_path), "prefetch_min_tokens": 1, "prefetch_base_s": 0.05}
+    config = config_of({"cp": 2, "mode": CpMode.GATHER, "tp": 1}, tmp_path, storage=storage)
+    prompts = [[*draw(seed % 3, 4 * PAGE_SIZE), *draw(seed, 20)] for seed in range(10)]
+    engine = LocalEngine("tests.fakes.faulty_storage:WorkerWithFaultyStorage")
+    try:
+        with engine.running(checkpoint, config) as cluster:
+            for _ in range(2):
+                answers = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
+                assert answers == [oracle.tokens(prompt) for prompt in prompts]
+                cluster.flush(Tier.DEVICE, Tier.HOST)
+    finally:
+        engine.close()

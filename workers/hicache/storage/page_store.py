@@ -47,6 +47,7 @@ class PageStore:
         self._known = KnownCuts(backend, naming, Cut.of(row.ownership, row.sizes))
         self._reads = reads
         self._writes = writes
+        self._is_stopping = False
         self._scratch: dict[int, bytearray] = {}
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
@@ -70,6 +71,10 @@ class PageStore:
     def store(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
         """Write pages, as ``fetch`` reads them."""
         return [self._in_time(until_s, failures) and self._store(page, buffer(page), failures) for page in pages]
+
+    def stop(self) -> None:
+        """From any thread: begin no further page."""
+        self._is_stopping = True
 
     def close(self) -> None:
         """Let go of the backend."""
@@ -135,7 +140,7 @@ class PageStore:
         return list(self._naming.parts(cut, page.key, page.place, heads(self._layout), layers(self._layout)))
 
     def _in_time(self, until_s: float, failures: Counter[str]) -> bool:
-        is_in_time = time.monotonic() < until_s
+        is_in_time = time.monotonic() < until_s and not self._is_stopping
         failures["late"] += not is_in_time
         return is_in_time
 
