@@ -14,6 +14,7 @@ from router.dispatch import Dispatch
 from router.flight import ENDS
 from router.gate import Gate
 from router.page_index import PageIndex
+from router.tier_metrics import tier_metrics
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -104,6 +105,7 @@ class _Counts(Collector):
         yield _wrong_pages(self._directory.snapshot)
         yield _retractions(self._directory.snapshot)
         yield from _step_metrics(self._directory.snapshot)
+        yield from tier_metrics(self._directory.snapshot)
 
 
 def _wrong_pages(snapshot: TableSnapshot | None) -> Metric:

@@ -8,7 +8,6 @@ from cluster.spec.config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer, Timeline
-from cluster.spec.ranks import sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock
@@ -20,7 +19,7 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
 from workers.hicache.copier import Copier
 from workers.hicache.mover import Mover, NoMover, PageMover
-from workers.hicache.storage.objects import Cut, Naming
+from workers.hicache.storage.objects import Naming
 from workers.hicache.storage.page_store import PageStore
 from workers.hicache.storage.registry import make_storage
 from workers.hicache.storage.throttle import Throttle
@@ -143,15 +142,13 @@ def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: C
 def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
     """This rank's pages in storage, if there is any."""
     config = spec.config.hicache.storage
-    backend = make_storage(config)
+    backend = make_storage(config, spec.host)
     if backend is None:
         return None
-    pools = (spec.config.prefill, spec.config.decode)
     return PageStore(
         backend,
         Naming(rank.geometry, rank.weights),
         row,
-        others=[Cut.of(pool.ownership, sizes_of(pool.parallel)) for pool in pools],
         reads=Throttle(config.read_mib_s and config.read_mib_s * (1 << 20)),
         writes=Throttle(config.write_mib_s and config.write_mib_s * (1 << 20)),
     )

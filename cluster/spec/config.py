@@ -229,6 +229,8 @@ class StorageConfig(_Node):
     """Whether `files` waits for the disk; without, a power failure may cost some objects, which are then not read."""
     master: Text = "127.0.0.1:50051"
     """Of `mooncake_store`: host and port of its master."""
+    lent_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
+    """Of `mooncake_store`: memory of each worker that it may use, in GiB, beside that of its own servers."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     """How long a request waits for its pages."""
     prefetch_base_s: PositiveSeconds = 1.0

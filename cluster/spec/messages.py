@@ -14,7 +14,7 @@ from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
-from cluster.spec.tiers import CachedTokens, MovePages, PagesMoved, Tier
+from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
 
 
@@ -404,13 +404,6 @@ class Resume(_Message, frozen=True):
     """Ask for new requests again."""
 
 
-class FlushCache(_Message, frozen=True):
-    """Forget the cached pages that nobody holds."""
-
-    tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
-    """Where; storage is shared and outlives replicas, so that nothing is forgotten there."""
-
-
 Message = (
     Submit
     | Cancel
@@ -438,5 +431,7 @@ Message = (
     | Drain
     | Resume
     | FlushCache
+    | PinPages
+    | UseStorage
     | TableUpdate
 )

@@ -14,7 +14,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
-from workers.local import Answer, LocalCluster, Prompt
+from workers.local import WORKER, Answer, LocalCluster, Prompt
 
 
 class KvWay(NamedTuple):
@@ -84,8 +84,8 @@ class Oracle:
 class LocalEngine:
     """A local cluster that keeps its processes, and what they loaded while model and layout stay the same."""
 
-    def __init__(self) -> None:
-        self._cluster = LocalCluster()
+    def __init__(self, worker: str = WORKER) -> None:
+        self._cluster = LocalCluster(worker)
         self._loaded: tuple[object, ...] | None = None
 
     @contextmanager

@@ -18,7 +18,6 @@ from cluster.spec.messages import (
     Done,
     Drain,
     Drained,
-    FlushCache,
     FollowPages,
     Message,
     Output,
@@ -35,7 +34,7 @@ from cluster.spec.messages import (
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.tiers import CachedTokens, PagesMoved
+from cluster.spec.tiers import CachedTokens, FlushCache, PagesMoved, PinPages, UseStorage
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
@@ -88,8 +87,8 @@ class DecodeLeader(LeaderCore):
                 self.draining = isinstance(message, Drain)
             case FlushCache():
                 self.flush(message)
-            case PagesMoved():
-                self.on_moved(message)
+            case PagesMoved() | PinPages() | UseStorage():
+                self.on_tier_message(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -152,6 +151,7 @@ class DecodeLeader(LeaderCore):
             draining=self.draining,
             num_retracted=self._steps.num_retractions,
             num_kept=self._steps.num_kept,
+            tiers=self.tiers.state() if self.tiers else None,
         )
 
     def is_idle(self) -> bool:
@@ -275,6 +275,8 @@ class DecodeLeader(LeaderCore):
         submit, result = request.submit, session.result
         assert result is not None
         self._move(request, DecodeState.RUNNING, "result and all done")
+        if self.tiers:
+            self.tiers.note_received(request.page_keys)
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
         self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)

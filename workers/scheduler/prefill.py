@@ -13,7 +13,6 @@ from cluster.spec.messages import (
     Cancel,
     Drain,
     DropSend,
-    FlushCache,
     FollowPages,
     Message,
     Resume,
@@ -29,7 +28,7 @@ from cluster.spec.messages import (
 from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
-from cluster.spec.tiers import PagesMoved
+from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, UseStorage
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
@@ -80,8 +79,8 @@ class PrefillLeader(LeaderCore):
                 self.draining = isinstance(message, Drain)
             case FlushCache():
                 self.flush(message)
-            case PagesMoved():
-                self.on_moved(message)
+            case PagesMoved() | PinPages() | UseStorage():
+                self.on_tier_message(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -148,6 +147,7 @@ class PrefillLeader(LeaderCore):
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
             draining=self.draining,
+            tiers=self.tiers.state() if self.tiers else None,
         )
 
     def is_idle(self) -> bool:
@@ -170,7 +170,7 @@ class PrefillLeader(LeaderCore):
             return
         request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)
         self._requests[room] = request
-        if self.tiers:
+        if self.tiers and submit.sampling.num_prompt_logprobs is None:
             # The last token is always computed, for its logits.
             keys = page_keys(submit.prompt_ids[:-1], self._settings.layout.page_size, submit.cache_salt)
             self.tiers.expect(room, keys, self._now_s)
