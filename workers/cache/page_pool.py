@@ -5,6 +5,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from workers.kernel_devices import has_kernels
+
 
 class PagePool:
     """Pages as one tensor ``[page, kv_head, layer, k_or_v, slot, head_dim]`` (``data``).
@@ -48,6 +50,11 @@ class PagePool:
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the trash slot may repeat."""
+        if has_kernels(kv):
+            from workers.kernels.store_kv import store_kv
+
+            store_kv(self.data[:, :, layer], slots, kv)
+            return
         pages, places = slots // self.page_size, slots % self.page_size
         self.data[pages, :, layer, :, places] = kv.transpose(1, 2)
 
