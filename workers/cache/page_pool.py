@@ -24,14 +24,15 @@ class PagePool:
         head_dim: int,
         dtype: torch.dtype,
         buffer: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Lay the pool over ``buffer`` (flat uint8, at least (num_pages + 1) pages), or over zeroed CPU memory."""
+        """Lay the pool over ``buffer`` (flat uint8, at least (num_pages + 1) pages), or over zeroed memory."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_bytes = self.page_bytes_for(num_kv_heads, num_layers, page_size, head_dim, dtype)
         num_bytes = (num_pages + 1) * self.page_bytes
         if buffer is None:
-            buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device or torch.device("cpu"))
         assert buffer.dtype == torch.uint8, f"not bytes: {buffer.dtype}"
         assert buffer.ndim == 1, f"not flat: {buffer.shape}"
         assert len(buffer) >= num_bytes, f"a pool of {num_bytes} bytes does not fit into {len(buffer)}"

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TypeGuard
 
+from msgspec.structs import replace
+
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
@@ -67,6 +69,8 @@ class DecodeLeader(LeaderCore):
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
         self._newest_step = 0
+        self._arrived: list[int] = []
+        """Pages that were received, which no plan has told of yet."""
         self._unsent: deque[tuple[int, DecodeRequest]] = deque()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
@@ -116,6 +120,8 @@ class DecodeLeader(LeaderCore):
         plan = self._steps.next_plan()
         if plan is not None:
             self._newest_step = plan.step
+            plan = replace(plan, arrived=self._arrived)
+            self._arrived = []
         self.follow_cache()
         return plan
 
@@ -297,6 +303,7 @@ class DecodeLeader(LeaderCore):
         submit, result = request.submit, session.result
         assert result is not None
         self._move(request, DecodeState.RUNNING, "result and all done")
+        self._arrived += request.pages[request.num_held :]
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
         self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)
