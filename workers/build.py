@@ -170,6 +170,7 @@ def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Ou
         outbox=outbox,
         start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
         recorder=rank.step_recorder.recorder,
+        staging=rank.staging,
     )
 
 

@@ -86,4 +86,5 @@ def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Seq
         timeout_s=CHECKED_TIMEOUT_S if check else COLLECTIVE_TIMEOUT_S,
         collectives=spec.config.resources.collectives,
         check=check,
+        device=spec.config.resources.device,
     )

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, Device, StorageBackendName, TransferBackendName
+from cluster.spec.config import DeployConfig, Device, StorageBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.ranks import axis_problems
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting
 
 
@@ -99,18 +99,11 @@ def _silence(config: DeployConfig) -> list[Problem]:
     return [Problem("resources.silence_s", message)]
 
 
-def _gpu_transfer(config: DeployConfig) -> list[Problem]:
-    if config.resources.device is Device.CPU or config.transfer.backend is TransferBackendName.MOONCAKE:
+def _gpu_tiers(config: DeployConfig) -> list[Problem]:
+    if config.resources.device is Device.CPU or not config.hicache.host_gib:
         return []
-    message = "got shared_memory with resources.device = cuda; allowed: mooncake, since KV on a GPU is not in a file"
-    return [Problem("transfer.backend", message)]
-
-
-def _gpu_verify(config: DeployConfig) -> list[Problem]:
-    if config.resources.device is Device.CPU or config.transfer.verify is Verify.COUNTS:
-        return []
-    message = "got digest with resources.device = cuda; allowed: counts, since digests are made of KV in host memory"
-    return [Problem("transfer.verify", message)]
+    message = f"got {config.hicache.host_gib} with resources.device = cuda; allowed: 0, since tiers hold a CPU's pages"
+    return [Problem("hicache.host_gib", message)]
 
 
 def _storage(config: DeployConfig) -> list[Problem]:
@@ -170,6 +163,5 @@ CHECKS = (
         ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
         _storage,
     ),
-    Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
-    Check("digests are made in host memory", ("resources.device", "transfer.verify"), _gpu_verify),
+    Check("the tiers reach the pools", ("resources.device", "hicache.host_gib"), _gpu_tiers),
 )

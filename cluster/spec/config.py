@@ -24,6 +24,10 @@ PolicyName = Literal[
 ]
 
 
+CPU_POOL_GIB = 1.0
+"""Memory of a worker's pool where nothing is said."""
+
+
 class _Node(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -73,8 +77,10 @@ class KvConfig(_Node):
 
     page_size: PositiveInt = 64
     """Tokens per page; equal on both sides."""
-    memory_gib: MemoryGib = 1.0
-    """Memory of the pool of one worker, in GiB."""
+    memory_gib: MemoryGib | None = None
+    """Memory of the pool of one worker, in GiB; by default 1 on a CPU, and on a GPU what `memory_fraction` leaves."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9
+    """Part of a GPU's memory for weights, activations and pool; measured at start, where `memory_gib` is not given."""
     prefix_cache: bool = True
     """Keep the pages of finished requests for prompts that begin alike, as long as nobody else needs the memory."""
 
@@ -320,6 +326,8 @@ class ResourcesConfig(_Node):
     """Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
     """Compute threads of each worker on a CPU."""
+    gpu_memory_gib: MemoryGib = 139.0
+    """Memory of one GPU, in GiB, that `baton plan` reckons with; workers ask the GPU itself."""
     attention: AttentionSetting = AttentionSetting.AUTO
     """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
     collectives: Collectives = Collectives.AUTO
@@ -360,6 +368,7 @@ class DeployConfig(_Node):
     resources: ResourcesConfig = ResourcesConfig()
     """What the cluster runs on."""
 
-    def kv_memory_gib(self, pool: PoolConfig) -> float:
-        """Memory of the page pool of one worker of these replicas, in GiB."""
-        return pool.kv_memory_gib or self.kv.memory_gib
+    def kv_memory_gib(self, pool: PoolConfig) -> float | None:
+        """Memory of the page pool of one worker of these replicas, in GiB; None: what its GPU has left."""
+        default = CPU_POOL_GIB if self.resources.device is Device.CPU else None
+        return pool.kv_memory_gib or self.kv.memory_gib or default

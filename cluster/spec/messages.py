@@ -323,6 +323,8 @@ class StepPlan(_Message, frozen=True):
     """Copies from pages to slots, before anything of this step is written to the pages."""
     loads: list[HostCopy] = []
     """Copies from slots to pages, after those."""
+    arrived: list[int] = []
+    """Pages that prefill has written since the last plan; on a GPU they come in before anything else."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
     passing: Passing | None = None

@@ -17,6 +17,7 @@ from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
+from workers.cache.staging import Staging
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
@@ -57,11 +58,13 @@ class ModelRunner:
         grammars: Grammars | None = None,
         pipeline: Pipeline | None = None,
         host_pages: HostPages | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one.
 
-        Without ``host_pages`` no plan may ask for copies.
+        Without ``host_pages`` no plan may ask for copies; without ``staging`` pages arrive in the pool itself.
         """
+        self._staging = staging
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
@@ -83,15 +86,16 @@ class ModelRunner:
 
         Every rank of the replica calls this.
         """
-        self._run_trash(self._cp_group.size)
+        self.run_trash(self._cp_group.size)
 
     def measure_token_s(self) -> float:
         """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
         start_s = time.perf_counter()
-        self._run_trash(_SAMPLE_TOKENS)
+        self.run_trash(_SAMPLE_TOKENS)
         return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
 
-    def _run_trash(self, num_tokens: int) -> None:
+    def run_trash(self, num_tokens: int) -> None:
+        """A step of a prompt that nobody asked for, in the trash page; every rank of the replica calls this."""
         trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
@@ -112,6 +116,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         self._take_notice(plan)
+        if self._staging is not None:
+            self._staging.take_in(plan.arrived)
         if self._host_pages is not None:
             self._host_pages.begin(plan.saves, plan.loads)
             self._host_pages.wait_for(self.requests[row.room].pages for row in plan.rows)

@@ -32,8 +32,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, context: AttentionContext, lens: Lens) -> Tensor:
         """hidden [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
-        hidden = take(hidden, context.wanted) + self.self_attn(self.input_layernorm(hidden), rotation, context)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), lens)
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, context)
+        hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.wanted), attended)
+        out: Tensor = hidden + self.mlp(normed, lens)
         return out
 
 

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TypeGuard
 
+from msgspec.structs import replace
+
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
@@ -64,6 +66,8 @@ class DecodeLeader(LeaderCore):
         self._steps = steps
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
+        self._arrived: list[int] = []
+        """Pages that were received, which no plan has told of yet."""
         self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
@@ -113,6 +117,8 @@ class DecodeLeader(LeaderCore):
         plan = self._steps.next_plan()
         if plan is not None:
             self._newest_step = plan.step
+            plan = replace(plan, arrived=self._arrived)
+            self._arrived = []
         self.follow_cache()
         return plan
 
@@ -277,6 +283,7 @@ class DecodeLeader(LeaderCore):
         self._move(request, DecodeState.RUNNING, "result and all done")
         if self.tiers:
             self.tiers.note_received(request.page_keys)
+        self._arrived += request.pages[request.num_held :]
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
         self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)

@@ -164,12 +164,9 @@ BAD_FILES = {
         "resources: {heartbeat_s: 2, lease_s: 2}",
         ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],
     ),
-    "shared memory on a GPU": (
-        "resources: {device: cuda}",
-        [
-            "transfer.backend: got shared_memory with resources.device = cuda; "
-            "allowed: mooncake, since KV on a GPU is not in a file"
-        ],
+    "tiers below a GPU": (
+        "resources: {device: cuda}\nhicache: {host_gib: 2}",
+        ["hicache.host_gib: got 2.0 with resources.device = cuda; allowed: 0, since tiers hold a CPU's pages"],
     ),
     "key twice": (
         "kv: {}\nname: a\nkv: {page_size: 8}",
