@@ -53,9 +53,12 @@ def _decode_cp(config: DeployConfig) -> list[Problem]:
 
 def _passing(config: DeployConfig) -> list[Problem]:
     prefill = config.prefill
-    if prefill.mode is CpMode.RING or prefill.passing is PassingSetting.AUTO:
+    if prefill.ownership is KvOwnership.SHARDED or prefill.passing is PassingSetting.AUTO:
         return []
-    message = f"got {prefill.passing} with prefill.mode = {prefill.mode}; allowed: auto, since only a ring passes"
+    why = f"prefill.mode = {prefill.mode}; allowed: auto, since only a ring passes"
+    if prefill.mode is CpMode.RING:
+        why = "prefill.parallel.cp = 1; allowed: auto, since one rank is no ring"
+    message = f"got {prefill.passing} with {why}"
     return [Problem("prefill.passing", message)]
 
 
@@ -137,7 +140,7 @@ CHECKS = (
     Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
     Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
     Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
-    Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing"), _passing),
+    Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing", "prefill.parallel.cp"), _passing),
     Check(
         "every rank of a ring sends the pages it holds",
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),

@@ -6,7 +6,7 @@ from http import HTTPStatus
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from router.errors import ClientLeftError, KeyLimitError, NotReadyError, QueueFullError, RequestFailedError
@@ -102,7 +102,15 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         metrics.refused.labels(str(int(shaped.status))).inc()
         return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
 
-    ours = (ApiError, RequestFailedError, NotReadyError, QueueFullError, KeyLimitError, ClientLeftError)
+    ours = (
+        ApiError,
+        RequestFailedError,
+        NotReadyError,
+        QueueFullError,
+        KeyLimitError,
+        ClientLeftError,
+        ClientDisconnect,
+    )
     for kind in (*ours, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
@@ -119,7 +127,7 @@ def _shape(request: Request, error: Exception) -> ApiError:
             return queue_full(error)
         case KeyLimitError():
             return key_limit(error)
-        case ClientLeftError():
+        case ClientLeftError() | ClientDisconnect():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
         case HTTPException():
             return _http_error(request, error)

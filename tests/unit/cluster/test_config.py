@@ -133,6 +133,10 @@ BAD_FILES = {
         "prefill: {parallel: {cp: 2}, passing: pass_q}",
         ["prefill.passing: got pass_q with prefill.mode = gather; allowed: auto, since only a ring passes"],
     ),
+    "passing in a ring of one rank": (
+        "prefill: {mode: ring, passing: pass_kv}",
+        ["prefill.passing: got pass_kv with prefill.parallel.cp = 1; allowed: auto, since one rank is no ring"],
+    ),
     "a ring that rank 0 should send": (
         "prefill: {parallel: {cp: 2}, mode: ring}\ntransfer: {mode: rank0}",
         [
@@ -248,7 +252,7 @@ def test_defaults_and_values_are_read() -> None:
     [
         ("prefill: {parallel: {cp: 2}}", KvOwnership.REPLICATED),
         ("prefill: {parallel: {cp: 2}, mode: ring}", KvOwnership.SHARDED),
-        ("prefill: {mode: ring, passing: pass_q}\ntransfer: {mode: rank0}", KvOwnership.REPLICATED),
+        ("prefill: {mode: ring}\ntransfer: {mode: rank0}", KvOwnership.REPLICATED),
     ],
     ids=["gather", "ring", "a ring of one rank is no ring"],
 )
