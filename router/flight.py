@@ -1,20 +1,22 @@
-"""One open request: its stages and legal moves, and what ``router.dispatch`` asks to be done about it."""
+"""One open request: what is asked, its stages and legal moves, and its attempts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum
 
-from cluster.spec.ids import Room
+from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Moves
-from cluster.spec.messages import Cancel, Output, Peer, Submit
-from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
+from cluster.spec.messages import Output, Peer, Submit
+from cluster.spec.sampling import Sampling, Stopping
 
 
 class Stage(Enum):
     """Where an open request stands."""
 
+    BETWEEN = "between"
+    """No attempt is under way: the last one failed, and the next one waits for its time."""
     WAITING = "waiting"
-    """Both legs have the Submit; no token came yet."""
+    """Both legs of an attempt have the Submit; no token of it came yet."""
     STREAMING = "streaming"
     """The decode leg sends tokens; the prefill leg is done."""
     FINISHED = "finished"
@@ -29,65 +31,13 @@ ENDS = frozenset({Stage.FINISHED, Stage.FAILED, Stage.CANCELLED})
 """Stages of a request that is not open any more."""
 
 MOVES: Moves[Stage] = {
-    Stage.WAITING: ENDS | {Stage.STREAMING},
-    Stage.STREAMING: ENDS,
+    Stage.BETWEEN: ENDS | {Stage.WAITING},
+    Stage.WAITING: ENDS | {Stage.STREAMING, Stage.BETWEEN},
+    Stage.STREAMING: ENDS | {Stage.BETWEEN},
     Stage.FINISHED: frozenset(),
     Stage.FAILED: frozenset(),
     Stage.CANCELLED: frozenset(),
 }
-
-
-class Cause(StrEnum):
-    """Why a request failed."""
-
-    REFUSED = "refused"
-    """A leg cannot do it; another attempt would fail too."""
-    REPLICA_FAILED = "replica_failed"
-    """A leg failed; another attempt may succeed."""
-    REPLICA_LOST = "replica_lost"
-    """A leg's replica is gone."""
-    TIMED_OUT = "timed_out"
-    """The request's deadline passed."""
-    STOPPED = "stopped"
-    """The router stops."""
-    SLOW_READER = "slow_reader"
-    """The client left too much of its stream unread."""
-    BROKEN_OUTPUT = "broken_output"
-    """The tokens that came are not one answer: one is missing, or there are too many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """Send a message."""
-
-    address: str
-    message: Submit | Cancel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
-    """Give tokens to the client."""
-
-    room: Room
-    token_ids: list[int]
-    finish: FinishReason | None
-    """Set with the last tokens."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of every token, where they were asked for."""
-    cached_tokens: int = 0
-    """Prompt tokens that prefill did not compute; set with the first tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """Tell the client that there will be no (more) answer."""
-
-    room: Room
-    cause: Cause
-    reason: str
-
-
-Action = Send | Emit | Fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,43 +59,112 @@ class Ask:
     """Of the pages that may come from a cache, where a policy wants to know."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Flight:
-    """One open request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The replicas that an attempt runs on."""
 
-    room: Room
     prefill: Peer
     decode: Peer
-    prompt_len: int
-    prefill_len: int
-    """Prompt tokens that prefill is expected to compute."""
-    max_tokens: int
-    has_logprobs: bool
-    """Every token must come with them."""
-    deadline_s: float
-    stage: Stage = Stage.WAITING
-    num_received: int = 0
-    """Tokens given to the client."""
+    cached_tokens: int = 0
+    """Of the prompt, that prefill is not expected to compute."""
 
     @property
     def legs(self) -> list[Peer]:
-        """Both replicas."""
+        """Both."""
         return [self.prefill, self.decode]
+
+
+Pick = Callable[[Ask, Room, frozenset[Peer], float], Pair | None]
+"""(request, room of the attempt, those to avoid if others are ready, clock time) -> None if a role has no replica."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try of a request, in a room of its own."""
+
+    room: Room
+    pair: Pair
+    prefill_len: int
+    """Tokens that prefill is expected to compute."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """One open request, and the attempt that is under way."""
+
+    room: Room
+    """Its name, and the room of its first attempt."""
+    ask: Ask
+    deadline_s: float
+    stage: Stage = Stage.BETWEEN
+    attempt: Attempt | None = None
+    given: list[int] = field(default_factory=list)
+    """Tokens that the client has been given."""
+    avoided: set[Peer] = field(default_factory=set)
+    """Replicas that have failed it."""
+    num_retries: int = 0
+    """Attempts after the first one."""
+    due_s: float = 0.0
+    """While BETWEEN: when the next attempt is made."""
+    reason: str = ""
+    """Why the last attempt failed."""
+
+    @property
+    def legs(self) -> list[Peer]:
+        """Both replicas of the attempt under way."""
+        return self.attempt.pair.legs if self.attempt is not None else []
+
+    @property
+    def awaited(self) -> list[Peer]:
+        """Those of them that have not done their part."""
+        return self.legs if self.stage is Stage.WAITING else self.legs[1:]
+
+    def leg(self, replica: ReplicaId, incarnation: Incarnation) -> Peer | None:
+        """The one of the legs that is this start of a replica."""
+        return next((leg for leg in self.legs if (leg.replica, leg.incarnation) == (replica, incarnation)), None)
 
     @property
     def decode_tokens(self) -> int:
         """The longest that prompt and answer can become."""
-        return self.prompt_len + self.max_tokens
+        return len(self.ask.prompt_ids) + self.ask.stopping.max_tokens
+
+    @property
+    def wake_at_s(self) -> float:
+        """When time alone changes something."""
+        return min(self.due_s, self.deadline_s) if self.stage is Stage.BETWEEN else self.deadline_s
+
+    def begin(self, room: Room, pair: Pair) -> Attempt:
+        """The next attempt: prefill computes prompt and given tokens, but for what is cached."""
+        num_tokens = len(self.ask.prompt_ids) + len(self.given)
+        self.attempt = Attempt(room=room, pair=pair, prefill_len=num_tokens - pair.cached_tokens)
+        return self.attempt
+
+    def submit(self, attempt: Attempt, router: Peer) -> Submit:
+        """What both legs of an attempt get."""
+        ask = self.ask
+        return Submit(
+            room=attempt.room,
+            prompt_ids=[*ask.prompt_ids, *self.given] if self.given else ask.prompt_ids,
+            num_given=len(self.given),
+            sampling=ask.sampling,
+            stopping=ask.stopping,
+            prefill=attempt.pair.prefill,
+            decode=attempt.pair.decode,
+            router=router,
+            cache_salt=ask.cache_salt,
+            priority=ask.priority,
+            timed=ask.timed,
+        )
 
     def problem(self, output: Output) -> str | None:
         """Why these tokens cannot follow the ones before; None when they can."""
-        end = output.first_index + len(output.token_ids)
-        if output.first_index > self.num_received:
-            return f"output {self.num_received} is missing; {output.first_index} came next"
-        if end > self.max_tokens:
-            return f"{end} tokens came, {self.max_tokens} were asked for"
-        if output.finish is not None and end < self.num_received:
-            return f"the answer ended at {end} tokens, but {self.num_received} came before"
-        if self.has_logprobs and len(output.logprobs) != len(output.token_ids):
+        end, max_tokens = output.first_index + len(output.token_ids), self.ask.stopping.max_tokens
+        if output.first_index > len(self.given):
+            return f"output {len(self.given)} is missing; {output.first_index} came next"
+        if end > max_tokens:
+            return f"{end} tokens came, {max_tokens} were asked for"
+        if output.finish is not None and end < len(self.given):
+            return f"the answer ended at {end} tokens, but {len(self.given)} came before"
+        if self.ask.sampling.num_logprobs is not None and len(output.logprobs) != len(output.token_ids):
             return f"{len(output.token_ids)} tokens came with log-probabilities of {len(output.logprobs)}"
         return None

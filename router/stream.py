@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
+from router.actions import Fail
 from router.errors import RequestFailedError
-from router.flight import Fail
 
 
 @dataclass(slots=True)

@@ -112,6 +112,8 @@ class Prompt:
     token_ids: Sequence[int]
     stopping: Stopping
     sampling: Sampling = field(default_factory=Sampling)
+    num_given: int = 0
+    """The last so many of the tokens are output of an earlier attempt."""
 
 
 @dataclass(slots=True)
@@ -123,6 +125,8 @@ class Answer:
     """Of every token, where they were asked for."""
     cached_tokens: int = 0
     """Prompt tokens that prefill did not compute."""
+    num_given: int = 0
+    """Of the prompt: output that comes before these tokens."""
 
 
 class LocalReplica:
@@ -269,7 +273,7 @@ class LocalCluster:
     def answer(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[Answer]:
         """The same with what else is known of each answer."""
         rooms = [self._submit(prompt) for prompt in prompts]
-        answers = {room: Answer() for room in rooms}
+        answers = {room: Answer(num_given=prompt.num_given) for room, prompt in zip(rooms, prompts, strict=True)}
         unfinished = set(rooms)
         while unfinished:
             messages = self._inbox.receive(timeout_s)
@@ -282,7 +286,7 @@ class LocalCluster:
                 if isinstance(message, Failure):
                     raise RemoteError(f"{message.replica}: {message.reason}")
                 answer = answers[message.room]
-                assert message.first_index == len(answer.token_ids), "tokens out of order"
+                assert message.first_index == answer.num_given + len(answer.token_ids), "tokens out of order"
                 answer.token_ids += message.token_ids
                 answer.logprobs += message.logprobs
                 answer.cached_tokens += message.cached_tokens
@@ -309,6 +313,7 @@ class LocalCluster:
             prefill=prefill,
             decode=decode,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
+            num_given=prompt.num_given,
         )
         for peer in (prefill, decode):
             self._outbox.send(peer.address, submit)

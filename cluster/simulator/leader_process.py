@@ -127,7 +127,7 @@ class LeaderProcess(RankProcess):
             if isinstance(message, Ticket):
                 self.around.tickets.give(self.memory, message, bytes(self.around.submits[message.room].prompt_ids))
                 send_late_words(self.around, message)
-            elif isinstance(message, Output) and message.first_index == 0:
+            elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
                 self.around.tickets.check_start(self.memory, message)
         self._num_shown = len(self.leader.outgoing)
 

@@ -207,6 +207,14 @@ class RouterConfig(_Node):
     """Longest time in which a client may take nothing of its stream; then the request ends."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Longest life of one request."""
+    max_retries: Annotated[int, Field(ge=0, le=16, strict=True)] = 3
+    """Most further attempts of a request after one has failed, before and after its first token together."""
+    retry_backoff_s: PositiveSeconds = 0.1
+    """Wait before the second of them, which doubles each time; the first is made at once."""
+    breaker_failures: PositiveInt = 5
+    """Failures in a row after which a replica gets no more requests while another can take them."""
+    breaker_s: PositiveSeconds = 10.0
+    """Time for which it gets none; then a single one tries it."""
     sse_comment_s: PositiveSeconds = 10.0
     """Silence after which a waiting stream gets a comment line."""
     drain_s: PositiveSeconds = 20.0

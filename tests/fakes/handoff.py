@@ -69,6 +69,8 @@ class Client:
     failure: str | None = None
     cancelled: bool = False
     cached_tokens: int = 0
+    num_given: int = 0
+    """Of the prompt: output of an earlier attempt."""
 
 
 class World:
@@ -146,10 +148,12 @@ class World:
         ]
         return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
 
-    def submit(self, prompt: list[int], max_tokens: int, cache_salt: str = "", priority: int = 0) -> Room:
+    def submit(
+        self, prompt: list[int], max_tokens: int, cache_salt: str = "", priority: int = 0, num_given: int = 0
+    ) -> Room:
         """A new request, sent to both leaders."""
         room = Room(len(self.clients) + 1)
-        self.clients[room] = Client(prompt, max_tokens)
+        self.clients[room] = Client(prompt, max_tokens, num_given=num_given)
         message = Submit(
             room=room,
             prompt_ids=prompt,
@@ -160,6 +164,7 @@ class World:
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER),
             cache_salt=cache_salt,
             priority=priority,
+            num_given=num_given,
         )
         for address in self.leaders:
             self.queues[ROUTER, address].append(message)
@@ -227,7 +232,7 @@ class World:
         if isinstance(message, Failure):
             client.failure = message.reason
         else:
-            assert message.first_index == len(client.tokens)
+            assert message.first_index == client.num_given + len(client.tokens)
             client.tokens += message.token_ids
             client.logprobs += message.logprobs
             client.cached_tokens += message.cached_tokens
@@ -252,7 +257,7 @@ class World:
     def _send_cached(self, rank: int, plan: StepPlan) -> None:
         for admit in plan.admits:
             assert admit.target is not None
-            num_pages = -(-admit.prompt_len // PAGE_SIZE)
+            num_pages = -(-admit.target.num_tokens // PAGE_SIZE)
             owned = owned_pages(
                 self.page_filter,
                 self.mode,
@@ -267,7 +272,6 @@ class World:
                 target=admit.target,
                 prefill=self.prefill_peer,
                 sender_rank=rank,
-                prompt_len=admit.prompt_len,
                 page_size=PAGE_SIZE,
                 owned=owned,
                 sends=is_sender(self.mode, rank),

@@ -215,7 +215,7 @@ class DecodeLeader(LeaderCore):
             if session.failure is not None:
                 self._move(request, DecodeState.STOPPING, session.failure.reason)
                 if session.failure.kind is not FailureKind.CANCELLED:
-                    self.send_failure(request.submit, session.failure.reason, retryable=True)
+                    self.send_failure(request.submit, session.failure.reason, retryable=True, mutual=True)
             elif session.state is ReceiverState.READY:
                 self._start(request, session)
         if request.state is DecodeState.STOPPING and session.may_free:
@@ -229,7 +229,7 @@ class DecodeLeader(LeaderCore):
         sequence = Sequence(
             room=submit.room,
             tokens=[*submit.prompt_ids, *session.result.token_ids],
-            prompt_len=len(submit.prompt_ids),
+            prompt_len=len(submit.prompt_ids) - submit.num_given,
             sampling=submit.sampling,
             stopping=submit.stopping,
             max_len=self._allocator.num_pages * self._settings.layout.page_size,

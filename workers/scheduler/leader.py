@@ -83,14 +83,15 @@ class LeaderCore:
             self.recorder.follow(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 
-    def send_failure(self, submit: Submit, reason: str, *, retryable: bool) -> None:
-        """Tell the router that this leg cannot finish the request."""
+    def send_failure(self, submit: Submit, reason: str, *, retryable: bool, mutual: bool = False) -> None:
+        """Tell the router that this leg cannot finish the request; ``mutual`` if the other may be why."""
         failure = Failure(
             room=submit.room,
             replica=self.me.replica,
             incarnation=self.me.incarnation,
             reason=reason,
             retryable=retryable,
+            mutual=mutual,
         )
         self.send(submit.router.address, failure)
 

@@ -43,7 +43,14 @@ class _Prefill:
         if self.sessions or self.was_revoked:
             return
         num_pages = -(-self.prompt_len // PAGE)
-        target = Target(generation=1, decode=DECODE, rows=[], pages=message.pages[0], held_pages=0)
+        target = Target(
+            generation=1,
+            decode=DECODE,
+            rows=[],
+            num_tokens=self.prompt_len,
+            pages=message.pages[0],
+            held_pages=0,
+        )
         for rank in range(RANKS):
             self.sessions.append(
                 SenderSession(
@@ -51,7 +58,6 @@ class _Prefill:
                     target=target,
                     prefill=PREFILL,
                     sender_rank=rank,
-                    prompt_len=self.prompt_len,
                     page_size=PAGE,
                     owned=range(rank, num_pages, RANKS),
                     sends=True,

@@ -22,7 +22,7 @@ SENDING = [
 def answer_of(client: Client, num_pages: int) -> list[int]:
     """The tokens that the fake model gives, as far as a pool of so many pages lets it; the first needs no room."""
     tokens = list(client.prompt)
-    for _ in range(client.max_tokens):
+    for _ in range(client.max_tokens - client.num_given):
         tokens.append(next_token(tokens))
     return tokens[len(client.prompt) : max(num_pages * PAGE_SIZE, len(client.prompt) + 1)]
 
@@ -54,6 +54,7 @@ def check(world: World, num_pages: int) -> None:
     lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=6),
     cancels=st.lists(st.integers(0, 200), max_size=3),
     priorities=st.lists(st.integers(-2, 2), min_size=6, max_size=6),
+    given_lens=st.lists(st.integers(0, 6), min_size=6, max_size=6),
     prefix_cache=st.booleans(),
 )
 def test_every_request_ends_right_and_nothing_is_left(
@@ -65,6 +66,7 @@ def test_every_request_ends_right_and_nothing_is_left(
     lengths: list[tuple[int, int]],
     cancels: list[int],
     priorities: list[int],
+    given_lens: list[int],
     prefix_cache: bool,
 ) -> None:
     ownership, mode, page_filter = sending
@@ -79,10 +81,13 @@ def test_every_request_ends_right_and_nothing_is_left(
         chunk_tokens=chunk_tokens,
         prefix_cache=prefix_cache,
     )
-    rooms = [
-        world.submit([(7 * index + place) % 100 for place in range(length)], max_tokens, priority=priorities[index])
-        for index, (length, max_tokens) in enumerate(lengths)
-    ]
+    rooms = []
+    for index, (length, max_tokens) in enumerate(lengths):
+        prompt = [(7 * index + place) % 100 for place in range(length)]
+        num_given = min(given_lens[index], max_tokens - 1)
+        for _ in range(num_given):
+            prompt.append(next_token(prompt))
+        rooms.append(world.submit(prompt, max_tokens, priority=priorities[index], num_given=num_given))
     for number, moment in enumerate(sorted(cancels)):
         for _ in range(moment):
             world.act()
