@@ -180,7 +180,7 @@ class Dispatch:
         actions: list[Action] = []
         for flight in [flight for flight in self._flights.values() if flight.wake_at_s <= now_s]:
             if flight.deadline_s <= now_s:
-                reason = f"not finished before its deadline; {len(flight.given)} tokens were generated"
+                reason = f"not finished before its deadline (router.request_timeout_s): {flight.awaits}"
                 actions += self._fail(flight, Cause.TIMED_OUT, reason, flight.legs)
             else:
                 actions += self._begin(flight, self._draw(), now_s)

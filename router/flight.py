@@ -119,6 +119,14 @@ class Flight:
         """Those of them that have not done their part."""
         return self.legs if self.stage is Stage.WAITING else self.legs[1:]
 
+    @property
+    def awaits(self) -> str:
+        """What has to come next, and from whom."""
+        if self.attempt is None:
+            return f"waited to be tried again after {self.reason}"
+        names = " and ".join(peer.replica for peer in self.awaited)
+        return f"waited for token {len(self.given)} from {names}"
+
     def leg(self, replica: ReplicaId, incarnation: Incarnation) -> Peer | None:
         """The one of the legs that is this start of a replica."""
         return next((leg for leg in self.legs if (leg.replica, leg.incarnation) == (replica, incarnation)), None)

@@ -128,6 +128,24 @@ def _replica_metrics(watched: Watched) -> Iterator[Metric]:
                 breakers.add_metric([peer.replica, state.value], float(state is now))
     yield ready
     yield breakers
+    yield from _load_metrics(watched.directory.snapshot)
+
+
+def _load_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
+    """Of every replica in the table, as told by its last heartbeat."""
+    pages = GaugeMetricFamily("baton_replica_pages", "Pages of a replica, by state.", labels=["replica", "state"])
+    dropped = CounterMetricFamily(
+        "baton_replica_message_dropped", "Messages that a leader did not use, by type.", labels=["replica", "kind"]
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        load = entry.load
+        counts = {"total": load.total_pages, "free": load.free_pages, "quarantined": load.quarantined_pages}
+        for state, count in counts.items():
+            pages.add_metric([entry.replica, state], count)
+        for kind, count in sorted(load.dropped.items()):
+            dropped.add_metric([entry.replica, kind], count)
+    yield pages
+    yield dropped
 
 
 def _step_metrics(snapshot: TableSnapshot | None) -> list[Metric]:

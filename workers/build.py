@@ -61,6 +61,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             layout=rank.layout,
             page_bytes=sum(row.layout.page_bytes for row in rows),
             transfer_timeout_s=config.transfer.transfer_timeout_s,
+            quarantine_limit=config.transfer.quarantine_limit,
             settle_s=rank.backend.settle_s,
         )
         steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))

@@ -15,7 +15,7 @@ from cluster.bootstrap.table import TableRefusedError
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.errors import PeerUnreachableError, QuarantineError
 from cluster.spec.messages import Drain, DropSend, GiveTimeline, Message, Shutdown, StepPlan, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -107,6 +107,8 @@ class Worker:
             while self._take_in(leader, sender, outbox):
                 # First tokens and tickets do not wait for the step.
                 _emit(leader, outbox)
+                if leader.must_end:
+                    raise QuarantineError(leader.must_end)
                 plan = leader.next_plan()
                 if plan is not None:
                     outbox.broadcast(followers, plan)

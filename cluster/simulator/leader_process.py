@@ -98,6 +98,10 @@ class LeaderProcess(RankProcess):
                 self._show_new()
         self.leader.tick(self.around.now_s())
         self._show_new()
+        if self.leader.must_end:
+            self.around.happened["quarantine"] += 1
+            self._on_refused(self.leader.must_end)
+            return
         plan = self.leader.next_plan()
         if plan is None:
             self._close_turn()

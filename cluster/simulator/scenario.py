@@ -98,7 +98,8 @@ class Shape:
     """How long bytes are on their way after their sender died or failed."""
     reuses_addresses: bool = False
     """A replica that starts again listens where it did before."""
-    transfer_timeout_s: float = 10.0
+    transfer_timeout_s: float = 5.0
+    quarantine_limit: float = 0.25
     request_timeout_s: float = 30.0
 
 

@@ -154,8 +154,10 @@ class TransferConfig(_Node):
     """How pages are divided when all ranks send."""
     ticket_timeout_s: PositiveSeconds = 30.0
     """Longest wait of a ticket in prefill for the request it belongs to."""
-    transfer_timeout_s: PositiveSeconds = 600.0
-    """Longest wait of a decode request from its ticket to the last page."""
+    transfer_timeout_s: PositiveSeconds = 60.0
+    """Longest silence of prefill after its first word about a transfer: the result, or the end of one rank's part."""
+    quarantine_limit: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
+    """Part of a decode pool in quarantine beyond which its replica drains and starts again, with new memory."""
     batch_spans: PositiveInt = 256
     """Most spans handed to the backend at once."""
 

@@ -120,7 +120,11 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int = 0
     """Pages kept for their tokens, held or not."""
     total_pages: int = 0
+    quarantined_pages: int = 0
+    """Pages of transfers that were given up long ago, and of which nobody has proven that nobody writes any more."""
     draining: bool = False
+    dropped: dict[str, int] = {}
+    """Messages without effect, by type: late, repeated, foreign or unknown ones."""
     steps: tuple[StepTimes, ...] = ()
     """Prefill steps, by strategy and passing."""
 

@@ -123,6 +123,7 @@ class World:
             layout=self.decode_row.layout,
             page_bytes=self.decode_row.layout.page_bytes,
             transfer_timeout_s=60.0,
+            quarantine_limit=0.25,
             settle_s=0.5,
         )
         self.leaders: dict[str, Leader] = {

@@ -62,7 +62,11 @@ def reuse_a_room(patch: Patch) -> None:
     """The router numbers its open requests, and gives the numbers of those that have ended to others."""
 
     def draw(self: RouterProcess) -> Room:
-        return next(Room(number) for number in count(1) if not self.dispatch.is_open(Room(number)))
+        return next(
+            room
+            for room in map(Room, count(1))
+            if not (self.dispatch.is_open(room) or self.dispatch.is_under_way(room))
+        )
 
     patch.setattr(RouterProcess, "_draw_room", draw)
 

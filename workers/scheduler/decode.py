@@ -81,12 +81,13 @@ class DecodeLeader(LeaderCore):
         self._reserve(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Revoke tickets whose transfer took too long; let bytes settle."""
+        """Send tickets again of which nothing was heard, revoke those of which too long; let bytes settle."""
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
         self._reserve(now_s)
+        self._watch_quarantine()
         self.send_page_news()
 
     def has_work(self) -> bool:
@@ -119,7 +120,9 @@ class DecodeLeader(LeaderCore):
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
+            quarantined_pages=sum(len(request.pages) - request.num_held for request in self._quarantined()),
             draining=self.draining,
+            dropped=dict(self.dropped),
         )
 
     def is_idle(self) -> bool:
@@ -195,25 +198,30 @@ class DecodeLeader(LeaderCore):
             submit.prefill,
             num_pages=len(pages),
             num_bytes=len(pages) * self._settings.page_bytes,
-            deadline_s=now_s + self._settings.transfer_timeout_s,
+            silence_s=self._settings.transfer_timeout_s,
             settle_s=self._settings.settle_s,
         )
-        self.send(submit.prefill.address, request.session.open())
+        self.send(submit.prefill.address, request.session.open(now_s))
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)
         if request is None or request.session is None or request.state is DecodeState.RUNNING:
             self.drop(message)
             return
-        self._follow(request, request.session, request.session.handle(message, now_s))
+        num_dropped = request.session.num_dropped.total()
+        answer = request.session.handle(message, now_s)
+        if request.session.num_dropped.total() > num_dropped:
+            self.drop(message)
+        self._follow(request, request.session, answer)
 
-    def _follow(self, request: DecodeRequest, session: ReceiverSession, revoke: Revoke | None) -> None:
+    def _follow(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
         """Do what the session's new state asks for."""
-        if revoke is not None:
-            self.send(request.submit.prefill.address, revoke)
+        if message is not None:
+            self.send(request.submit.prefill.address, message)
         if request.state is DecodeState.RECEIVING:
             if session.failure is not None:
                 self._move(request, DecodeState.STOPPING, session.failure.reason)
+                request.stopping_since_s = self._now_s
                 if session.failure.kind is not FailureKind.CANCELLED:
                     self.send_failure(request.submit, session.failure.reason, retryable=True, mutual=True)
             elif session.state is ReceiverState.READY:
@@ -296,6 +304,31 @@ class DecodeLeader(LeaderCore):
                 continue
             request.session.prefill_gone(reaped, now_s)
             self._follow(request, request.session, None)
+
+    def _quarantined(self) -> list[DecodeRequest]:
+        """Those that were given up longer ago than any silence is waited for."""
+        since_s = self._now_s - self._settings.transfer_timeout_s
+        requests = self._requests.values()
+        return [
+            request
+            for request in requests
+            if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
+        ]
+
+    def _watch_quarantine(self) -> None:
+        """With too much of the pool in quarantine, take nothing more; at the end of what is at hand, begin anew."""
+        quarantined = self._quarantined()
+        num_pages = sum(len(request.pages) - request.num_held for request in quarantined)
+        limit = self._settings.quarantine_limit
+        if num_pages <= limit * self._allocator.num_pages:
+            return
+        self.draining = True
+        if len(quarantined) == len(self._requests):
+            names = ", ".join(sorted({request.submit.prefill.replica for request in quarantined}))
+            self.must_end = (
+                f"{num_pages} of {self._allocator.num_pages} pages are in quarantine, more than {limit:g} of them "
+                f"(transfer.quarantine_limit): {names} did not say that it writes no more"
+            )
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
         """Fail a request that holds nothing yet."""

@@ -43,6 +43,8 @@ class DecodeSettings:
     page_bytes: int
     """Of one page over all ranks."""
     transfer_timeout_s: float
+    quarantine_limit: float
+    """Part of the pool in quarantine beyond which this replica must end."""
     settle_s: float
     """How long bytes may be on their way after their sender failed or died."""
 
@@ -62,6 +64,8 @@ class DecodeRequest:
     page_keys: list[bytes] = field(default_factory=list)
     """Of the prompt's full pages."""
     session: ReceiverSession | None = None
+    stopping_since_s: float = 0.0
+    """While STOPPING."""
 
     @property
     def room(self) -> Room:

@@ -20,6 +20,8 @@ class Leader(Protocol):
 
     outgoing: list[tuple[str, Message]]
     """Messages to send, as (address, message); the loop takes them away."""
+    must_end: str
+    """Why this replica cannot go on; empty while it can."""
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -59,6 +61,7 @@ class LeaderCore:
 
     def __init__(self, me: Peer, allocator: PageAllocator, recorder: Recorder | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
+        self.must_end = ""
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
         self.me = me

@@ -138,6 +138,7 @@ class PrefillLeader(LeaderCore):
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
             draining=self.draining,
+            dropped=dict(self.dropped),
         )
 
     def is_idle(self) -> bool:

@@ -249,6 +249,41 @@ def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:
     decode.check_integrity()
 
 
+def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> None:
+    """Prefill never answers the Revoke: time alone frees nothing, but in the end there are new pages elsewhere."""
+    world = quiet_world(num_pages=10)
+    decode = world.leaders["decode/0"]
+    for _ in range(2):
+        world.submit([1] * 3 * PAGE_SIZE, 4)
+    submits = list(world.queues[ROUTER, "decode/0"])
+    for submit in submits:
+        decode.on_message(submit, 0.0)
+    decode.on_message(Cancel(room=submits[0].room, incarnation=Incarnation(1)), 0.0)
+    decode.tick(59.0)
+    assert (decode.load().quarantined_pages, decode.load().draining) == (0, False)
+    decode.tick(60.0)
+    assert (decode.load().quarantined_pages, decode.load().draining, decode.must_end) == (3, True, "")
+    decode.on_message(Cancel(room=submits[1].room, incarnation=Incarnation(1)), 60.0)
+    decode.tick(61.0)
+    assert decode.must_end == ""
+    decode.tick(120.0)
+    assert decode.must_end == (
+        "6 of 10 pages are in quarantine, more than 0.25 of them (transfer.quarantine_limit): "
+        "prefill-0 did not say that it writes no more"
+    )
+
+
+def test_messages_without_effect_are_counted_by_type() -> None:
+    world = quiet_world()
+    world.submit(PROMPT, 4)
+    decode = world.leaders["decode/0"]
+    submit = world.queues[ROUTER, "decode/0"].popleft()
+    foreign = Drained(room=Room(1), generation=7, prefill=world.prefill_peer, decode_incarnation=Incarnation(1))
+    for message in (submit, submit, foreign, foreign):
+        decode.on_message(message, 0.0)
+    assert decode.load().dropped == {"Submit": 1, "Drained": 2}
+
+
 def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:
     world = quiet_world(num_pages=300)
     room = world.submit(PROMPT, 1000)
