@@ -208,6 +208,9 @@ class Dispatch:
         if not actions:
             reason = f"no replica is ready to go on: {flight.reason}" if flight.reason else "no replica is ready"
             return self._fail(flight, Cause.NO_REPLICA, reason, [])
+        if flight.num_retries:
+            self.num_continuations += bool(flight.given)
+            self.num_retries += not flight.given
         self._move(flight, Stage.WAITING, "attempt")
         return actions
 
@@ -225,8 +228,6 @@ class Dispatch:
         self._move(flight, Stage.BETWEEN, trouble.cause)
         flight.reason = trouble.reason
         flight.num_retries += 1
-        self.num_continuations += bool(flight.given)
-        self.num_retries += not flight.given
         if flight.num_retries == 1:
             return actions + self._begin(flight, self._draw(), now_s)
         flight.due_s = now_s + self._config.retry_backoff_s * 2 ** (flight.num_retries - 2)

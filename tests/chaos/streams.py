@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -23,11 +24,13 @@ class Stream:
     seed: int
     prompt_len: int = 0
     """Tokens of the prompt; as many as the chain needs by default."""
+    patience_s: float = HUNG_S
+    """The client leaves after so long."""
     tokens: list[int] = field(default_factory=list)
     longest_pause_s: float = 0.0
     """Between two tokens."""
     end: str = ""
-    """``right``, or what was wrong; empty while it is open."""
+    """``right``, ``left``, or what was wrong; empty while it is open."""
     retry_after: str | None = None
     """Of an answer that is no stream."""
 
@@ -41,8 +44,11 @@ class Stream:
         body = {"model": "recall", "prompt": self.prompt, "max_tokens": self.num_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=HUNG_S, trust_env=False) as reply:
+            timeout = httpx.Timeout(HUNG_S, read=self.patience_s)
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False) as reply:
                 self.end = self._read(reply)
+        except httpx.ReadTimeout:
+            self.end = "left" if self.patience_s < HUNG_S else "hung"
         except httpx.HTTPError as error:
             self.end = f"failed: {type(error).__name__}"
 
@@ -50,8 +56,10 @@ class Stream:
         if reply.status_code != 200:
             self.retry_after = reply.headers.get("retry-after")
             return f"failed: {reply.status_code} {reply.read().decode()}"
-        last_s = time.monotonic()
+        last_s = start_s = time.monotonic()
         for line in reply.iter_lines():
+            if time.monotonic() > start_s + self.patience_s:
+                return "left"
             if line.startswith('data: {"error"'):
                 return f"failed: {line}"
             if line.startswith("data: {"):
@@ -66,9 +74,14 @@ class Stream:
 class Crowd:
     """Several streams at once, each in a thread; leaving the context waits for their ends."""
 
-    def __init__(self, url: str, num_clients: int, num_tokens: int, seed: int, prompt_len: int = 0) -> None:
-        self.streams = [Stream(num_tokens, seed + number, prompt_len) for number in range(num_clients)]
+    def __init__(self, url: str, streams: Sequence[Stream]) -> None:
+        self.streams = streams
         self._threads = [threading.Thread(target=stream.run, args=[url], daemon=True) for stream in self.streams]
+
+    @classmethod
+    def alike(cls, url: str, num_clients: int, num_tokens: int, seed: int, prompt_len: int = 0) -> Self:
+        """Clients that ask for answers of one length."""
+        return cls(url, [Stream(num_tokens, seed + number, prompt_len) for number in range(num_clients)])
 
     def __enter__(self) -> Self:
         for thread in self._threads:

@@ -346,6 +346,7 @@ class TestAnotherAttempt:
         room = opened(dispatch)
         reason = "no replica is ready to go on: decode-0 was lost before the answer was whole"
         assert dispatch.on_lost(DECODE, NOW)[-1] == Fail(room=room, cause=Cause.NO_REPLICA, reason=reason)
+        assert (dispatch.num_retries, dispatch.num_continuations) == (0, 0)
         assert_empty(dispatch)
 
     def test_a_lost_output_is_computed_anew(self) -> None:
