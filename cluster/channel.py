@@ -1,18 +1,28 @@
-"""Typed messages between processes: MessagePack over ZeroMQ PUSH and PULL. The only file that imports zmq."""
+"""Typed messages between processes: MessagePack over ZeroMQ PUSH and PULL. The only file that imports zmq.
 
+With a key, connections are encrypted and both ends proven by CURVE (RFC 26); see docs/security.md.
+"""
+
+import threading
+from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+import zmq.utils.z85
 
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import Message
+from cluster.spec.worker_spec import ChannelKey
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Larger frames are refused by the receiver's socket; 64 MiB holds a prompt of some ten million tokens."""
+"""Larger ones are not sent, and dropped if they come; 64 MiB holds a prompt of some ten million tokens."""
 
+_HARD_LIMIT_BYTES = 2 * MAX_FRAME_BYTES
+"""At such a frame a receiver hangs up before it has taken memory for it."""
 _LINGER_MS = 1000
 
 _encoder = msgspec.msgpack.Encoder()
@@ -30,19 +40,62 @@ def decode(frame: bytes) -> Message:
     Raises:
         msgspec.DecodeError: the frame is not one of our messages.
     """
-    return _decoder.decode(frame)
+    try:
+        return _decoder.decode(frame)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through
+        raise msgspec.DecodeError(str(error)) from error
 
 
-class Inbox:
-    """Where one process listens. The messages of one sender arrive in order; those of several interleave."""
+def draw_key() -> ChannelKey:
+    """A fresh key pair for one cluster."""
+    public, secret = zmq.curve_keypair()
+    return ChannelKey(public=public, secret=secret)
 
-    def __init__(self, host: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
+
+class _Pull:
+    """A listening socket, and what it has dropped."""
+
+    def __init__(self, context: zmq.Context[Any], host: str, key: ChannelKey | None) -> None:
+        self._context = context
+        self._doorkeeper = None if key is None else _Doorkeeper(context, key.public)
+        self._socket = context.socket(zmq.PULL)
         _limit(self._socket)
+        if key is not None:
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = key.secret
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
-        self.num_malformed = 0
+        self._dropped: Counter[str] = Counter()
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Frames that were ``malformed`` or too ``large``, and connections of a ``stranger``, since the start."""
+        strangers = 0 if self._doorkeeper is None else self._doorkeeper.num_refused
+        return self._dropped + Counter(stranger=strangers)
+
+    def close(self) -> None:
+        """Stop listening; safe to call twice."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _accept(self, frame: bytes) -> Message | None:
+        """The message of a frame; None, and counted, if it is none of ours."""
+        if len(frame) > MAX_FRAME_BYTES:
+            self._dropped["large"] += 1
+            return None
+        try:
+            return decode(frame)
+        except msgspec.DecodeError:
+            self._dropped["malformed"] += 1
+            return None
+
+
+class Inbox(_Pull):
+    """Where one process listens. The messages of one sender arrive in order; those of several interleave."""
+
+    def __init__(self, host: str, key: ChannelKey | None = None) -> None:
+        """With a key, only those who have it get a message in."""
+        super().__init__(zmq.Context(), host, key)
 
     def receive(self, timeout_s: float) -> list[Message]:
         """Everything that has arrived; waits up to the timeout for the first message."""
@@ -51,36 +104,25 @@ class Inbox:
             return messages
         while True:
             try:
-                messages.append(decode(self._socket.recv(zmq.NOBLOCK)))
+                message = self._accept(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return messages
-            except msgspec.DecodeError:
-                self.num_malformed += 1
-
-    def close(self) -> None:
-        """Stop listening; safe to call twice."""
-        self._socket.close(linger=0)
-        self._context.term()
+            if message is not None:
+                messages.append(message)
 
 
-class AsyncInbox:
+class AsyncInbox(_Pull):
     """An inbox for an event loop; must be made inside the running loop."""
 
-    def __init__(self, host: str) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        _limit(self._socket)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
-        self.num_malformed = 0
+    def __init__(self, host: str, key: ChannelKey | None = None) -> None:
+        """With a key, only those who have it get a message in."""
+        super().__init__(zmq.asyncio.Context(), host, key)
 
     async def receive(self) -> Message:
-        """The next message; malformed frames are dropped and counted."""
-        while True:
-            try:
-                return decode(await self._socket.recv())
-            except msgspec.DecodeError:
-                self.num_malformed += 1
+        """The next message."""
+        while (message := self._accept(await self._socket.recv())) is None:
+            continue
+        return message
 
     async def __aenter__(self) -> "AsyncInbox":
         return self
@@ -88,22 +130,24 @@ class AsyncInbox:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self.close()
 
 
 class Outbox:
     """Sends to any inbox without blocking. One thread, or one event loop, uses one outbox."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: ChannelKey | None = None) -> None:
+        """Inboxes with a key take messages only from an outbox with the same."""
         self._context = zmq.Context()
+        self._key = key
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
     def send(self, address: str, message: Message) -> None:
         """Queue one message.
 
         Raises:
-            PeerUnreachableError: the queue to this address is full, so nobody has read from it for long.
+            PeerUnreachableError: the queue to this address is full, so nobody has read from it for long; or the
+                message is larger than a frame may be.
         """
         self.broadcast([address], message)
 
@@ -114,6 +158,9 @@ class Outbox:
             PeerUnreachableError: as ``send``; those after the first such address get nothing.
         """
         frame = encode(message)
+        if len(frame) > MAX_FRAME_BYTES:
+            kind = type(message).__name__
+            raise PeerUnreachableError(f"{kind} of {len(frame)} bytes; allowed: {MAX_FRAME_BYTES} in one message")
         for address in addresses:
             try:
                 self._socket(address).send(frame, zmq.NOBLOCK)
@@ -138,13 +185,41 @@ class Outbox:
             socket = self._context.socket(zmq.PUSH)
             _limit(socket)
             socket.setsockopt(zmq.SNDHWM, 10_000)
+            if self._key is not None:
+                socket.curve_serverkey = self._key.public
+                socket.curve_publickey = self._key.public
+                socket.curve_secretkey = self._key.secret
             socket.connect(address)
             self._sockets[address] = socket
         return self._sockets[address]
 
 
+class _Doorkeeper:
+    """Tells ZeroMQ who may connect to the sockets of a context, by ZAP (RFC 27); on a thread that ends with it."""
+
+    def __init__(self, context: zmq.Context[Any], public: bytes) -> None:
+        self.num_refused = 0
+        self._allowed = zmq.utils.z85.decode(public)
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP, socket_class=zmq.Socket)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+        threading.Thread(target=self._run, name="doorkeeper", daemon=True).start()
+
+    def _run(self) -> None:
+        with self._socket as socket:
+            while True:
+                try:
+                    version, request, *_, mechanism, credential = socket.recv_multipart()
+                except zmq.ContextTerminated:
+                    return
+                is_member = mechanism == b"CURVE" and credential == self._allowed
+                self.num_refused += not is_member
+                code, text = (b"200", b"OK") if is_member else (b"400", b"stranger")
+                socket.send_multipart([version, request, code, text, b"", b""])
+
+
 def _limit(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

@@ -4,14 +4,14 @@ Every worker asks for the same resources, so a machine is a number of places for
 service ask for none.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.actors import Machine, Seat
 from cluster.spec.config import DeployConfig, Device, PoolConfig, TransferBackendName
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import ReplicaId, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.lifecycle import Role, role_of
 from cluster.spec.ranks import sizes_of, world_size
 
 
@@ -26,9 +26,9 @@ class ReplicaPlacement:
 
 
 def place(
-    config: DeployConfig, machines: Sequence[Machine], only: Collection[ReplicaId] | None = None
+    config: DeployConfig, machines: Sequence[Machine], only: Sequence[ReplicaId] | None = None
 ) -> list[ReplicaPlacement]:
-    """Put replicas, all or only the given ones, on what is free; in the order prefill, decode, index.
+    """Put replicas, those of the configuration or the given ones, on what is free; in the order prefill, decode, index.
 
     A replica takes as few machines as it fits on, and replicas of a role stay apart where that costs nothing. Where
     every worker must be on one machine, the first that holds them all is taken.
@@ -36,7 +36,7 @@ def place(
     Raises:
         ConfigError: the workers do not fit; says what is wanted and what is there.
     """
-    wanted = [item for item in _replicas(config) if only is None or item.replica in only]
+    wanted = [_wanted(config, replica) for replica in (_replicas(config) if only is None else only)]
     num_workers = sum(item.size for item in wanted)
     places = {machine.node_id: _places(machine, config, num_workers) for machine in machines}
     if problems := _fit_problems(config, machines, places, num_workers):
@@ -54,13 +54,15 @@ class _Wanted:
     """Workers."""
 
 
-def _replicas(config: DeployConfig) -> list[_Wanted]:
+def _replicas(config: DeployConfig) -> list[ReplicaId]:
     pools: list[tuple[Role, PoolConfig]] = [(Role.PREFILL, config.prefill), (Role.DECODE, config.decode)]
-    return [
-        _Wanted(replica_id(role, index), role, world_size(sizes_of(pool.parallel)))
-        for role, pool in pools
-        for index in range(pool.replicas)
-    ]
+    return [replica_id(role, index) for role, pool in pools for index in range(pool.replicas)]
+
+
+def _wanted(config: DeployConfig, replica: ReplicaId) -> _Wanted:
+    role = role_of(replica)
+    pool: PoolConfig = config.prefill if role is Role.PREFILL else config.decode
+    return _Wanted(replica, role, world_size(sizes_of(pool.parallel)))
 
 
 def _resources(config: DeployConfig) -> tuple[float, float]:

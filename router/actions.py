@@ -6,6 +6,7 @@ from enum import StrEnum
 from cluster.spec.ids import Room
 from cluster.spec.messages import Cancel, Submit
 from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 from router.flight import Pair
 
 
@@ -66,8 +67,10 @@ class Emit:
     """Set with the last tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token, where they were asked for."""
-    cached_tokens: int = 0
-    """Prompt tokens that prefill did not compute; set with the first tokens."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token of the prompt but the first, where they were asked for; with the first tokens."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    """Set with the first tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

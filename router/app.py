@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from router.api import admin, errors, generation, models, response_routes, status, timelines, tokens
-from router.api.body import component_schemas
+from router.api.document import complete
 from router.api.keys import key_needed
 from router.api.request_id import RequestIds
 from router.service import Service
@@ -27,7 +27,7 @@ def create_app(service: Service) -> FastAPI:
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, with the schemas of the bodies that routes read for themselves."""
-        document = super().openapi()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(component_schemas())
-        return document
+        """The OpenAPI document, with the bodies that routes read and write for themselves."""
+        if self.openapi_schema is None:
+            self.openapi_schema = complete(super().openapi())
+        return self.openapi_schema

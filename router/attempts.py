@@ -6,7 +6,7 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Cancel, Peer
 from router.actions import Action, Place, Send
 from router.breaker import Breakers
-from router.flight import Flight, Pick, Stage
+from router.flight import Attempt, Flight, Pair, Pick, Stage
 from router.load import LoadBook
 
 
@@ -28,16 +28,21 @@ class Attempts:
         """The request that has its attempt in this room."""
         return self._flights.get(room)
 
-    def begin(self, flight: Flight, room: Room, now_s: float) -> list[Action]:
-        """Make an attempt; nothing is done if a role has no replica."""
-        pair = self._pick(flight.ask, room, frozenset(flight.avoided), now_s)
+    def begin(self, flight: Flight, room: Room, now_s: float, prompt_of: Flight | None = None) -> list[Action]:
+        """Make an attempt, where the choice runs that brings the prompt if there is one; nothing without a replica."""
+        first = prompt_of.attempt if prompt_of is not None else None
+        if first is not None:
+            pair: Pair | None = Pair(prefill=None, decode=first.pair.decode)
+        else:
+            pair = self._pick(flight.ask, room, frozenset(flight.avoided), now_s)
         if pair is None:
             return []
         assert room not in self._flights, f"room {room} drawn twice"
-        attempt = flight.begin(room, pair)
+        attempt = flight.begin(room, pair, first.room if first is not None else None)
         self._flights[room] = flight
-        self._load.add(pair.prefill, attempt.prefill_len)
-        self._load.add(pair.decode, flight.decode_tokens)
+        if pair.prefill is not None:
+            self._load.add(pair.prefill, attempt.prefill_len)
+        self._load.add(pair.decode, attempt.decode_len)
         for leg in pair.legs:
             self._breakers.begin(leg, room, now_s)
         submit = flight.submit(attempt, self._me)
@@ -47,8 +52,9 @@ class Attempts:
     def prefill_done(self, flight: Flight) -> None:
         """The first tokens of the attempt are there."""
         assert flight.attempt is not None
-        self._load.remove(flight.attempt.pair.prefill, flight.attempt.prefill_len)
-        self._breakers.succeed(flight.attempt.pair.prefill)
+        self._leave_prefill(flight.attempt)
+        if flight.attempt.pair.prefill is not None:
+            self._breakers.succeed(flight.attempt.pair.prefill)
 
     def decode_done(self, flight: Flight) -> None:
         """So are the last ones that anybody wants."""
@@ -67,8 +73,8 @@ class Attempts:
         if attempt is None:
             return []
         if flight.stage is Stage.WAITING:
-            self._load.remove(attempt.pair.prefill, attempt.prefill_len)
-        self._load.remove(attempt.pair.decode, flight.decode_tokens)
+            self._leave_prefill(attempt)
+        self._load.remove(attempt.pair.decode, attempt.decode_len)
         for leg in attempt.pair.legs:
             self._breakers.end(leg, attempt.room)
         del self._flights[attempt.room]
@@ -89,7 +95,12 @@ class Attempts:
         assert self._flights == under_way, f"attempts {self._flights.keys()} are not {under_way.keys()}"
         for flight in under_way.values():
             assert flight.attempt is not None
-            if flight.stage is Stage.WAITING:
-                expected.add(flight.attempt.pair.prefill, flight.attempt.prefill_len)
-            expected.add(flight.attempt.pair.decode, flight.decode_tokens)
+            pair = flight.attempt.pair
+            if flight.stage is Stage.WAITING and pair.prefill is not None:
+                expected.add(pair.prefill, flight.attempt.prefill_len)
+            expected.add(pair.decode, flight.attempt.decode_len)
         assert self._load.lines() == expected.lines(), f"load {self._load.lines()} is not {expected.lines()}"
+
+    def _leave_prefill(self, attempt: Attempt) -> None:
+        if attempt.pair.prefill is not None:
+            self._load.remove(attempt.pair.prefill, attempt.prefill_len)

@@ -16,6 +16,7 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room, draw_room
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import Failure, Output, Peer
+from cluster.spec.tiers import CachedTokens
 from router.actions import Action, Cause, Emit, Fail, Wait
 from router.attempts import Attempts
 from router.breaker import Breakers
@@ -82,19 +83,26 @@ class Dispatch:
         """Whether this is the room of an attempt that is not over."""
         return room in self._attempts
 
-    def open(self, ask: Ask, deadline_s: float, now_s: float) -> tuple[Room, list[Action]]:
-        """Start a request: its name, and what is to be done."""
+    def open(
+        self, ask: Ask, deadline_s: float, now_s: float, prompt_of: Room | None = None
+    ) -> tuple[Room, list[Action]]:
+        """Start a request: its name, and what is to be done.
+
+        Args:
+            prompt_of: name of another choice, which brings the prompt to the decode replica of both.
+        """
         room = self._draw()
         assert room not in self._flights, f"room {room} drawn twice"
         flight = self._flights[room] = Flight(room=room, ask=ask, deadline_s=deadline_s)
-        return room, self._begin(flight, room, now_s)
+        first = self._flights.get(prompt_of) if prompt_of is not None else None
+        return room, self._begin(flight, room, now_s, first)
 
     def on_output(self, output: Output, now_s: float) -> list[Action]:
         """Tokens arrived."""
         flight = self._attempts.find(output.room)
         if flight is None:
             return self._drop("late")
-        if flight.leg(output.replica, output.incarnation) is not flight.legs[1]:
+        if flight.leg(output.replica, output.incarnation) is not flight.legs[-1]:
             return self._drop("foreign")
         if problem := flight.problem(output):
             return self._on_broken(flight, f"{output.replica}: {problem}", now_s)
@@ -102,7 +110,7 @@ class Dispatch:
         token_ids, logprobs = output.token_ids[num_known:], output.logprobs[num_known:]
         if not token_ids and output.finish is None:
             return self._drop("duplicate")
-        cached_tokens = output.cached_tokens if flight.stage is Stage.WAITING and not flight.given else 0
+        is_beginning = not flight.given
         if flight.stage is Stage.WAITING:
             self._attempts.prefill_done(flight)
             self._move(flight, Stage.STREAMING, "first output")
@@ -116,7 +124,8 @@ class Dispatch:
                 token_ids=token_ids,
                 finish=output.finish,
                 logprobs=logprobs,
-                cached_tokens=cached_tokens,
+                prompt_logprobs=output.prompt_logprobs if is_beginning else [],
+                cached=output.cached if is_beginning else CachedTokens(),
             )
         ]
 
@@ -202,9 +211,9 @@ class Dispatch:
             assert (flight.attempt is None) == (flight.stage is Stage.BETWEEN), f"room {room}: {flight.stage.name}"
         self._attempts.check_integrity(self._flights.values())
 
-    def _begin(self, flight: Flight, room: Room, now_s: float) -> list[Action]:
+    def _begin(self, flight: Flight, room: Room, now_s: float, prompt_of: Flight | None = None) -> list[Action]:
         """Make an attempt; the end of the request if there is no replica for it."""
-        actions = self._attempts.begin(flight, room, now_s)
+        actions = self._attempts.begin(flight, room, now_s, prompt_of)
         if not actions:
             reason = f"no replica is ready to go on: {flight.reason}" if flight.reason else "no replica is ready"
             return self._fail(flight, Cause.NO_REPLICA, reason, [])
@@ -216,7 +225,7 @@ class Dispatch:
 
     def _on_broken(self, flight: Flight, reason: str, now_s: float) -> list[Action]:
         """What the decode leg says cannot be the rest of the answer."""
-        trouble = _Trouble(cause=Cause.BROKEN_OUTPUT, reason=reason, blamed=flight.legs[1:], cancelled=flight.legs)
+        trouble = _Trouble(cause=Cause.BROKEN_OUTPUT, reason=reason, blamed=flight.legs[-1:], cancelled=flight.legs)
         return self._go_on(flight, trouble, now_s)
 
     def _go_on(self, flight: Flight, trouble: _Trouble, now_s: float) -> list[Action]:

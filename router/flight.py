@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Moves
 from cluster.spec.messages import Output, Peer, Submit
@@ -57,21 +59,24 @@ class Ask:
     """What the client calls the conversation it belongs to; empty for none."""
     page_keys: Sequence[bytes] = ()
     """Of the pages that may come from a cache, where a policy wants to know."""
+    shares_prompt: bool = False
+    """Another choice of the prompt before it, which alone is sent to prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """The replicas that an attempt runs on."""
 
-    prefill: Peer
+    prefill: Peer | None
+    """None where decode computes what it does not have of the prompt."""
     decode: Peer
     cached_tokens: int = 0
     """Of the prompt, that prefill is not expected to compute."""
 
     @property
     def legs(self) -> list[Peer]:
-        """Both."""
-        return [self.prefill, self.decode]
+        """Those that work; decode is the last one."""
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
 Pick = Callable[[Ask, Room, frozenset[Peer], float], Pair | None]
@@ -86,6 +91,10 @@ class Attempt:
     pair: Pair
     prefill_len: int
     """Tokens that prefill is expected to compute."""
+    decode_len: int
+    """The most tokens that decode keeps for it alone."""
+    prompt_of: Room | None = None
+    """The attempt of another choice, on the same decode replica, that brings the prompt."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,13 +120,13 @@ class Flight:
 
     @property
     def legs(self) -> list[Peer]:
-        """Both replicas of the attempt under way."""
+        """The replicas of the attempt under way."""
         return self.attempt.pair.legs if self.attempt is not None else []
 
     @property
     def awaited(self) -> list[Peer]:
         """Those of them that have not done their part."""
-        return self.legs if self.stage is Stage.WAITING else self.legs[1:]
+        return self.legs if self.stage is Stage.WAITING else self.legs[-1:]
 
     @property
     def awaits(self) -> str:
@@ -132,33 +141,37 @@ class Flight:
         return next((leg for leg in self.legs if (leg.replica, leg.incarnation) == (replica, incarnation)), None)
 
     @property
-    def decode_tokens(self) -> int:
-        """The longest that prompt and answer can become."""
-        return len(self.ask.prompt_ids) + self.ask.stopping.max_tokens
-
-    @property
     def wake_at_s(self) -> float:
         """When time alone changes something."""
         return min(self.due_s, self.deadline_s) if self.stage is Stage.BETWEEN else self.deadline_s
 
-    def begin(self, room: Room, pair: Pair) -> Attempt:
+    def begin(self, room: Room, pair: Pair, prompt_of: Room | None = None) -> Attempt:
         """The next attempt: prefill computes prompt and given tokens, but for what is cached."""
-        num_tokens = len(self.ask.prompt_ids) + len(self.given)
-        self.attempt = Attempt(room=room, pair=pair, prefill_len=num_tokens - pair.cached_tokens)
+        prompt_len = len(self.ask.prompt_ids)
+        self.attempt = Attempt(
+            room=room,
+            pair=pair,
+            prefill_len=prompt_len + len(self.given) - pair.cached_tokens,
+            decode_len=self.ask.stopping.max_tokens + (0 if prompt_of is not None else prompt_len),
+            prompt_of=prompt_of,
+        )
         return self.attempt
 
     def submit(self, attempt: Attempt, router: Peer) -> Submit:
-        """What both legs of an attempt get."""
-        ask = self.ask
+        """What the legs of an attempt get."""
+        ask, sampling = self.ask, self.ask.sampling
+        if self.given:  # with the first of which the client has those of the prompt
+            sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
         return Submit(
             room=attempt.room,
             prompt_ids=[*ask.prompt_ids, *self.given] if self.given else ask.prompt_ids,
             num_given=len(self.given),
-            sampling=ask.sampling,
+            sampling=sampling,
             stopping=ask.stopping,
             prefill=attempt.pair.prefill,
             decode=attempt.pair.decode,
             router=router,
+            prompt_of=attempt.prompt_of,
             cache_salt=ask.cache_salt,
             priority=ask.priority,
             timed=ask.timed,

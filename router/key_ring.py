@@ -75,8 +75,6 @@ def _of_file(path: str | None) -> list[ApiKey]:
         return TypeAdapter(list[ApiKey]).validate_python(tree)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"router.api_keys_file: {path} cannot be read: {error}") from None
-    except yaml.YAMLError:
-        raise UserError(f"router.api_keys_file: {path} is not YAML") from None
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(step) for step in wrong["loc"]) or "the whole"
@@ -84,6 +82,8 @@ def _of_file(path: str | None) -> list[ApiKey]:
             f"router.api_keys_file: {path}: {where}: {wrong['msg']}; allowed: a list of entries with name, key and "
             "if wanted max_requests, tokens_per_minute, priority"
         ) from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # a date that cannot be is a ValueError
+        raise UserError(f"router.api_keys_file: {path} is not YAML") from None
 
 
 def _same(known: str, given: str) -> bool:

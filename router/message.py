@@ -1,11 +1,22 @@
 """From the text of one chat answer to its message: thoughts, content and tool calls, whole or part by part."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.reasoning import Thinking, ThoughtSplitter
 from router.tool_calls.events import Argued, CallBegun, Event, Said, ToolParser
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text of thoughts."""
+
+    text: str
+
+
+MessageEvent = Thought | Event
+"""What follows in a message."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,42 +56,57 @@ class MessageReader:
     def push(self, text: str, *, is_end: bool) -> MessagePart:
         """What this text completes; with ``is_end`` also what was held back."""
         part = MessagePart()
-        self._split(part, text)
-        if is_end:
-            self._end(part)
+        for event in self.read(text, is_end=is_end):
+            self._add(part, event)
         return part
 
-    def _split(self, part: MessagePart, text: str) -> None:
-        thoughts, answer = self._splitter.push(text) if self._splitter is not None else ("", text)
-        part.thoughts += thoughts
-        self._parse(part, answer)
+    def read(self, text: str, *, is_end: bool) -> list[MessageEvent]:
+        """The same in order, however the text is cut; instead of ``push``."""
+        events = self._split(text)
+        if is_end:
+            events += self._flush()
+        return events
 
-    def _parse(self, part: MessagePart, answer: str) -> None:
-        if self._parser is None:
-            part.content += answer
-        elif answer:
-            self._add(part, self._parser.push(answer))
+    def _split(self, text: str) -> list[MessageEvent]:
+        if self._splitter is None:
+            return self._parse(text)
+        thoughts, answer = self._splitter.push(text)
+        return [*_thought(thoughts), *self._parse(answer)]
 
-    def _end(self, part: MessagePart) -> None:
+    def _parse(self, answer: str) -> list[MessageEvent]:
+        if not answer:
+            return []
+        return [Said(answer)] if self._parser is None else list(self._parser.push(answer))
+
+    def _flush(self) -> list[MessageEvent]:
+        events: list[MessageEvent] = []
         if self._splitter is not None:
             thoughts, answer = self._splitter.flush()
-            part.thoughts += thoughts
-            self._parse(part, answer)
-        if self._parser is not None:
-            self._add(part, self._parser.flush())
+            events += [*_thought(thoughts), *self._parse(answer)]
+        return events if self._parser is None else [*events, *self._parser.flush()]
 
-    def _add(self, part: MessagePart, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case Said(text):
-                    part.content += text
-                case CallBegun(name):
-                    part.calls.append(CallPart(index=self._num_calls, id=f"call_{secrets.token_hex(12)}", name=name))
-                    self._num_calls += 1
-                case Argued(text):
-                    if not part.calls:
-                        part.calls.append(CallPart(index=self._num_calls - 1))
-                    part.calls[-1].arguments += text
+    def _add(self, part: MessagePart, event: MessageEvent) -> None:
+        match event:
+            case Thought(text):
+                part.thoughts += text
+            case Said(text):
+                part.content += text
+            case CallBegun(name):
+                part.calls.append(CallPart(index=self._num_calls, id=new_call_id(), name=name))
+                self._num_calls += 1
+            case Argued(text):
+                if not part.calls:
+                    part.calls.append(CallPart(index=self._num_calls - 1))
+                part.calls[-1].arguments += text
+
+
+def new_call_id() -> str:
+    """What the result of a call will refer to."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _thought(text: str) -> list[Thought]:
+    return [Thought(text)] if text else []
 
 
 NewReader = Callable[[], MessageReader]

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from cluster.spec.clock import Clock
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import TableSnapshot
+from cluster.spec.tiers import CachedTokens, Tier
 from router.breaker import BreakerState
 from router.directory import Directory
 from router.dispatch import Dispatch
@@ -43,7 +44,10 @@ class Metrics:
         )
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens of requests taken.", registry=registry)
         self.cached_tokens = Counter(
-            "baton_cached_tokens", "Prompt tokens that prefill took from its cache.", registry=registry
+            "baton_cached_tokens", "Prompt tokens that prefill took from its caches.", registry=registry
+        )
+        self._cached_by_tier = Counter(
+            "baton_cached_tokens_by_tier", "The same by where they were.", ["tier"], registry=registry
         )
         self.generation_tokens = Counter("baton_generation_tokens", "Tokens generated.", registry=registry)
         self.ttft_s = Histogram(
@@ -64,6 +68,13 @@ class Metrics:
             buckets=_TTFT_BUCKETS_S,
             registry=registry,
         )
+
+    def note_cached(self, cached: CachedTokens) -> None:
+        """Prefill did not compute these tokens of a prompt."""
+        self.cached_tokens.inc(cached.total)
+        by_tier = {Tier.DEVICE: cached.total - cached.host - cached.storage, Tier.HOST: cached.host}
+        for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
+            self._cached_by_tier.labels(tier).inc(count)
 
     def watch(self, watched: Watched) -> None:
         """Also report what these count themselves."""
@@ -91,6 +102,8 @@ class _Counts(Collector):
         yield CounterMetricFamily(
             "baton_router_page_gaps", "Times that news of a cache were missing.", watched.pages.num_gaps
         )
+        yield _wrong_pages(watched.directory.snapshot)
+        yield _retractions(watched.directory.snapshot)
         yield from _step_metrics(watched.directory.snapshot)
 
 
@@ -146,6 +159,29 @@ def _load_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
             dropped.add_metric([entry.replica, kind], count)
     yield pages
     yield dropped
+
+
+def _wrong_pages(snapshot: TableSnapshot | None) -> Metric:
+    wrong = CounterMetricFamily(
+        "baton_wrong_pages", "Pages of KV that were not as they were sent, by who got them.", labels=["replica"]
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        if entry.role is Role.DECODE:
+            wrong.add_metric([entry.replica], entry.load.wrong_pages)
+    return wrong
+
+
+def _retractions(snapshot: TableSnapshot | None) -> Metric:
+    """Of every replica in the table, as told by its last heartbeat."""
+    metric = CounterMetricFamily(
+        "baton_retractions",
+        "Times that requests gave their pages back, by what became of the KV.",
+        labels=["replica", "kv"],
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
+        metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
+    return metric
 
 
 def _step_metrics(snapshot: TableSnapshot | None) -> list[Metric]:

@@ -106,5 +106,5 @@ class Picker:
 
 
 def _longest(ask: Ask) -> int:
-    """The longest that prompt and answer can become."""
-    return len(ask.prompt_ids) + ask.stopping.max_tokens
+    """The most tokens that decode keeps for it alone."""
+    return ask.stopping.max_tokens + (0 if ask.shares_prompt else len(ask.prompt_ids))

@@ -28,4 +28,6 @@ async def with_page_keys(asks: Sequence[Ask], page_size: int) -> list[Ask]:
 
 
 def _keys(ask: Ask, page_size: int) -> Sequence[bytes]:
+    if ask.sampling.num_prompt_logprobs is not None:
+        return ()
     return page_keys(ask.prompt_ids[:-1], page_size, ask.cache_salt)

@@ -24,9 +24,9 @@ class Progress:
     def emit(self, action: Emit, now_s: float) -> None:
         """Tokens came."""
         self._measure(len(action.token_ids), now_s)
-        self._metrics.cached_tokens.inc(action.cached_tokens)
-        self.stream.cached_tokens[self._index] += action.cached_tokens
-        self.stream.push(self._index, action.token_ids, action.finish, action.logprobs)
+        self._metrics.note_cached(action.cached)
+        self.stream.cached[self._index] += action.cached
+        self.stream.push(self._index, action.token_ids, action.finish, action.logprobs, action.prompt_logprobs)
         if action.finish is not None:
             self.end(now_s)
 

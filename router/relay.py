@@ -75,7 +75,9 @@ class Relay:
         return f"no {' and no '.join(missing)} replica is ready" if missing else None
 
     def open(self, asks: Sequence[Ask], arrived_s: float) -> Answer:
-        """Send each ask to a pair of replicas; their answers come as the choices of one.
+        """Send each ask to a pair of replicas, or to the decode replica of the ask whose prompt it shares.
+
+        Their answers come as the choices of one.
 
         Raises:
             NotReadyError: the router drains, or a role has no ready replica.
@@ -90,11 +92,14 @@ class Relay:
         self._num_answers += 1
         self._idle.clear()
         deadline_s = opened_s + self._request_timeout_s
+        first: Room | None = None
         for index, ask in enumerate(asks):
-            room, actions = self._dispatch.open(ask, deadline_s, opened_s)
+            room, actions = self._dispatch.open(ask, deadline_s, opened_s, first if ask.shares_prompt else None)
+            if not ask.shares_prompt:
+                first = room
+                self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
             answer.add(room, timed=ask.timed)
             self._progress[room] = Progress(answer, index, arrived_s, opened_s, self._metrics)
-            self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
             self._perform(actions)
         self._wake_at(deadline_s)
         return answer

@@ -134,9 +134,9 @@ class RouterServer:
             listener.close()
 
     async def _main(self, listener: socket.socket) -> None:
-        outbox = Outbox()
+        outbox = Outbox(self._rendezvous.channel_key)
         try:
-            async with AsyncInbox(self._host) as inbox:
+            async with AsyncInbox(self._host, self._rendezvous.channel_key) as inbox:
                 await self._serve_until_stopped(listener, inbox, outbox)
         finally:
             outbox.close()

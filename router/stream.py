@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 from router.actions import Fail
 from router.errors import RequestFailedError
 
@@ -18,6 +19,8 @@ class Part:
     finish: FinishReason | None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token, where they were asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """With the choice's first tokens, where they were asked for."""
 
 
 class Stream:
@@ -27,7 +30,7 @@ class Stream:
     """
 
     def __init__(self, num_choices: int) -> None:
-        self.cached_tokens = [0] * num_choices
+        self.cached = [CachedTokens()] * num_choices
         """Prompt tokens of every choice that prefill did not compute."""
         self.num_tokens = 0
         """Of all choices, read or not."""
@@ -42,11 +45,13 @@ class Stream:
         token_ids: Sequence[int],
         finish: FinishReason | None,
         logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Tokens came for a choice."""
         part = self._parts.setdefault(index, Part(index, [], None))
         part.token_ids += token_ids
         part.logprobs += logprobs
+        part.prompt_logprobs += prompt_logprobs
         part.finish = finish
         self.num_tokens += len(token_ids)
         self._news.set()

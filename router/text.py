@@ -20,6 +20,8 @@ class TextRules:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings in the text of the tokens before this one do not count."""
+    prompt_only: bool = False
+    """The answer, a token for want of less, is not shown."""
 
 
 class StopScanner:
@@ -72,6 +74,8 @@ class Piece:
     """Of every token, where they were asked for."""
     offsets: tuple[int, ...] = ()
     """Characters of the text before each token."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of every token of the prompt but the first, where they were asked for; with the first token."""
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
@@ -82,6 +86,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
         token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
         logprobs=tuple(told for piece in pieces for told in piece.logprobs),
         offsets=tuple(offset for piece in pieces for offset in piece.offsets),
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 
@@ -100,6 +105,8 @@ class AnswerText:
         self, token_ids: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> list[Piece]:
         """A piece for every token, up to the one that completes a stop string; finish belongs to the last token."""
+        if self._rules.prompt_only:
+            return [Piece("", FinishReason.LENGTH)] if finish is not None else []
         pieces = []
         for index, token_id in enumerate(token_ids):
             offset = self._num_chars

@@ -25,6 +25,9 @@ _mooncake_passed = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Read when a kernel is first imported: either all of this process's run on a GPU, or none.
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     config.stash[_left_out] = {}
     config.stash[_mooncake_passed] = 0
 
@@ -106,6 +109,8 @@ def _native_missing(items: list[pytest.Item]) -> str | None:
 def _gpu_missing(items: list[pytest.Item]) -> str | None:
     if not any(item.get_closest_marker("gpu") for item in items):
         return None
+    if os.environ.get("TRITON_INTERPRET"):
+        return "needs a CUDA device and a session of its own: `pytest -m gpu`"
     import torch
 
     return None if torch.cuda.is_available() else "needs a CUDA device and a CUDA build of torch"

@@ -9,7 +9,9 @@ from enum import Enum
 
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Moves, move
-from cluster.spec.messages import Done, Drained, Peer, Refused, Result, Revoke, Ticket
+from cluster.spec.messages import Done, Drained, PageDigests, Peer, Refused, Result, Revoke, Ticket
+from cluster.spec.registry import Verify
+from transfer.digests import coverage_problem
 
 TICKET_AGAIN_S = 10.0
 """A ticket of which nothing was heard is sent again after so long: prefill may be at work, or may not have got it."""
@@ -83,7 +85,15 @@ class ReceiverSession:
     """
 
     def __init__(
-        self, ticket: Ticket, prefill: Peer, *, num_pages: int, num_bytes: int, silence_s: float, settle_s: float
+        self,
+        ticket: Ticket,
+        prefill: Peer,
+        *,
+        num_pages: int,
+        num_bytes: int,
+        silence_s: float,
+        settle_s: float,
+        verify: Verify = Verify.COUNTS,
     ) -> None:
         """Pages are reserved; no ticket is out.
 
@@ -92,6 +102,7 @@ class ReceiverSession:
             num_bytes: bytes that all Done together must report.
             silence_s: longest wait between two of prefill's words, after the first one.
             settle_s: seconds in which bytes may still arrive after their sender has died.
+            verify: whether every Done must bring digests.
         """
         self.ticket = ticket
         self.state = ReceiverState.RESERVED
@@ -101,15 +112,26 @@ class ReceiverSession:
         """Messages without effect, by why: foreign, duplicate, or the state they came too late for."""
         self._prefill = prefill
         self._expected = (num_pages, num_bytes)
+        self._verify = verify
         self._dones: dict[int, Done] = {}
         self._silence_s = silence_s
         self._settle_s = settle_s
         self._wake_at_s = 0.0
 
     @property
+    def prefill(self) -> Peer:
+        """Who sends."""
+        return self._prefill
+
+    @property
     def may_free(self) -> bool:
         """Whether it is over and no sender can write to the pages any more; if ready, they are the request's."""
         return not _RECEIVER_MOVES[self.state]
+
+    @property
+    def told(self) -> list[PageDigests]:
+        """What the senders said of the bytes they wrote, so far."""
+        return [part for done in self._dones.values() for part in done.digests]
 
     @property
     def wake_at_s(self) -> float | None:
@@ -233,11 +255,17 @@ class ReceiverSession:
         promised = (result.num_pages, result.num_bytes)
         num_pages, num_bytes = self._expected
         if sent == promised and sent[0] % max(num_pages, 1) == 0 and sent[0] >= num_pages and sent[1] == num_bytes:
-            return None
+            return self._digest_problem(num_bytes) if self._verify is Verify.DIGEST else None
         return (
             f"{name} sent {sent[0]} pages of {sent[1]} bytes, its result promised {promised[0]} of {promised[1]}, "
             f"and {self.ticket.decode.replica} expected {self._expected[0]} of {self._expected[1]}"
         )
+
+    def _digest_problem(self, num_bytes: int) -> str | None:
+        """What is wrong with the digests before a byte is read: they must speak for every byte, once."""
+        if reason := coverage_problem(self.told, self.ticket.pages[0], num_bytes):
+            return f"digests of {self._prefill.replica}: {reason} (transfer.verify)"
+        return None
 
     def _is_foreign(self, message: Result | Done | Refused | Drained) -> bool:
         return (message.room, message.generation, message.decode_incarnation) != (

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.spec.ids import Room
+from cluster.spec.messages import PageDigests
 from cluster.spec.registry import Endpoint
 from transfer.backends.interface import Region, TransferBackend
 from transfer.plan import Span, batches, total_bytes
@@ -32,6 +33,8 @@ class SendJob:
     writes: Sequence[Write]
     num_pages: int
     """Pages that the writes carry together, for the outcome."""
+    digest: Callable[[], list[PageDigests]] = list
+    """Makes the digests of what is to be written, for the outcome; called right before the first write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Written:
     generation: int
     num_pages: int
     num_bytes: int
+    digests: list[PageDigests] = field(default_factory=list)
     start_s: float = field(default=0.0, compare=False)
     """When its writing began, by ``time.monotonic``."""
     end_s: float = field(default=0.0, compare=False)
@@ -147,6 +151,7 @@ class SenderThread:
     def _send(self, job: SendJob) -> None:
         start_s = time.monotonic()
         try:
+            digests = job.digest()
             is_whole = self._write(job)
         except Exception as error:  # whatever the backend raises, other transfers go on and this one is told why
             self._barred.add((job.room, job.generation))
@@ -154,7 +159,8 @@ class SenderThread:
             return
         if is_whole:
             num_bytes = sum(total_bytes(write.spans) for write in job.writes)
-            self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes, start_s, time.monotonic()))
+            end_s = time.monotonic()
+            self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes, digests, start_s, end_s))
 
     def _write(self, job: SendJob) -> bool:
         """Whether the whole job was written; it ends early when the transfer is barred."""

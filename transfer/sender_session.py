@@ -4,13 +4,13 @@ Lives on each prefill rank, named by (room, generation). It never hands out a pa
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import Moves, move
-from cluster.spec.messages import Done, Peer, SendReport, SendState, Target
+from cluster.spec.messages import Done, PageDigests, Peer, SendReport, SendState, Target
 from transfer.plan import PagePair
 
 
@@ -90,6 +90,7 @@ class SenderSession:
         self.reason = ""
         self.num_pages_written = 0
         self.num_bytes_written = 0
+        self._digests: list[PageDigests] = []
         self._prefill = prefill
         self._sender_rank = sender_rank
         self._page_size = page_size
@@ -122,10 +123,11 @@ class SenderSession:
         self._end_if_written("advance")
         return [(page_table[page], self.target.pages[page - self.target.held_pages]) for page in fresh]
 
-    def written(self, num_pages: int, num_bytes: int) -> None:
+    def written(self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = ()) -> None:
         """Pages handed out before have reached their target."""
         self.num_pages_written += num_pages
         self.num_bytes_written += num_bytes
+        self._digests += digests
         assert self.num_pages_written <= self._num_handed, f"room {self.room}: more pages written than handed out"
         if self.state is SenderState.SENDING:
             self._end_if_written("written")
@@ -168,6 +170,7 @@ class SenderSession:
             sender_rank=self._sender_rank,
             num_pages=self.num_pages_written,
             num_bytes=self.num_bytes_written,
+            digests=self._digests,
         )
 
     def _end_if_written(self, event: str) -> None:

@@ -1,11 +1,14 @@
 """Puts the parts of a worker together from its spec."""
 
+from collections.abc import Callable
 from functools import partial
 
 from cluster.channel import Outbox
+from cluster.spec.config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer, Timeline
+from cluster.spec.ranks import sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock
@@ -15,10 +18,19 @@ from transfer.sender import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
+from workers.hicache.copier import Copier
+from workers.hicache.mover import Mover, NoMover, PageMover
+from workers.hicache.storage.objects import Cut, Naming
+from workers.hicache.storage.page_store import PageStore
+from workers.hicache.storage.registry import make_storage
+from workers.hicache.storage.throttle import Throttle
+from workers.hicache.tiers import Tiers
 from workers.kv_sender import KvSender
+from workers.page_checker import PageChecker
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
@@ -43,6 +55,7 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
         page_filter=spec.config.transfer.page_filter,
         ownership=spec.ownership,
         build=VERSION,
+        host_endpoint=rank.host_region.endpoint if rank.host_region else None,
     )
 
 
@@ -52,9 +65,14 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
     num_owners = rows[0].num_owners
     tree = PrefixTree(num_owners) if config.kv.prefix_cache else None
-    allocator = PageAllocator(rank.layout.num_pages, tree, num_owners)
+    # Stages differ in layers, and so in pages.
+    num_pages = min(row.layout.num_pages for row in rows)
+    allocator = PageAllocator(num_pages, tree, num_owners)
+    tiers = make_tiers(config.hicache, tree, rows) if tree else None
     if spec.role is Role.DECODE:
-        limits = StepLimits(rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests)
+        limits = StepLimits(
+            rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests, depth=spec.sizes.pp
+        )
         settings = DecodeSettings(
             me=me,
             geometry=rank.geometry,
@@ -62,12 +80,22 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             page_bytes=sum(row.layout.page_bytes for row in rows),
             transfer_timeout_s=config.transfer.transfer_timeout_s,
             quarantine_limit=config.transfer.quarantine_limit,
+            rank_addresses=tuple(row.address for row in rows),
+            verify=config.transfer.verify,
             settle_s=rank.backend.settle_s,
         )
-        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
-        return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder)
+        keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
+        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper, tiers=tiers)
+        return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
     prefill = config.prefill
-    limits = StepLimits(rank.layout.page_size, prefill.chunk_tokens, prefill.max_requests, prefill.oldest_share)
+    limits = StepLimits(
+        rank.layout.page_size,
+        prefill.chunk_tokens,
+        prefill.max_requests,
+        prefill.oldest_share,
+        # One more than stages, so that none waits for the word that a step has ended.
+        depth=spec.sizes.pp + (spec.sizes.pp > 1),
+    )
     choose = StrategyChooser(
         setting=config.prefill.strategy,
         cp=spec.sizes.cp,
@@ -89,22 +117,62 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
             limits,
             choose,
             even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
+            tiers=tiers,
         ),
         allocator,
         rank.step_recorder.recorder,
+        tiers,
     )
 
 
-def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> KvSender:
+def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]) -> Mover:
+    """What carries out the leader's orders on this rank."""
+    if rank.host_region is None:
+        return NoMover()
+    copier = Copier(rows, spec.global_rank, rank.region, rank.host_region, rank.backend)
+    store = make_page_store(spec, rank, rows[spec.global_rank])
+    return PageMover(copier, store, spec.global_rank, rows[0].address, open_outbox)
+
+
+def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
+    """This rank's pages in storage, if there is any."""
+    config = spec.config.hicache.storage
+    backend = make_storage(config)
+    if backend is None:
+        return None
+    pools = (spec.config.prefill, spec.config.decode)
+    return PageStore(
+        backend,
+        Naming(rank.geometry, rank.weights),
+        row,
+        others=[Cut.of(pool.ownership, sizes_of(pool.parallel)) for pool in pools],
+        reads=Throttle(config.read_mib_s and config.read_mib_s * (1 << 20)),
+        writes=Throttle(config.write_mib_s and config.write_mib_s * (1 << 20)),
+    )
+
+
+def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:
+    """The tiers below the device cache, if there is host memory for them; as much as the poorest rank has."""
+    host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
+    return Tiers(config, tree, host_pages, rows) if host_pages else None
+
+
+def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> KvSender:
     """What sends this rank's part of finished KV."""
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
+        pool=rank.region.buffer,
         config=spec.config.transfer,
-        outbox=Outbox(),
+        outbox=outbox,
         start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
         recorder=rank.step_recorder.recorder,
     )
+
+
+def make_page_checker(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> PageChecker:
+    """What compares this rank's pages with what was sent."""
+    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, outbox)
 
 
 def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:

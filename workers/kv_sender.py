@@ -2,14 +2,16 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, DropSend, Message, Peer, SendReport, SendState, StepPlan, Target
-from cluster.spec.registry import RankRow
+from cluster.spec.messages import Admit, DropSend, Message, PageDigests, Peer, SendReport, SendState, StepPlan, Target
+from cluster.spec.registry import RankRow, Verify
 from cluster.spec.timeline import Interval
+from transfer.digests import digest_pages
 from transfer.plan import PagePair, local_page, make_spans, owned_pages, receivers
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession
@@ -43,6 +45,7 @@ class KvSender:
         *,
         prefill: Peer,
         row: RankRow,
+        pool: memoryview,
         config: TransferConfig,
         outbox: Post,
         start_writer: Callable[[Callable[[Outcome], None]], Writer],
@@ -52,10 +55,12 @@ class KvSender:
 
         Args:
             prefill: the replica this rank is part of; its leader gets the reports.
+            pool: memory of this rank's pages.
             start_writer: makes the writer, which never tells an outcome before the call that asks for it has returned.
         """
         self._prefill = prefill
         self._row = row
+        self._pool = pool
         self._config = config
         self._recorder = recorder or Recorder()
         self._lock = threading.Lock()
@@ -158,15 +163,22 @@ class KvSender:
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
         """The spans to every decode rank that gets some of the heads and layers we hold from us."""
         local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
+        targets = self._receivers(session.target)
         return SendJob(
             room=session.room,
             generation=session.target.generation,
             writes=[
-                Write(target.endpoint, make_spans(self._row.layout, target.layout, local_pairs))
-                for target in self._receivers(session.target)
+                Write(target.endpoint, make_spans(self._row.layout, target.layout, local_pairs)) for target in targets
             ],
             num_pages=len(pairs),
+            digest=partial(self._digest, targets, local_pairs),
         )
+
+    def _digest(self, targets: Sequence[RankRow], local_pairs: Sequence[PagePair]) -> list[PageDigests]:
+        """On the sender thread."""
+        if self._config.verify is Verify.COUNTS:
+            return []
+        return [digest_pages(self._pool, self._row.layout, target, local_pairs) for target in targets]
 
     def _on_outcome(self, outcome: Outcome) -> None:
         with self._lock:
@@ -175,7 +187,7 @@ class KvSender:
                 return
             match outcome:
                 case Written():
-                    session.written(outcome.num_pages, outcome.num_bytes)
+                    session.written(outcome.num_pages, outcome.num_bytes, outcome.digests)
                     self._record(outcome)
                 case WriteFailed():
                     session.failed(outcome.reason)

@@ -22,10 +22,11 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, Output, Peer, Shutdown, Submit, TableUpdate
+from cluster.spec.messages import Failure, FlushCache, Output, Peer, Shutdown, Submit, TableUpdate
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
+from cluster.spec.tiers import CachedTokens, Tier
 from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
@@ -114,6 +115,8 @@ class Prompt:
     sampling: Sampling = field(default_factory=Sampling)
     num_given: int = 0
     """The last so many of the tokens are output of an earlier attempt."""
+    shares_prompt: bool = False
+    """Another choice of the prompt before it."""
 
 
 @dataclass(slots=True)
@@ -123,10 +126,11 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token, where they were asked for."""
-    cached_tokens: int = 0
-    """Prompt tokens that prefill did not compute."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of every token of the prompt but the first, where they were asked for."""
     num_given: int = 0
     """Of the prompt: output that comes before these tokens."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
 
 
 class LocalReplica:
@@ -272,7 +276,11 @@ class LocalCluster:
 
     def answer(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[Answer]:
         """The same with what else is known of each answer."""
-        rooms = [self._submit(prompt) for prompt in prompts]
+        rooms: list[Room] = []
+        first: Room | None = None
+        for prompt in prompts:
+            rooms.append(self._submit(prompt, first if prompt.shares_prompt else None))
+            first = first if prompt.shares_prompt else rooms[-1]
         answers = {room: Answer(num_given=prompt.num_given) for room, prompt in zip(rooms, prompts, strict=True)}
         unfinished = set(rooms)
         while unfinished:
@@ -289,10 +297,16 @@ class LocalCluster:
                 assert message.first_index == answer.num_given + len(answer.token_ids), "tokens out of order"
                 answer.token_ids += message.token_ids
                 answer.logprobs += message.logprobs
-                answer.cached_tokens += message.cached_tokens
+                answer.prompt_logprobs += message.prompt_logprobs
+                answer.cached += message.cached
                 if message.finish is not None:
                     unfinished.remove(message.room)
         return [answers[room] for room in rooms]
+
+    def flush(self, *tiers: Tier) -> None:
+        """Let both replicas forget what these tiers hold, before anything that is asked next."""
+        for replica in self._replicas:
+            self._outbox.send(replica.peer.address, FlushCache(tiers=tiers))
 
     def close(self) -> None:
         """End every process."""
@@ -303,19 +317,20 @@ class LocalCluster:
         self._inbox.close()
         self._outbox.close()
 
-    def _submit(self, prompt: Prompt) -> Room:
+    def _submit(self, prompt: Prompt, prompt_of: Room | None) -> Room:
         prefill, decode = (replica.peer for replica in self._replicas)
         submit = Submit(
             room=draw_room(),
             prompt_ids=list(prompt.token_ids),
             sampling=prompt.sampling,
             stopping=prompt.stopping,
-            prefill=prefill,
+            prefill=prefill if prompt_of is None else None,
             decode=decode,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
             num_given=prompt.num_given,
+            prompt_of=prompt_of,
         )
-        for peer in (prefill, decode):
+        for peer in (prefill, decode) if prompt_of is None else (decode,):
             self._outbox.send(peer.address, submit)
         return submit.room
 

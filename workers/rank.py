@@ -1,5 +1,6 @@
 """The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,26 +10,24 @@ from cluster.grammar import Grammars
 from cluster.spec.config import Device
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
-from cluster.spec.pool import pool_layout
-from cluster.spec.ranks import GroupName, groups
+from cluster.spec.pool import GIB, num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
-from workers.attention.registry import fastest_backend
+from workers.attention.registry import choose_backend
+from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
+from workers.hicache.storage.weights import weights_digest
 from workers.models.config import ModelConfig
-from workers.parallel.collectives import Communicator
-from workers.parallel.groups import ReplicaStore, join_group
+from workers.parallel.groups import ReplicaStore
+from workers.rank_groups import RankGroups, join_expert_groups, join_groups
+from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
 
-COLLECTIVE_TIMEOUT_S = 3600.0
-"""A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
-
-CHECKED_TIMEOUT_S = 60.0
-"""The same while collectives are checked: a rank that does not come at all is what is looked for."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +38,10 @@ class Rank:
     layout: PoolLayout
     region: Region
     backend: TransferBackend
+    host_region: Region | None
+    """Memory for cached pages beside the pool."""
+    weights: str
+    """Digest of what the weights are."""
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
@@ -46,39 +49,40 @@ class Rank:
     """As this rank measured them; on decode, where nothing is chosen by them, the defaults."""
     grammars: Grammars | None
     """Where tokens are drawn."""
+    host_pages: HostPages | None
+    """On decode, where it is one stage."""
+    keep_cost: KeepCost | None
+    """As this rank measured it, where there are host pages."""
 
-    cp_group: Communicator
-    tp_group: Communicator
-
-    def leave(self) -> None:
-        """Leave the groups; peers that wait for this rank fail."""
-        self.cp_group.destroy()
-        self.tp_group.destroy()
+    groups: RankGroups
 
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
         self.backend.close()
         if self.grammars is not None:
             self.grammars.close()
+        if self.host_pages is not None:
+            self.host_pages.close()
 
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
-    cp_group, tp_group = (_join(spec, store, name) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP))
+    groups = join_groups(spec, store)
     try:
-        return _load(spec, folder, cp_group, tp_group)
+        model_config = ModelConfig.from_folder(folder)
+        if model_config.moe is not None:
+            groups = join_expert_groups(groups, spec, store)
+        return _load(spec, folder, model_config, groups)
     except BaseException:
         # Peers that wait for this rank while they warm up end now, instead of after the timeout.
-        cp_group.destroy()
-        tp_group.destroy()
+        groups.leave()
         raise
 
 
-def _load(spec: WorkerSpec, folder: Path, cp_group: Communicator, tp_group: Communicator) -> Rank:
+def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: RankGroups) -> Rank:
     config = spec.config
     device = torch.device("cpu" if config.resources.device is Device.CPU else "cuda")
-    model_config = ModelConfig.from_folder(folder)
-    draws = cp_group.rank == tp_group.rank == 0
+    draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     geometry = KvGeometry(
@@ -92,6 +96,8 @@ def _load(spec: WorkerSpec, folder: Path, cp_group: Communicator, tp_group: Comm
     layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv_memory_gib(spec.pool))
     backend = make_backend(config.transfer.backend, spec.host)
     region = backend.allocate(layout.pool_bytes)
+    host_bytes = host_bytes_of(spec, layout)
+    host_region = backend.allocate(host_bytes) if host_bytes else None
     pool = PagePool(
         layout.num_pages,
         layout.num_heads,
@@ -101,38 +107,47 @@ def _load(spec: WorkerSpec, folder: Path, cp_group: Communicator, tp_group: Comm
         torch_dtype(dtype),
         torch.frombuffer(region.buffer, dtype=torch.uint8),
     )
-    model = load_model(folder, dtype=torch_dtype(dtype), device=device, group=tp_group)
-    attention = fastest_backend(device, torch_dtype(dtype))
-    runner = ModelRunner(model, pool, attention, cp_group, spec.ownership, grammars)
+    model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
+    attention = choose_backend(config.resources.attention, device, torch_dtype(dtype))
+    _log.info("attention by %s: %s", attention.name, attention.reason)
+    host_pages = None
+    num_slots = num_host_slots(config.decode.host_memory_gib, layout)
+    # Of several stages one may still copy when the leader takes a step for done.
+    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
+        host_pages = HostPages(pool, num_slots)
+    runner = ModelRunner(
+        model,
+        pool,
+        attention.backend,
+        groups.cp,
+        spec.ownership,
+        grammars,
+        pipeline=groups.pipeline,
+        host_pages=host_pages,
+    )
     runner.warm_up()
     shape = ModelShape.of(model.config, dtype)
-    rates = calibrate(model, pool, attention, cp_group, shape) if spec.role is Role.PREFILL else Rates()
+    rates = calibrate(model, pool, attention.backend, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
     return Rank(
         geometry=geometry,
         layout=layout,
         region=region,
         backend=backend,
+        host_region=host_region,
+        weights=weights_digest(folder),
         runner=runner,
-        step_recorder=StepRecorder(model, cp_group),
+        step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),
         model_shape=shape,
         rates=rates,
         grammars=grammars,
-        cp_group=cp_group,
-        tp_group=tp_group,
+        groups=groups,
+        host_pages=host_pages,
+        keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )
 
 
-def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:
-    """Meet the other ranks of this worker's group of a name."""
-    members = next(group for group in groups(spec.pool.parallel)[name] if spec.global_rank in group)
-    check = spec.config.resources.check_collectives
-    return join_group(
-        store,
-        f"{name}/{members[0]}",
-        members,
-        spec.global_rank,
-        host=spec.host,
-        timeout_s=CHECKED_TIMEOUT_S if check else COLLECTIVE_TIMEOUT_S,
-        collectives=spec.config.resources.collectives,
-        check=check,
-    )
+def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
+    """Host memory for cached pages that this worker takes: whole pages, and none where nothing is cached."""
+    if not spec.config.kv.prefix_cache:
+        return 0
+    return int(spec.config.hicache.host_gib * GIB) // layout.page_bytes * layout.page_bytes

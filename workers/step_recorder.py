@@ -1,7 +1,7 @@
 """Times what happens inside a step: layers by hooks that hang on the model only then, collectives, the step itself."""
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -17,11 +17,12 @@ from workers.timeline import COLLECTIVES, COMPUTE, Recorder
 class StepRecorder:
     """One rank's. On a GPU every layer of a timed step waits for the device, so that times are those of the work."""
 
-    def __init__(self, model: DecoderModel, cp_group: Communicator) -> None:
+    def __init__(self, model: DecoderModel, others: Iterable[Communicator]) -> None:
+        """``others`` are the groups that the model's own layers do not meet in."""
         self.recorder = Recorder()
         self._parts = list(_named_parts(model))
         self._on_gpu = model.device.type == "cuda"
-        for group in (cp_group, model.group):
+        for group in (*others, *model.groups.all):
             group.observe = self._note_collective
 
     def step(self, plan: StepPlan) -> AbstractContextManager[None]:
@@ -66,7 +67,7 @@ class StepRecorder:
 
 def _named_parts(model: DecoderModel) -> Iterator[tuple[str, nn.Module]]:
     """Every layer with its two halves."""
-    for number, layer in enumerate(model.layers):
+    for number, layer in model.layers.items():
         assert isinstance(layer, DecoderLayer)
         yield from ((f"layer {number}", layer), ("attention", layer.self_attn), ("mlp", layer.mlp))
 

@@ -5,7 +5,9 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,15 +18,31 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError, QuarantineError
-from cluster.spec.messages import Drain, DropSend, GiveTimeline, Message, Shutdown, StepPlan, Submit, TableUpdate
+from cluster.spec.ids import Room
+from cluster.spec.messages import (
+    CheckPages,
+    Drain,
+    DropSend,
+    GiveTimeline,
+    Message,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    Submit,
+    TableUpdate,
+)
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
+from cluster.spec.tiers import MovePages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
-from workers.build import make_kv_sender, make_leader, make_row, make_timeline
+from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline
 from workers.cpu import use_cpu
+from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
+from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
-from workers.scheduler.leader import Leader
+from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter
 
 _log = logging.getLogger(__name__)
@@ -43,9 +61,11 @@ class Worker:
         self._model_folder = model_folder
         self._rendezvous = rendezvous
         self._clock = SystemClock()
-        self._inbox = Inbox(spec.host)
+        self._key = rendezvous.channel_key if rendezvous is not None else None
+        self._inbox = Inbox(spec.host, self._key)
         self._store: ReplicaStore | None = None
         self._rank: Rank | None = None
+        self._checker: PageChecker | None = None
         self._load = ReplicaLoad()
         self._refusal: TableRefusedError | None = None
         """Why the bootstrap table will not have this replica."""
@@ -69,19 +89,23 @@ class Worker:
     def run(self, rows: list[RankRow]) -> None:
         """Work until Shutdown; raises the error that ended this rank. ``rows`` are all ranks' rows, by global rank."""
         assert self._rank is not None, "run before load"
-        outbox = Outbox()
-        sender = make_kv_sender(self.spec, self._rank, rows)
+        outbox = Outbox(self._key)
+        sender = make_kv_sender(self.spec, self._rank, rows, Outbox(self._key))
+        self._checker = make_page_checker(self.spec, self._rank, rows, Outbox(self._key))
+        mover = make_mover(self.spec, self._rank, rows, partial(Outbox, self._key))
         try:
             if self.spec.is_leader:
-                self._lead(rows, self._rank, sender, outbox)
+                self._lead(rows, self._rank, sender, mover, outbox)
             else:
-                self._follow(self._rank, sender, outbox)
+                self._follow(self._rank, sender, mover, outbox, rows[0].address)
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
-            self._rank.leave()
+            self._rank.groups.leave()
             raise
         finally:
             sender.close()
+            self._checker.close()
+            mover.close()
             outbox.close()
 
     def stop(self, reason: str) -> None:
@@ -98,43 +122,43 @@ class Worker:
         if self._rank is not None:
             self._rank.close()
 
-    def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, outbox: Outbox) -> None:
-        leader = make_leader(self.spec, rank, rows)
+    def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox) -> None:
+        leader = ReplicaLeader(make_leader(self.spec, rank, rows))
         followers = [row.address for row in rows[1:]]
         lease = self._keep_lease(rows)
         meter = StepMeter()
         try:
             while self._take_in(leader, sender, outbox):
-                # First tokens and tickets do not wait for the step.
-                _emit(leader, outbox)
+                plan = leader.next_plan()
+                # First tokens, tickets and pages that are loaded do not wait for the step.
+                self._emit(leader, mover, outbox)
                 if leader.must_end:
                     raise QuarantineError(leader.must_end)
-                plan = leader.next_plan()
                 if plan is not None:
                     outbox.broadcast(followers, plan)
-                    sender.before_step(plan)
                     start_s = self._clock.now_s()
-                    with rank.step_recorder.step(plan):
-                        sampled = rank.runner.execute(plan)
+                    sampled = _compute(plan, rank, sender)
                     meter.after_step(plan, self._clock.now_s() - start_s)
-                    sender.after_step(plan, rank.runner.requests)
-                    leader.commit(plan, sampled, self._clock.now_s())
+                    if rank.runner.draws:
+                        leader.commit(sampled, self._clock.now_s())
                 self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
-                _emit(leader, outbox)
+                self._emit(leader, mover, outbox)
         finally:
             if lease is not None:
                 lease.stop(unregister=True)
         if self._refusal is not None:
             raise self._refusal
 
-    def _take_in(self, leader: Leader, sender: KvSender, outbox: Outbox) -> bool:
+    def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox) -> bool:
         """Hand waiting messages to the leader; sleeps while there is no step to compute. False ends the loop."""
         going_on = True
-        for message in self._inbox.receive(0.0 if leader.has_work() else IDLE_WAIT_S):
+        for message in self._inbox.receive(self._idle_wait_s(leader)):
             if isinstance(message, Shutdown):
                 going_on = False
             elif isinstance(message, DropSend):
                 sender.drop(message)
+            elif isinstance(message, CheckPages):
+                self._check_pages(message)
             elif isinstance(message, GiveTimeline):
                 self._give_timeline(message, outbox)
             else:
@@ -144,26 +168,47 @@ class Worker:
         leader.tick(self._clock.now_s())
         return going_on
 
+    def _idle_wait_s(self, leader: ReplicaLeader) -> float:
+        if leader.has_work():
+            return 0.0
+        deadline_s = leader.next_deadline_s()
+        return IDLE_WAIT_S if deadline_s is None else min(IDLE_WAIT_S, max(0.0, deadline_s - self._clock.now_s()))
+
     def _prepare(self, submit: Submit) -> None:
         """What takes long is begun now, while the request waits for its turn."""
         assert self._rank is not None
         if submit.sampling.grammar and self._rank.grammars is not None:
             self._rank.grammars.prepare(submit.sampling.grammar)
 
-    def _follow(self, rank: Rank, sender: KvSender, outbox: Outbox) -> None:
+    def _emit(self, leader: ReplicaLeader, mover: Mover, outbox: Outbox) -> None:
+        """Send what the leader has to say."""
+        for address, message in leader.take_outgoing():
+            if isinstance(message, MovePages) and address == self._inbox.address:
+                mover.take(message)
+            else:
+                _send_if_heard(outbox, address, message)
+
+    def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
         while True:
             for message in self._inbox.receive(IDLE_WAIT_S):
                 if isinstance(message, StepPlan):
-                    sender.before_step(message)
-                    with rank.step_recorder.step(message):
-                        rank.runner.execute(message)
-                    sender.after_step(message, rank.runner.requests)
+                    sampled = _compute(message, rank, sender)
+                    if rank.runner.draws:
+                        outbox.send(leader_address, StepResult(step=message.step, sampled=sampled))
+                elif isinstance(message, MovePages):
+                    mover.take(message)
                 elif isinstance(message, DropSend):
                     sender.drop(message)
+                elif isinstance(message, CheckPages):
+                    self._check_pages(message)
                 elif isinstance(message, GiveTimeline):
                     self._give_timeline(message, outbox)
                 elif isinstance(message, Shutdown):
                     return
+
+    def _check_pages(self, message: CheckPages) -> None:
+        assert self._checker is not None
+        self._checker.check(message)
 
     def _give_timeline(self, asked: GiveTimeline, outbox: Outbox) -> None:
         assert self._rank is not None
@@ -172,7 +217,7 @@ class Worker:
     def _keep_lease(self, rows: list[RankRow]) -> LeaseKeeper | None:
         if self._rendezvous is None:
             return None
-        outbox = Outbox()
+        outbox = Outbox(self._key)
 
         def on_table(snapshot: TableSnapshot) -> None:
             outbox.send(self._inbox.address, TableUpdate(snapshot=snapshot))
@@ -195,16 +240,18 @@ class Worker:
         self.stop(str(error))
 
     def _post(self, message: Message) -> None:
-        outbox = Outbox()
+        outbox = Outbox(self._key)
         outbox.send(self._inbox.address, message)
         outbox.close()
 
 
-def _emit(leader: Leader, outbox: Outbox) -> None:
-    """Send what the leader has to say."""
-    outgoing, leader.outgoing = leader.outgoing, []
-    for address, message in outgoing:
-        _send_if_heard(outbox, address, message)
+def _compute(plan: StepPlan, rank: Rank, sender: KvSender) -> Mapping[Room, Sampled]:
+    """This rank's part of a step: what it has drawn, and the KV that leaves before and after."""
+    sender.before_step(plan)
+    with rank.step_recorder.step(plan):
+        sampled = rank.runner.execute(plan)
+    sender.after_step(plan, rank.runner.requests)
+    return sampled
 
 
 def _send_if_heard(outbox: Outbox, address: str, message: Message) -> None:

@@ -15,7 +15,10 @@ def parse_line(line: str) -> dict[str, Any] | None:
     text = line.removeprefix("data:").strip()
     if text == "[DONE]":
         return None
-    event = json.loads(text)
+    try:
+        event = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"an event of the stream is nested too deeply: {text[:80]!r}") from error
     if not isinstance(event, dict):
         raise ValueError(f"an event of the stream is {text[:80]!r}, not a JSON object")
     return event
@@ -26,5 +29,5 @@ def error_message(body: str) -> str:
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body.strip()[:200] or "empty response"

@@ -127,7 +127,7 @@ def infinite_cache_hits(prompts: Iterable[Sequence[int]], page_size: int) -> lis
 def _entry(where: str, line: bytes) -> TraceEntry:
     try:
         entry = msgspec.json.decode(line, type=TraceEntry)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{where}: {error}") from error
     if entry.input_length < 1 or entry.output_length < 0:
         raise UserError(f"{where}: input_length must be at least 1 and output_length at least 0")

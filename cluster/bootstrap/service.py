@@ -26,6 +26,8 @@ from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, parse_replica_id
 from cluster.spec.registry import Heartbeat, RankCoords, RankRow
 
 MAX_WATCH_S = 60.0
+MAX_BODY_BYTES = 1 << 20
+"""Of a row or a heartbeat, which have some thousand."""
 
 _KEEP_ALIVE_S = 120
 """Longer than any pause between a client's requests, so that connections are not closed under them."""
@@ -120,7 +122,7 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
 
     @routes.put("/ranks/{dp}/{cp}/{tp}/{pp}")
     async def register(replica: str, dp: int, cp: int, tp: int, pp: int, request: Request) -> Response:
-        row = _decode(await request.body(), RankRow)
+        row = decode_body(await _read(request), RankRow)
         _check_path(f"{_replica(replica)} {RankCoords(dp=dp, cp=cp, tp=tp, pp=pp)}", f"{row.replica} {row.coords}")
         table.register(row)
         watched.wake_if_changed()
@@ -132,7 +134,7 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
 
     @routes.post("/heartbeat")
     async def heartbeat(replica: str, request: Request) -> Response:
-        beat = _decode(await request.body(), Heartbeat)
+        beat = decode_body(await _read(request), Heartbeat)
         _check_path(_replica(replica), beat.replica)
         table.heartbeat(beat, watched.now_s())
         watched.wake_if_changed()
@@ -198,10 +200,20 @@ def _check_path(path: str, body: str) -> None:
         raise HTTPException(400, f"the path names {path}, the body {body}")
 
 
-def _decode(body: bytes, kind: type[Body]) -> Body:
+async def _read(request: Request) -> bytes:
+    received = bytearray()
+    async for part in request.stream():
+        received += part
+        if len(received) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(received)
+
+
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """The struct in a body. Raises HTTPException 400."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise HTTPException(400, f"the body is not a {kind.__name__}: {exc}") from exc
 
 

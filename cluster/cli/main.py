@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from cluster.cli import bench, bench_cp, chat, doctor, down, plan, schema, simulate, status, up
+from cluster.cli import bench, bench_cp, chat, doctor, down, orders, plan, schema, simulate, status, up
 from cluster.spec.errors import UserError
 
 app = typer.Typer(
@@ -21,6 +21,10 @@ app.command("plan")(plan.plan)
 app.command("up")(up.up)
 app.command("status")(status.status)
 app.command("down")(down.down)
+app.command("drain")(orders.drain)
+app.command("resume")(orders.resume)
+app.command("restart")(orders.restart)
+app.command("scale")(orders.scale)
 app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
 bench.bench.command("cp")(bench_cp.cp)

@@ -80,6 +80,11 @@ class Note:
                 self._path.unlink(missing_ok=True)
 
 
+def control_path(name: str) -> Path:
+    """Where the driver of a cluster takes orders."""
+    return _folder() / f"{name}.sock"
+
+
 def find_running(name: str | None) -> RunningCluster:
     """The cluster of a name, or the only one.
 

@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,11 +109,15 @@ def _supervise(
     progress: "StartProgress",
     signals: "StopSignals",
 ) -> None:
+    from cluster.channel import draw_key
+    from cluster.cli.control import serve_orders
+    from cluster.cli.running import control_path
     from cluster.launch.launcher import Launcher
-    from cluster.launch.tools import Tools
+    from cluster.launch.tools import Tools, tell
     from cluster.supervisor.loop import Supervisor
 
-    tools = Tools(system=system, progress=progress.stage)
+    key = draw_key()
+    tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
     supervisor = Supervisor(
         config.resources.restart_backoff_s, lambda: _announce(launcher, config, note, progress), progress.line
     )
@@ -120,20 +125,22 @@ def _supervise(
     signals.pass_on(supervisor.request_stop)
     threading.Thread(target=_follow_table, args=(launcher, tools, supervisor, note), daemon=True).start()
     try:
-        supervisor.run(launcher)
+        with serve_orders(control_path(config.name), supervisor.give):
+            supervisor.run(launcher)
     finally:
         system.is_urgent = supervisor.is_urgent
 
 
 def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor", note: "Note") -> None:
-    from cluster.supervisor.stop_watch import watch_stop
+    from cluster.supervisor.table_watch import follow_table
 
     try:
         rendezvous = launcher.rendezvous.result()
     except BatonError:
         return  # the supervisor hears of it too
     note.update(bootstrap_url=rendezvous.bootstrap_url)
-    watch_stop(tools.connect(rendezvous), lambda: supervisor.request_stop("baton down"))
+    follow_table(tools.connect(rendezvous), supervisor.saw_table)
+    supervisor.request_stop("baton down")
 
 
 def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress: "StartProgress") -> None:
@@ -158,9 +165,9 @@ def _resolve(model: str, progress: "StartProgress") -> str:
 
 
 def _num_cpus(config: DeployConfig) -> int:
-    """Logical CPUs of a cluster on this machine: what the workers ask for, however many it has."""
+    """Logical CPUs of a cluster on this machine: what the workers ask for, and all it has for later ones."""
     workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in (config.prefill, config.decode))
-    return math.ceil(workers * config.resources.cpus_per_worker) or 1
+    return max(math.ceil(workers * config.resources.cpus_per_worker), os.cpu_count() or 1)
 
 
 def _check_alone(system: "RaySystem", name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.actors import Actor, Reservation
 from cluster.launch.calls import Deadline, blame, gather
+from cluster.launch.draining import wait_drained
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
 from cluster.placement import ReplicaPlacement
@@ -15,11 +16,13 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Shutdown
+from cluster.spec.messages import Drain, Message, Resume, Shutdown
 from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 
+_QUIET_HEARTBEATS = 2.5
+"""Without an open request, before a replica counts as drained: the last two heartbeats said so."""
 _WATCH_S = 1.0
 _RECONNECT_S = 0.2
 
@@ -70,6 +73,20 @@ class Gang:
         self._tools.progress(name, "announcing")
         self._wait_ready(meeting, deadline)
 
+    def drain(self, meeting: Rendezvous, timeout_s: float) -> bool:
+        """Take no new requests; True when all that were taken have ended in time."""
+        self._tell_leader(Drain())
+        table = self._tools.connect(meeting)
+        quiet_s = _QUIET_HEARTBEATS * self._config.resources.heartbeat_s
+        try:
+            return wait_drained(table, self._placement.replica, self._incarnation, quiet_s, Deadline(timeout_s))
+        finally:
+            table.close()
+
+    def resume(self) -> None:
+        """Take new requests again."""
+        self._tell_leader(Resume())
+
     def stop(self, timeout_s: float) -> None:
         """Let the workers end by themselves; whoever has not in time is left to ``kill``."""
         self._tools.tell([row.address for row in self._rows], Shutdown(reason="the cluster stops"))
@@ -85,6 +102,9 @@ class Gang:
         if reservation is not None:
             self._system.release(reservation)
         return gone
+
+    def _tell_leader(self, message: Message) -> None:
+        self._tools.tell([self._rows[0].address], message)
 
     def _seat(self, deadline: Deadline) -> None:
         seats = self._placement.seats

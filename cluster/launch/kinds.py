@@ -81,7 +81,7 @@ class RouterActor:
 
         self._server = server = RouterServer(config, resolve_model(model), rendezvous, host, self._incarnation)
         url = server.start()
-        inbox = Inbox(host)
+        inbox = Inbox(host, rendezvous.channel_key)
         arguments = (inbox, config.router.drain_s)
         threading.Thread(target=self._wait_drain, args=arguments, name="control", daemon=True).start()
         return url, inbox.address

@@ -5,18 +5,19 @@ each replica joins its group, loads, and announces itself.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from cluster.actors import Machine
 from cluster.launch.calls import LAST_WORDS_S, Deadline, labelled
 from cluster.launch.gang import Gang
 from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
 from cluster.launch.tools import Tools
 from cluster.placement import ReplicaPlacement, place
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.worker_spec import Rendezvous
@@ -63,8 +64,10 @@ class Launcher:
         self._token = token
         self._on_ended = on_ended
         machines = tools.system.machines()
+        self._is_alone = len(machines) == 1
+        """One machine talks to itself by loopback, which another one that joins later cannot reach."""
         self._placements = {placement.replica: placement for placement in place(config, machines)}
-        self._hosts = {m.node_id: LOOPBACK if len(machines) == 1 else m.address for m in machines}
+        self._hosts = {m.node_id: LOOPBACK if self._is_alone else m.address for m in machines}
         self._home_host = self._hosts[tools.system.home.node_id]
         self._lock = threading.Lock()
         self._running: dict[str, Member] = {}
@@ -126,6 +129,29 @@ class Launcher:
         finally:
             table.close()
 
+    def place(self, names: Sequence[str]) -> None:
+        """Find seats for new replicas.
+
+        Raises:
+            ConfigError: there is no room for all of them.
+        """
+        machines = self._usable_machines()
+        self._hosts |= {m.node_id: m.address for m in machines if m.node_id not in self._hosts}
+        placements = place(self._config, machines, [ReplicaId(name) for name in names])
+        self._placements |= {placement.replica: placement for placement in placements}
+
+    def drain_replica(self, name: str, grace_s: float | None) -> bool:
+        """Let a replica finish what it has taken; True when that ended in time."""
+        timeout_s = self._config.router.drain_s if grace_s is None else grace_s
+        gang = self._running.get(name)
+        return isinstance(gang, Gang) and gang.drain(self._rendezvous.result(), timeout_s)
+
+    def resume_replica(self, name: str) -> None:
+        """Let a replica take new requests again."""
+        gang = self._running.get(name)
+        if isinstance(gang, Gang):
+            gang.resume()
+
     def drain(self) -> bool:
         """Let the router finish its open requests; True when all of them ended in time."""
         router = self._running.get(ROUTER)
@@ -157,7 +183,10 @@ class Launcher:
             raise
         self._bootstrap_port = urlsplit(url).port or 0
         if not self._rendezvous.done():
-            self._rendezvous.set_result(Rendezvous(bootstrap_url=url, token=self._token))
+            self._rendezvous.set_result(self._meeting(url))
+
+    def _meeting(self, url: str) -> Rendezvous:
+        return Rendezvous(bootstrap_url=url, token=self._token, channel_key=self._tools.channel_key)
 
     def _start_router(self, incarnation: Incarnation, deadline: Deadline) -> None:
         process = RouterProcess(self._tools, incarnation)
@@ -173,6 +202,14 @@ class Launcher:
         gang = Gang(self._tools, self._config, placement, incarnation, hosts)
         self._keep(placement.replica, gang)
         gang.start(self._model, self._rendezvous.result, deadline)
+
+    def _usable_machines(self) -> list[Machine]:
+        """Where new replicas may go: those with shared memory only where the others are."""
+        machines = self._tools.system.machines()
+        if self._config.transfer.backend is TransferBackendName.SHARED_MEMORY:
+            used = {seat.node_id for placement in self._placements.values() for seat in placement.seats}
+            return [machine for machine in machines if machine.node_id in used]
+        return [machine for machine in machines if machine.node_id in self._hosts or not self._is_alone]
 
     def _report_end(self, name: str, incarnation: Incarnation, who: str, run: "Future[Any]") -> None:
         report = partial(self._on_ended, name, incarnation, _why(who, run))

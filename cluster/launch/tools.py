@@ -9,7 +9,7 @@ from cluster.launch.kinds import ActorKinds
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Message
 from cluster.spec.registry import TableSnapshot
-from cluster.spec.worker_spec import Rendezvous
+from cluster.spec.worker_spec import ChannelKey, Rendezvous
 
 
 class Table(Protocol):
@@ -34,11 +34,11 @@ Tell = Callable[[Sequence[str], Message], None]
 """Sends one message to several channel addresses."""
 
 
-def tell(addresses: Sequence[str], message: Message) -> None:
+def tell(addresses: Sequence[str], message: Message, key: ChannelKey | None = None) -> None:
     """Send one message to several channel addresses; returns when it has left, or after a second."""
     from cluster.channel import Outbox
 
-    outbox = Outbox()
+    outbox = Outbox(key)
     for address in addresses:
         outbox.send(address, message)
     outbox.close()
@@ -59,4 +59,6 @@ class Tools:
     progress: Progress
     kinds: ActorKinds = field(default_factory=ActorKinds)
     tell: Tell = tell
+    channel_key: ChannelKey | None = None
+    """What all processes get, and ``tell`` has."""
     connect: Callable[[Rendezvous], Table] = connect

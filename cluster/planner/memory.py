@@ -132,9 +132,24 @@ def _cut_problems(role: Role, pool: PoolConfig, model: ModelFacts) -> list[Probl
     elif kv_heads % tp and tp % kv_heads:
         message = f"got {tp}; allowed: a divisor or a multiple of the model's {kv_heads} KV heads"
         problems.append(Problem(f"{role}.parallel.tp", message))
+    problems += _expert_problems(role, pool, model.num_experts)
     if pp > layers:
         problems.append(Problem(f"{role}.parallel.pp", f"got {pp}; allowed: at most the model's {layers} layers"))
     return problems
+
+
+def _expert_problems(role: Role, pool: PoolConfig, num_experts: int | None) -> list[Problem]:
+    sizes = {"ep": pool.parallel.ep, "moe_dp": pool.parallel.moe_dp}
+    if num_experts is None:
+        return [
+            Problem(f"{role}.parallel.{axis}", f"got {size}; allowed: 1, since the model has no experts")
+            for axis, size in sizes.items()
+            if size > 1
+        ]
+    if num_experts % sizes["ep"]:
+        message = f"got {sizes['ep']}; allowed: a divisor of the model's {num_experts} experts"
+        return [Problem(f"{role}.parallel.ep", message)]
+    return []
 
 
 def _memory_problems(config: DeployConfig, role: Role, pool: PoolConfig, model: ModelFacts) -> list[Problem]:

@@ -17,6 +17,8 @@ class ModelFacts:
     geometry: KvGeometry
     num_heads: int
     """Query heads."""
+    num_experts: int | None
+    """Of each layer; None in dense models."""
     max_context: int
     """Most tokens the model itself takes, prompt and answer together."""
 
@@ -55,7 +57,12 @@ def _facts(config: DeployConfig, shape: ModelConfig) -> ModelFacts:
         dtype=dtype,
         page_size=config.kv.page_size,
     )
-    return ModelFacts(geometry=geometry, num_heads=shape.num_heads, max_context=shape.max_position_embeddings)
+    return ModelFacts(
+        geometry=geometry,
+        num_heads=shape.num_heads,
+        num_experts=shape.moe.num_experts if shape.moe else None,
+        max_context=shape.max_position_embeddings,
+    )
 
 
 def _find_folder(path: str) -> Path | None:

@@ -12,9 +12,10 @@ from cluster.simulator.rows import make_rows
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
-from cluster.supervisor import state as words
+from cluster.supervisor import events as words
+from cluster.supervisor.events import Action, Event
 from cluster.supervisor.reconcile import reconcile
-from cluster.supervisor.state import Action, Cluster, Event, Member, MemberState, Now, Phase
+from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
 BACKOFF_S = 0.5
 _READY_S = 0.5

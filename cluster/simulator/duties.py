@@ -31,11 +31,12 @@ class Duties:
         if submit is None:
             return
         sender = (message.replica, message.incarnation)
-        for leg in (submit.prefill, submit.decode):
+        for leg in filter(None, (submit.prefill, submit.decode)):
             has_ended = isinstance(message, Failure) or message.finish is not None
             if (leg.replica, leg.incarnation) == sender and has_ended:
                 self._drop(message.room, leg.address)
-        if isinstance(message, Output) and sender == (submit.decode.replica, submit.decode.incarnation):
+        is_from_decode = sender == (submit.decode.replica, submit.decode.incarnation)
+        if isinstance(message, Output) and is_from_decode and submit.prefill is not None:
             self._drop(message.room, submit.prefill.address)
 
     def check(self, is_under_way: Callable[[Room], bool]) -> None:

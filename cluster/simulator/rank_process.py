@@ -34,6 +34,7 @@ class RankProcess(Process):
         self.sender = KvSender(
             prefill=leader,
             row=row,
+            pool=memoryview(b""),  # of bytes that nobody makes digests of
             config=TransferConfig(mode=around.shape.mode, page_filter=around.shape.page_filter),
             outbox=_Post(self),
             start_writer=partial(VirtualWriter, around, self.memory, row.layout.page_bytes, self.when_running),

@@ -12,7 +12,7 @@ from cluster.simulator.memory import Violation
 from cluster.simulator.scenario import MACHINE_LOST_S, Scenario
 from cluster.simulator.surroundings import make_surroundings
 from cluster.spec.lifecycle import Role
-from cluster.supervisor.state import StopRequested
+from cluster.supervisor.events import StopRequested
 
 _START_LIMIT_S = 60.0
 _SLACK_S = 60.0

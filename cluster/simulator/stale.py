@@ -15,6 +15,7 @@ def send_late_words(around: Surroundings, ticket: Ticket) -> None:
         return
     around.happened["stale"] += 1
     prefill = around.submits[ticket.room].prefill
+    assert prefill is not None, f"room {ticket.room} has a ticket and no prefill"
     word = _done(ticket, prefill) if around.random.random() < 0.5 else _drained(ticket, prefill)
     send = partial(around.network.send, prefill.address, ticket.decode.address, word)
     around.after(around.random.uniform(0, 0.1), send)

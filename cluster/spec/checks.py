@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, Device, TransferBackendName
+from cluster.spec.config import DeployConfig, Device, StorageBackendName, TransferBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.ranks import axis_problems
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.strategy import CpMode, PassingSetting
 
-_AXES_NOT_RUN = ("dp", "pp", "moe_dp", "ep")
+_AXES_NOT_RUN = ("dp",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,24 @@ def _gpu_transfer(config: DeployConfig) -> list[Problem]:
     return [Problem("transfer.backend", message)]
 
 
+def _gpu_verify(config: DeployConfig) -> list[Problem]:
+    if config.resources.device is Device.CPU or config.transfer.verify is Verify.COUNTS:
+        return []
+    message = "got digest with resources.device = cuda; allowed: counts, since digests are made of KV in host memory"
+    return [Problem("transfer.verify", message)]
+
+
+def _storage(config: DeployConfig) -> list[Problem]:
+    hicache, backend = config.hicache, config.hicache.storage.backend
+    if backend is StorageBackendName.NONE or (hicache.host_gib > 0 and config.kv.prefix_cache):
+        return []
+    given = f"hicache.host_gib = {hicache.host_gib} and kv.prefix_cache = {str(config.kv.prefix_cache).lower()}"
+    message = (
+        f"got {backend} with {given}; allowed: none, or host memory and the prefix cache, which pages pass through"
+    )
+    return [Problem("hicache.storage.backend", message)]
+
+
 def _router_wait(config: DeployConfig) -> list[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
     if wait_s < timeout_s:
@@ -142,5 +160,11 @@ CHECKS = (
     Check(
         "the longest prompt leaves room for an answer", ("router.max_prompt_tokens", "model.max_context"), _prompt_limit
     ),
+    Check(
+        "storage has the tiers above it",
+        ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
+        _storage,
+    ),
     Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
+    Check("digests are made in host memory", ("resources.device", "transfer.verify"), _gpu_verify),
 )

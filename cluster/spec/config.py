@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
-from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.strategy import Collectives, CpMode, MoeDispatch, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -33,6 +33,21 @@ class Device(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class AttentionSetting(StrEnum):
+    """What computes attention."""
+
+    AUTO = "auto"
+    """The fastest that the machine has."""
+    TRITON = "triton"
+    """On a GPU; pages of any size."""
+    FLASH_ATTN = "flash_attn"
+    """On a GPU, by the package of this name where it can, by triton elsewhere."""
+    NATIVE = "native"
+    """On a CPU with AVX512-BF16, in bf16."""
+    TORCH = "torch"
+    """Anywhere; the reference."""
 
 
 class ModelConfig(_Node):
@@ -92,6 +107,8 @@ class PoolConfig(_Node):
     """Most requests in one step of one replica."""
     kv_memory_gib: MemoryGib | None = None
     """Memory of the page pool of one worker of this role, in GiB; `kv.memory_gib` by default."""
+    moe_dispatch: MoeDispatch = MoeDispatch.AUTO
+    """How tokens reach their experts; auto takes what moves fewer bytes in each step."""
 
     @property
     def ownership(self) -> KvOwnership:
@@ -132,6 +149,8 @@ class DecodeConfig(PoolConfig):
 
     chunk_tokens: PositiveInt = 2048
     """Most tokens computed in one step when a request must be recomputed here."""
+    host_memory_gib: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
+    """Host memory of one worker, in GiB, for the KV of requests that gave their pages back; taken as it is needed."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
     """Most prompts and longest possible answers at one replica, in its pools; beyond it requests wait in the router."""
 
@@ -152,6 +171,8 @@ class TransferConfig(_Node):
     """Which CP ranks send."""
     page_filter: PageFilter = PageFilter.MODULAR
     """How pages are divided when all ranks send."""
+    verify: Verify = Verify.COUNTS
+    """What decode checks before it uses KV: `counts` of pages and bytes, or a `digest` of each page as well."""
     ticket_timeout_s: PositiveSeconds = 30.0
     """Longest wait of a ticket in prefill for the request it belongs to."""
     transfer_timeout_s: PositiveSeconds = 60.0
@@ -160,6 +181,79 @@ class TransferConfig(_Node):
     """Part of a decode pool in quarantine beyond which its replica drains and starts again, with new memory."""
     batch_spans: PositiveInt = 256
     """Most spans handed to the backend at once."""
+
+
+class WritePolicy(StrEnum):
+    """When a page of the device cache is copied to host memory, and one of host memory to storage."""
+
+    WRITE_THROUGH = "write_through"
+    """As soon as it is there."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """When requests have found it `hicache.selective_hits` times."""
+    WRITE_BACK = "write_back"
+    """When it is among those that will be given up next."""
+
+
+class PrefetchPolicy(StrEnum):
+    """How long a request waits for pages that are read from storage; those that come later serve others."""
+
+    BEST_EFFORT = "best_effort"
+    """Not at all: it starts when its turn comes."""
+    WAIT_COMPLETE = "wait_complete"
+    """Until everything has come, half a minute at most."""
+    TIMEOUT = "timeout"
+    """`prefetch_base_s`, and `prefetch_s_per_1k_tokens` for every 1000 tokens of them."""
+
+
+class StorageBackendName(StrEnum):
+    """What keeps pages when all replicas have ended."""
+
+    NONE = "none"
+    FILES = "files"
+    MOONCAKE_STORE = "mooncake_store"
+
+
+Rate = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+
+
+class StorageConfig(_Node):
+    """The tier below host memory, which all replicas share and which outlives them."""
+
+    backend: StorageBackendName = StorageBackendName.NONE
+    """`files` in a folder, or `mooncake_store`, a Mooncake Store cluster."""
+    folder: Text | None = None
+    """Of `files`; may be shared by hosts. A folder in Baton's cache folder by default."""
+    max_gib: MemoryGib = 64.0
+    """Most that `files` may take, in GiB; the least recently used objects go first."""
+    fsync: Annotated[bool, Field(strict=True)] = False
+    """Whether `files` waits for the disk; without, a power failure may cost some objects, which are then not read."""
+    master: Text = "127.0.0.1:50051"
+    """Of `mooncake_store`: host and port of its master."""
+    prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    """How long a request waits for its pages."""
+    prefetch_base_s: PositiveSeconds = 1.0
+    """See `timeout`."""
+    prefetch_s_per_1k_tokens: PositiveSeconds = 0.25
+    """See `timeout`."""
+    prefetch_min_tokens: PositiveInt = 256
+    """Fewer tokens are computed rather than read."""
+    read_mib_s: Rate | None = None
+    """Most that each worker reads in a second, in MiB; no limit by default."""
+    write_mib_s: Rate | None = None
+    """Most that each worker writes in a second, in MiB; no limit by default."""
+
+
+class HicacheConfig(_Node):
+    """Tiers below the device cache, where prefixes outlive it."""
+
+    host_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
+    """Host memory of each worker for cached pages, in GiB; 0 keeps none. Storage needs some."""
+    write: WritePolicy = WritePolicy.WRITE_THROUGH
+    """When pages are copied to the tier below."""
+    selective_hits: PositiveInt = 2
+    """Requests that must have found a page before `write_through_selective` copies it."""
+    storage: StorageConfig = StorageConfig()
+    """The tier below host memory."""
 
 
 ToolParserName = Literal["auto", "hermes", "llama3", "none"]
@@ -232,6 +326,8 @@ class ResourcesConfig(_Node):
     """Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
     """Compute threads of each worker on a CPU."""
+    attention: AttentionSetting = AttentionSetting.AUTO
+    """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
     collectives: Collectives = Collectives.AUTO
     """How the ranks of a replica exchange tensors: in shared memory where they share a host, or always over TCP."""
     check_collectives: Annotated[bool, Field(strict=True)] = False
@@ -259,6 +355,8 @@ class DeployConfig(_Node):
     """The replicas that compute prompts."""
     decode: DecodeConfig = DecodeConfig()
     """The replicas that stream answers."""
+    hicache: HicacheConfig = HicacheConfig()
+    """Tiers below the device cache."""
     transfer: TransferConfig = TransferConfig()
     """How KV goes from prefill to decode."""
     router: RouterConfig = RouterConfig()

@@ -5,6 +5,7 @@ from enum import Enum, StrEnum
 from typing import TypeVar
 
 from cluster.spec.errors import IllegalTransitionError
+from cluster.spec.ids import ReplicaId
 
 State = TypeVar("State", bound=Enum)
 Moves = Mapping[State, frozenset[State]]
@@ -15,6 +16,11 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+def role_of(replica: ReplicaId) -> Role:
+    """The role in a replica's name."""
+    return Role(replica.partition("-")[0])
 
 
 def move(moves: Moves[State], current: State, target: State, event: str, subject: object) -> State:

@@ -4,6 +4,7 @@ Room, generation and incarnation travel on every message that concerns pages, so
 can be told apart and dropped.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 import msgspec
@@ -11,8 +12,9 @@ import msgspec
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
-from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
+from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.tiers import CachedTokens, MovePages, PagesMoved, Tier
 from cluster.spec.timeline import ClockReading, Interval
 
 
@@ -53,18 +55,21 @@ class SendState(IntEnum):
 
 
 class Submit(_Message, frozen=True):
-    """One attempt of one request; both legs get the same."""
+    """One attempt of one request; both legs get the same, if it has both."""
 
     room: Room
     prompt_ids: list[int]
     sampling: Sampling
     stopping: Stopping
-    prefill: Peer
+    prefill: Peer | None
+    """Computes the prompt and hands it over; None where decode computes what it does not have."""
     decode: Peer
     router: Peer
     """Gets the outputs; when it is gone, nobody waits for them."""
     num_given: int = 0
     """The last so many of ``prompt_ids`` are output that the client has from earlier attempts, and count as output."""
+    prompt_of: Room | None = None
+    """Another choice of the same prompt on the same decode replica; this one reads its pages once they are there."""
     cache_salt: str = ""
     """Only requests with the same salt share cached pages."""
     priority: int = 0
@@ -102,9 +107,11 @@ class Output(_Message, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
     """Of every token here; empty where Sampling does not ask for them."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Of every token of the prompt but the first, where Sampling asks for them; told with the first output."""
     finish: FinishReason | None = None
-    cached_tokens: int = 0
-    """Prompt tokens that prefill took from its cache; told with the first output."""
+    cached: CachedTokens = CachedTokens()
+    """Told with the first output."""
 
 
 class Failure(_Message, frozen=True):
@@ -205,8 +212,23 @@ class Result(_Message, frozen=True):
     """The request's grammar allows nothing after it."""
     logprobs: list[TokenLogprobs] = []
     """Of every token here; empty where Sampling does not ask for them."""
-    cached_tokens: int = 0
-    """Prompt tokens that were not computed, because their KV was cached."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Of every token of the prompt but the first, where Sampling asks for them."""
+    cached: CachedTokens = CachedTokens()
+    """Tokens of the prompt that were not computed."""
+
+
+class PageDigests(_Struct, frozen=True):
+    """What one sender wrote into the pool of one decode rank, page by page."""
+
+    rank: int
+    """Global rank of the decode rank."""
+    spans: list[tuple[int, int]]
+    """Offset and length of what was written in each page, in bytes."""
+    pages: list[int]
+    """By their ids in decode."""
+    digests: list[bytes]
+    """Of each page."""
 
 
 class Done(_Message, frozen=True):
@@ -219,6 +241,8 @@ class Done(_Message, frozen=True):
     sender_rank: int
     num_pages: int
     num_bytes: int
+    digests: list[PageDigests] = []
+    """Of everything that was written, where `transfer.verify` asks for it."""
 
 
 class Drained(_Message, frozen=True):
@@ -274,6 +298,16 @@ class Row(_Struct, frozen=True):
     """The last token's logits give an output token."""
     output_position: int
     """Index of that output token in the request's output."""
+    targets: list[int] = []
+    """Tokens of the prompt that follow those here, where their log-probabilities are asked for."""
+
+
+class HostCopy(_Struct, frozen=True):
+    """Pages of one request and as many slots in host memory, one copied to the other."""
+
+    room: Room
+    pages: list[int]
+    slots: list[int]
 
 
 class StepPlan(_Message, frozen=True):
@@ -285,6 +319,10 @@ class StepPlan(_Message, frozen=True):
     rows: list[Row]
     releases: list[Room]
     """Requests to forget before this step."""
+    saves: list[HostCopy] = []
+    """Copies from pages to slots, before anything of this step is written to the pages."""
+    loads: list[HostCopy] = []
+    """Copies from slots to pages, after those."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
     passing: Passing | None = None
@@ -296,6 +334,13 @@ class DropSend(_Message, frozen=True):
 
     room: Room
     generation: int
+
+
+class CheckPages(_Message, frozen=True):
+    """Compare pages of your pool with what their senders told of them."""
+
+    room: Room
+    told: list[PageDigests]
 
 
 class GiveTimeline(_Message, frozen=True):
@@ -314,6 +359,13 @@ class Shutdown(_Message, frozen=True):
 # ---- to a leader, from its ranks
 
 
+class StepResult(_Message, frozen=True):
+    """A step is computed; from the rank that draws tokens, where that is not the leader itself."""
+
+    step: int
+    sampled: Mapping[Room, Sampled]
+
+
 class SendReport(_Message, frozen=True):
     """One rank's state of one room's transfer changed."""
 
@@ -324,6 +376,15 @@ class SendReport(_Message, frozen=True):
     reason: str = ""
 
 
+class PagesChecked(_Message, frozen=True):
+    """One rank's answer to CheckPages."""
+
+    room: Room
+    rank: int
+    wrong: list[int]
+    """Pages that do not hold what was sent."""
+
+
 class TableUpdate(_Message, frozen=True):
     """The bootstrap table changed; from the process's own watcher."""
 
@@ -331,15 +392,18 @@ class TableUpdate(_Message, frozen=True):
 
 
 class Drain(_Message, frozen=True):
-    """Take no new requests; finish those at hand."""
+    """A replica asks for no new requests and finishes those it gets; a router takes none."""
 
 
 class Resume(_Message, frozen=True):
-    """Take new requests again."""
+    """Ask for new requests again."""
 
 
 class FlushCache(_Message, frozen=True):
     """Forget the cached pages that nobody holds."""
+
+    tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
+    """Where; storage is shared and outlives replicas, so that nothing is forgotten there."""
 
 
 Message = (
@@ -358,8 +422,13 @@ Message = (
     | Drained
     | StepPlan
     | DropSend
+    | CheckPages
     | GiveTimeline
+    | MovePages
+    | StepResult
     | SendReport
+    | PagesChecked
+    | PagesMoved
     | Shutdown
     | Drain
     | Resume

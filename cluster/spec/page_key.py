@@ -25,10 +25,15 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
         keys.append(key)
 
 
-def owner_base(token_ids: Sequence[int], page_size: int, parts: int) -> int:
+def first_place(key: bytes) -> int:
+    """The place of page 0 under its key. Page j has the place j further, and of n parts its place modulo n owns it."""
+    return int.from_bytes(key[:8], "little")
+
+
+def owner_base(token_ids: Sequence[int], page_size: int, parts: int, salt: str = "") -> int:
     """The part that owns page 0 when pages are divided over parts; 0 without a full page."""
-    first = page_keys(token_ids[:page_size], page_size)
-    return int.from_bytes(first[0][:8], "little") % parts if first else 0
+    first = page_keys(token_ids[:page_size], page_size, salt)
+    return first_place(first[0]) % parts if first else 0
 
 
 def _seed(salt: str) -> bytes:

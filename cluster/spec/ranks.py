@@ -7,6 +7,7 @@ the last axis is the fastest in both. Stages follow each other.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from math import prod
 
 from cluster.spec.config import ParallelConfig
@@ -23,6 +24,10 @@ class GroupName(StrEnum):
     MOE_DP = "moe_dp"
     MOE_EP = "moe_ep"
     MOE_TP = "moe_tp"
+    MOE_BLOCK = "moe_block"
+    """All ranks that share one copy of the experts."""
+    MOE_SHARDS = "moe_shards"
+    """Those of a block with one tp_rank: the attention shards that bring their tokens together."""
     PP = "pp"
 
 
@@ -49,16 +54,18 @@ MOST_RANKS = 4096
 """Workers of one replica; more is a slip of the pen, and would fill the memory of whoever plans it."""
 
 _ATTENTION_AXES = ("pp", "dp", "cp", "tp")
-_MOE_AXES = ("pp", "moe_dp", "ep", "moe_tp")
-_GROUP_AXES = {
-    GroupName.ATTN_TP: (_ATTENTION_AXES, "tp"),
-    GroupName.ATTN_CP: (_ATTENTION_AXES, "cp"),
-    GroupName.ATTN_DP: (_ATTENTION_AXES, "dp"),
-    GroupName.MOE_DP: (_MOE_AXES, "moe_dp"),
-    GroupName.MOE_EP: (_MOE_AXES, "ep"),
-    GroupName.MOE_TP: (_MOE_AXES, "moe_tp"),
-    GroupName.PP: (_ATTENTION_AXES, "pp"),
+_ALIKE = {
+    GroupName.ATTN_TP: ("pp", "dp", "cp"),
+    GroupName.ATTN_CP: ("pp", "dp", "tp"),
+    GroupName.ATTN_DP: ("pp", "cp", "tp"),
+    GroupName.MOE_DP: ("pp", "ep", "moe_tp"),
+    GroupName.MOE_EP: ("pp", "moe_dp", "moe_tp"),
+    GroupName.MOE_TP: ("pp", "moe_dp", "ep"),
+    GroupName.MOE_BLOCK: ("pp", "moe_dp"),
+    GroupName.MOE_SHARDS: ("pp", "moe_dp", "tp"),
+    GroupName.PP: ("dp", "cp", "tp"),
 }
+"""On which axes the members of a group have the same rank."""
 
 
 def sizes_of(parallel: ParallelConfig) -> RankCoords:
@@ -117,7 +124,13 @@ def positions(parallel: ParallelConfig) -> list[Position]:
 def groups(parallel: ParallelConfig) -> dict[GroupName, list[list[int]]]:
     """Every group as lists of global ranks: members ascending, groups by their first member; of legal axes only."""
     ranks = positions(parallel)
-    return {name: _group(ranks, axes, varying) for name, (axes, varying) in _GROUP_AXES.items()}
+    return {name: _group(ranks, alike) for name, alike in _ALIKE.items()}
+
+
+def stage_links(parallel: ParallelConfig, rank: int) -> list[tuple[int, int]]:
+    """The ranks of neighbouring stages that a rank hands hidden states to or takes them from, as (from, to)."""
+    line = next(members for members in groups(parallel)[GroupName.PP] if rank in members)
+    return [link for link in pairwise(line) if rank in link]
 
 
 def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
@@ -200,9 +213,9 @@ def _split(rank: int, sizes: tuple[int, ...]) -> list[int]:
     return [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
 
 
-def _group(ranks: list[Position], axes: tuple[str, ...], varying: str) -> list[list[int]]:
+def _group(ranks: list[Position], alike: tuple[str, ...]) -> list[list[int]]:
     members: dict[tuple[int, ...], list[int]] = {}
     for position in ranks:
-        key = tuple(getattr(position, axis) for axis in axes if axis != varying)
+        key = tuple(getattr(position, axis) for axis in alike)
         members.setdefault(key, []).append(position.global_rank)
     return list(members.values())

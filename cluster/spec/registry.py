@@ -19,6 +19,15 @@ class TransferMode(StrEnum):
     """Every CP rank sends the pages that the filter gives it."""
 
 
+class Verify(StrEnum):
+    """What decode checks of a prompt's KV before it uses it."""
+
+    COUNTS = "counts"
+    """That all senders together wrote as many pages and bytes as there are."""
+    DIGEST = "digest"
+    """Also that every page holds the bytes that were sent."""
+
+
 class PageFilter(StrEnum):
     """How the pages of a request are divided over CP ranks when all of them send replicated KV."""
 
@@ -83,6 +92,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     ownership: KvOwnership
     build: str
     """Version of the code that runs."""
+    host_endpoint: Endpoint | None = None
+    """This rank's memory for pages beside the device's, if it has any."""
 
     @property
     def num_owners(self) -> int:
@@ -122,9 +133,15 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     total_pages: int = 0
     quarantined_pages: int = 0
     """Pages of transfers that were given up long ago, and of which nobody has proven that nobody writes any more."""
+    wrong_pages: int = 0
+    """Received since the start, and not as they were sent; see `transfer.verify`."""
     draining: bool = False
     dropped: dict[str, int] = {}
     """Messages without effect, by type: late, repeated, foreign or unknown ones."""
+    num_retracted: int = 0
+    """Times that a request had to give its pages back, since the start."""
+    num_kept: int = 0
+    """Of these, those whose KV was kept in host memory."""
     steps: tuple[StepTimes, ...] = ()
     """Prefill steps, by strategy and passing."""
 

@@ -35,6 +35,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """What the output's text must follow, as ``cluster.grammar`` reads it; empty for nothing."""
     num_logprobs: int | None = None
     """How many of the likeliest tokens are told with each drawn one; None tells no log-probabilities at all."""
+    num_prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The whole prompt is computed then, whatever is cached."""
 
     @property
     def has_penalties(self) -> bool:
@@ -63,9 +65,11 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely the model found one output token, before anything in Sampling; natural logarithms."""
+    """How likely the model found one token, before anything in Sampling; natural logarithms."""
 
     logprob: float
+    rank: int = 0
+    """1 for the likeliest; told of tokens of the prompt."""
     top_ids: list[int]
     """The likeliest tokens, best first."""
     top_logprobs: list[float]
@@ -77,6 +81,8 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     token_id: int
     logprobs: TokenLogprobs | None = None
     """Where Sampling asks for them."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """With the first token: of every token of the prompt but the first, where they were asked for."""
     is_last: bool = False
     """The grammar allows nothing after it."""
     problem: str = ""

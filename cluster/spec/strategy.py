@@ -52,6 +52,17 @@ class Collectives(StrEnum):
     TCP = "tcp"
 
 
+class MoeDispatch(StrEnum):
+    """How tokens meet their experts where ranks share them."""
+
+    AUTO = "auto"
+    """The way that moves fewer bytes, step by step."""
+    GATHER = "gather"
+    """Every rank gets all tokens, and sums come back: all-gather and reduce-scatter."""
+    ALL_TO_ALL = "all_to_all"
+    """Each token goes to the ranks that hold its experts."""
+
+
 class Passing(StrEnum):
     """What goes round in ring mode, so that all queries of a step meet all keys."""
 

@@ -1,6 +1,6 @@
 """What a worker or router process is told when it starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig, PoolConfig
 from cluster.spec.ids import Incarnation, ReplicaId
@@ -9,12 +9,22 @@ from cluster.spec.registry import KvOwnership, RankCoords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelKey:
+    """The key pair that the processes of one cluster share: who has it may send to all of them."""
+
+    public: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the control services of one cluster are."""
+    """Where the control services of one cluster are, and what opens them."""
 
     bootstrap_url: str
-    token: str
+    token: str = field(repr=False)
     """Bearer token of every bootstrap route."""
+    channel_key: ChannelKey | None = None
+    """Without one, whoever reaches a process may send to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

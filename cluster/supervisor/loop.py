@@ -3,15 +3,19 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Protocol
 
-from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.supervisor import state as words
+from cluster.spec.registry import TableSnapshot
+from cluster.supervisor import events as words
+from cluster.supervisor.events import Action, Answer, Event, Outcome
+from cluster.supervisor.orders import Order
 from cluster.supervisor.reconcile import reconcile
-from cluster.supervisor.state import Action, Cluster, Event, Member, Now, Phase
+from cluster.supervisor.state import Cluster, Member, Now, Phase
 
 _REAPED_ATTEMPTS = 5
 _RETRY_S = 1.0
@@ -28,6 +32,9 @@ class Members(Protocol):
     def end(self, name: str, incarnation: Incarnation) -> bool: ...
     def prove(self, name: str, incarnation: Incarnation) -> bool: ...
     def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None: ...
+    def place(self, names: Sequence[str]) -> None: ...
+    def drain_replica(self, name: str, grace_s: float | None) -> bool: ...
+    def resume_replica(self, name: str) -> None: ...
     def drain(self) -> bool: ...
     def stop(self) -> None: ...
     def kill(self) -> None: ...
@@ -44,6 +51,8 @@ class Supervisor:
         self._is_urgent = False
         # A SimpleQueue may be filled from a signal handler.
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._answers: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._order_numbers = count()
 
     @property
     def is_urgent(self) -> bool:
@@ -75,6 +84,26 @@ class Supervisor:
         """Drain and stop; the second time, stop at once. From any thread, and from signal handlers."""
         self.post(words.StopRequested(reason))
 
+    def saw_table(self, snapshot: TableSnapshot) -> None:
+        """Take in a new rank table; from any thread."""
+        draining = frozenset((entry.replica, entry.incarnation) for entry in snapshot.replicas if entry.load.draining)
+        self.post(words.TableSeen(draining))
+
+    def give(self, order: Order) -> Iterator[Answer]:
+        """Have an order carried out; its answers as they come, up to the last one. From any thread.
+
+        An order goes on when nobody asks for its answers any more.
+        """
+        number = next(self._order_numbers)
+        answers = self._answers[number] = queue.SimpleQueue[Answer]()
+        try:
+            self.post(words.Ordered(number, order))
+            while (answer := answers.get()).outcome is Outcome.GOING_ON:
+                yield answer
+            yield answer
+        finally:
+            del self._answers[number]
+
     def _next_event(self) -> Event:
         wake_s = self._cluster.next_wake_s()
         try:
@@ -89,6 +118,9 @@ class Supervisor:
             self._is_urgent |= isinstance(action, words.Kill)
             if isinstance(action, words.Report):
                 self._report(action.line)
+            elif isinstance(action, words.Answer):
+                if answers := self._answers.get(action.number):
+                    answers.put(action)
             else:
                 name = type(action).__name__.lower()
                 threading.Thread(target=self._do, args=(action, members), name=name, daemon=True).start()
@@ -98,7 +130,7 @@ class Supervisor:
             answer = self._carry_out(action, members)
         except Exception as error:  # whatever it is, the supervisor must hear that the action is over
             answer = _answer_to_failure(action, error)
-            if not isinstance(action, words.Start):
+            if not isinstance(action, words.Start | words.Place):
                 self._report(f"{type(action).__name__}: {type(error).__name__}: {error}")
         if answer is not None:
             self.post(answer)
@@ -116,6 +148,13 @@ class Supervisor:
                 _mark_reaped(ReplicaId(name), incarnation, members)
             case words.Announce():
                 self._announce()
+            case words.Place(names):
+                members.place(names)
+                return words.Placed(None)
+            case words.DrainReplica(name, incarnation, grace_s):
+                return words.ReplicaDrained(name, incarnation, members.drain_replica(name, grace_s))
+            case words.ResumeReplica(name):
+                members.resume_replica(name)
             case words.Drain():
                 return words.Drained(members.drain())
             case words.Stop():
@@ -124,8 +163,8 @@ class Supervisor:
             case words.Kill():
                 members.kill()
                 return words.Stopped()
-            case words.Report():
-                self._report(action.line)
+            case words.Report() | words.Answer():
+                raise AssertionError("told on the supervisor's own thread")
         return None
 
     def _prove(self, name: str, incarnation: Incarnation, members: Members) -> Event | None:
@@ -142,6 +181,12 @@ def _answer_to_failure(action: Action, error: Exception) -> Event | None:
             return words.Failed(name, incarnation, error)
         case words.End(name, incarnation):
             return words.Ended(name, incarnation, False)
+        case words.Place():
+            return words.Placed(
+                error if isinstance(error, BatonError) else BatonError(f"{type(error).__name__}: {error}")
+            )
+        case words.DrainReplica(name, incarnation):
+            return words.ReplicaDrained(name, incarnation, False)
         case words.Drain():
             return words.Drained(False)
         case words.Stop() | words.Kill():

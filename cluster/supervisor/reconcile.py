@@ -4,11 +4,10 @@ from dataclasses import replace
 
 from cluster.launch.services import BOOTSTRAP
 from cluster.spec.ids import Incarnation
-from cluster.spec.lifecycle import move
-from cluster.supervisor import state as words
-from cluster.supervisor.state import Action, Cluster, Event, Member, MemberState, Now, Phase
-
-Step = tuple[Cluster, list[Action]]
+from cluster.supervisor import events as words
+from cluster.supervisor.events import Action, Event
+from cluster.supervisor.operate import Step, advance, on_ordered, on_placed, on_replica_drained
+from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
@@ -18,7 +17,7 @@ def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
 
 def backoff_s(first_s: float, num_failures: int) -> float:
     """Wait after a number of failures in a row: doubles, up to a minute."""
-    return float(min(words.MAX_BACKOFF_S, first_s * 2.0 ** min(num_failures - 1, 16)))
+    return float(min(MAX_BACKOFF_S, first_s * 2.0 ** min(num_failures - 1, 16)))
 
 
 def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
@@ -26,6 +25,12 @@ def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
 
     What an earlier start of a member still reports changes nothing.
     """
+    cluster, actions = _react(cluster, event, now)
+    cluster, more = advance(cluster, event)
+    return cluster, [*actions, *more]
+
+
+def _react(cluster: Cluster, event: Event, now: Now) -> Step:
     match event:
         case words.Tick():
             return _on_tick(cluster, now)
@@ -43,6 +48,14 @@ def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
             return _on_drained(cluster, event)
         case words.Stopped():
             return _on_stopped(cluster, event)
+        case words.TableSeen():
+            return replace(cluster, draining=event.draining), []
+        case words.Ordered():
+            return on_ordered(cluster, event, now)
+        case words.Placed():
+            return on_placed(cluster, event, now)
+        case words.ReplicaDrained():
+            return on_replica_drained(cluster, event)
 
 
 def _on_tick(cluster: Cluster, now: Now) -> Step:
@@ -53,48 +66,50 @@ def _on_tick(cluster: Cluster, now: Now) -> Step:
     for member in cluster.members.values():
         if member.state is MemberState.WAITING and member.wake_s <= now.s:
             incarnation = next_incarnation(member.incarnation, now.unix_ms)
-            starting = replace(_moved(member, MemberState.STARTING, "tick"), incarnation=incarnation, was_of_use=False)
+            starting = replace(member.moved(MemberState.STARTING, "tick"), incarnation=incarnation, was_of_use=False)
             cluster = cluster.with_member(starting)
             actions.append(words.Start(member.name, incarnation))
     return cluster, actions
 
 
 def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
-    member = _addressed(cluster, event.name, event.incarnation, MemberState.STARTING)
+    member = cluster.addressed(event.name, event.incarnation, MemberState.STARTING)
     if member is None:
         return cluster, []
-    running = replace(_moved(member, MemberState.RUNNING, "started"), running_since_s=now.s, was_of_use=True)
+    running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s, was_of_use=True)
     cluster = cluster.with_member(running)
     actions: list[Action] = []
     if event.name == BOOTSTRAP:  # a new table knows nothing of the dead
         actions += [words.MarkReaped(name, incarnation) for name, incarnation in cluster.reaped.items()]
     if cluster.phase is Phase.SERVING:
-        actions.append(words.Report(f"{event.name}: running again, incarnation {event.incarnation}"))
+        actions.append(words.Report(f"{event.name}: running, incarnation {event.incarnation}"))
     elif cluster.phase is Phase.STARTING and _all_running(cluster):
-        cluster = _phase(cluster, Phase.SERVING, event)
+        cluster = cluster.moved(Phase.SERVING, type(event).__name__)
         actions.append(words.Announce())
     return cluster, actions
 
 
 def _on_failed(cluster: Cluster, event: words.Failed, now: Now) -> Step:
-    member = _addressed(cluster, event.name, event.incarnation, MemberState.STARTING, MemberState.RUNNING)
+    living = (MemberState.STARTING, MemberState.RUNNING, MemberState.DRAINING)
+    member = cluster.addressed(event.name, event.incarnation, *living)
     if member is None or cluster.phase not in (Phase.STARTING, Phase.SERVING):
         return cluster, []
     if cluster.phase is Phase.STARTING:
-        return replace(_phase(cluster, Phase.STOPPING, event), failure=event.error), [words.Stop()]
-    was_stable = member.state is MemberState.RUNNING and now.s - member.running_since_s >= words.STABLE_S
+        return replace(cluster.moved(Phase.STOPPING, type(event).__name__), failure=event.error), [words.Stop()]
+    was_stable = member.state is not MemberState.STARTING and now.s - member.running_since_s >= STABLE_S
     num_failures = 1 if was_stable else member.num_failures + 1
-    ending = replace(_moved(member, MemberState.ENDING, "failed"), num_failures=num_failures)
+    ending = replace(member.moved(MemberState.ENDING, "failed"), num_failures=num_failures)
     line = f"{event.name}: failed, incarnation {event.incarnation}: {event.error}"
     return cluster.with_member(ending), [words.Report(line), words.End(event.name, event.incarnation)]
 
 
 def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
-    member = _addressed(cluster, event.name, event.incarnation, MemberState.ENDING)
+    member = cluster.addressed(event.name, event.incarnation, MemberState.ENDING)
     if member is None:
         return cluster, []
-    wait_s = backoff_s(cluster.backoff_s, member.num_failures)
-    cluster = cluster.with_member(replace(_moved(member, MemberState.WAITING, "ended"), wake_s=now.s + wait_s))
+    wait_s = backoff_s(cluster.backoff_s, member.num_failures) if member.num_failures else 0.0
+    target = MemberState.WAITING if member.is_wanted else MemberState.REMOVED
+    cluster = cluster.with_member(replace(member.moved(target, "ended"), wake_s=now.s + wait_s))
     actions: list[Action] = []
     if event.name == BOOTSTRAP:
         pass  # nobody asks whether an earlier table is gone
@@ -107,13 +122,14 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
         actions = [words.Prove(event.name, event.incarnation)]
     if cluster.phase is Phase.SERVING:
         times = f"; failed {member.num_failures} times in a row" if member.num_failures > 1 else ""
-        actions.append(words.Report(f"{event.name}: starts again in {wait_s:g} s{times}"))
+        line = f"starts again in {wait_s:g} s{times}" if member.is_wanted else "removed"
+        actions.append(words.Report(f"{event.name}: {line}"))
     return cluster, actions
 
 
 def _on_proven(cluster: Cluster, event: words.Proven) -> Step:
     unproven = cluster.unproven.get(event.name, frozenset()) - {event.incarnation}
-    proven = Incarnation(max(event.incarnation, cluster.proven.get(event.name, words.NEVER)))
+    proven = Incarnation(max(event.incarnation, cluster.proven.get(event.name, NEVER)))
     cluster = replace(
         cluster,
         unproven={**cluster.unproven, event.name: unproven},
@@ -125,7 +141,7 @@ def _on_proven(cluster: Cluster, event: words.Proven) -> Step:
 def _reap(cluster: Cluster, name: str) -> Step:
     """Mark what is proven gone now: a mark speaks for all earlier starts, so none of them may be unproven."""
     proven = cluster.proven[name]
-    if proven <= cluster.reaped.get(name, words.NEVER) or any(
+    if proven <= cluster.reaped.get(name, NEVER) or any(
         incarnation < proven for incarnation in cluster.unproven.get(name, ())
     ):
         return cluster, []
@@ -135,13 +151,16 @@ def _reap(cluster: Cluster, name: str) -> Step:
 def _on_stop_requested(cluster: Cluster, event: words.StopRequested) -> Step:
     match cluster.phase:
         case Phase.STARTING:
-            return _phase(cluster, Phase.STOPPING, event), [words.Report(f"{event.reason}: stopping"), words.Stop()]
+            return cluster.moved(Phase.STOPPING, type(event).__name__), [
+                words.Report(f"{event.reason}: stopping"),
+                words.Stop(),
+            ]
         case Phase.SERVING:
             line = f"{event.reason}: draining; once more stops at once"
-            return _phase(cluster, Phase.DRAINING, event), [words.Report(line), words.Drain()]
+            return cluster.moved(Phase.DRAINING, type(event).__name__), [words.Report(line), words.Drain()]
         case Phase.DRAINING | Phase.STOPPING:
             line = f"{event.reason}: stopping at once"
-            return _phase(cluster, Phase.KILLING, event), [words.Report(line), words.Kill()]
+            return cluster.moved(Phase.KILLING, type(event).__name__), [words.Report(line), words.Kill()]
         case Phase.KILLING | Phase.STOPPED:
             return cluster, []
 
@@ -150,27 +169,13 @@ def _on_drained(cluster: Cluster, event: words.Drained) -> Step:
     if cluster.phase is not Phase.DRAINING:
         return cluster, []  # a second request to stop has ended the wait
     line = "drained: stopping" if event.complete else "not every open request has ended: stopping all the same"
-    return _phase(cluster, Phase.STOPPING, event), [words.Report(line), words.Stop()]
+    return cluster.moved(Phase.STOPPING, type(event).__name__), [words.Report(line), words.Stop()]
 
 
 def _on_stopped(cluster: Cluster, event: words.Stopped) -> Step:
     """Of a stop in order and of the kill that overtook it, the first to end is the end."""
-    return cluster if cluster.phase is Phase.STOPPED else _phase(cluster, Phase.STOPPED, event), []
-
-
-def _addressed(cluster: Cluster, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
-    """The member an event is about, if it is about its latest start and not overtaken by another event."""
-    member = cluster.members[name]
-    return member if member.incarnation == incarnation and member.state in states else None
+    return cluster if cluster.phase is Phase.STOPPED else cluster.moved(Phase.STOPPED, type(event).__name__), []
 
 
 def _all_running(cluster: Cluster) -> bool:
     return all(member.state is MemberState.RUNNING for member in cluster.members.values())
-
-
-def _moved(member: Member, target: MemberState, event: str) -> Member:
-    return replace(member, state=move(words.MEMBER_MOVES, member.state, target, event, member.name))
-
-
-def _phase(cluster: Cluster, target: Phase, event: Event) -> Cluster:
-    return replace(cluster, phase=move(words.PHASE_MOVES, cluster.phase, target, type(event).__name__, "cluster"))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from cluster.spec.ids import Incarnation
-from cluster.spec.lifecycle import Moves
+from cluster.spec.lifecycle import Moves, move
+from cluster.supervisor.orders import Order
 
 NEVER = Incarnation(0)
 """The incarnation of what has not been started yet."""
@@ -27,15 +28,21 @@ class MemberState(StrEnum):
     """Processes exist; not of use yet."""
     RUNNING = "running"
     """Of use."""
+    DRAINING = "draining"
+    """Of use for what it has taken; ends when that has ended."""
     ENDING = "ending"
-    """Failed; its processes are being killed."""
+    """Failed, or drained; its processes are being killed."""
+    REMOVED = "removed"
+    """No process, and none is wanted."""
 
 
 MEMBER_MOVES: Moves[MemberState] = {
-    MemberState.WAITING: frozenset({MemberState.STARTING}),
+    MemberState.WAITING: frozenset({MemberState.STARTING, MemberState.REMOVED}),
     MemberState.STARTING: frozenset({MemberState.RUNNING, MemberState.ENDING}),
-    MemberState.RUNNING: frozenset({MemberState.ENDING}),
-    MemberState.ENDING: frozenset({MemberState.WAITING}),
+    MemberState.RUNNING: frozenset({MemberState.DRAINING, MemberState.ENDING}),
+    MemberState.DRAINING: frozenset({MemberState.ENDING}),
+    MemberState.ENDING: frozenset({MemberState.WAITING, MemberState.REMOVED}),
+    MemberState.REMOVED: frozenset({MemberState.WAITING}),
 }
 
 
@@ -90,6 +97,27 @@ class Member:
     """Whether the latest start has been running: others may have given it work."""
     num_failures: int = 0
     """In a row, without a stable run between them."""
+    is_wanted: bool = True
+    """Once it has ended it starts again."""
+
+    def moved(self, target: MemberState, event: str) -> "Member":
+        """The same member in another state."""
+        return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOrder:
+    """An order that is being carried out."""
+
+    number: int
+    """Whom to answer."""
+    order: Order
+    at_work: frozenset[str] = frozenset()
+    """Replicas that are being drained, ended or started for it now."""
+    todo: tuple[str, ...] = ()
+    """Replicas whose turn comes when those have settled."""
+    is_waiting: bool = False
+    """For the answer to an action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +136,23 @@ class Cluster:
     """Highest incarnation of each member that is proven gone together with all before it."""
     failure: BaseException | None = None
     """What ended the first start."""
+    draining: frozenset[tuple[str, Incarnation]] = frozenset()
+    """Starts of replicas that take no new requests, as the rank table shows them."""
+    order: OpenOrder | None = None
+    """The one that is being carried out."""
 
     def with_member(self, member: Member) -> "Cluster":
         """The same cluster with one member changed."""
         return replace(self, members={**self.members, member.name: member})
+
+    def moved(self, target: Phase, event: str) -> "Cluster":
+        """The same cluster in another phase."""
+        return replace(self, phase=move(PHASE_MOVES, self.phase, target, event, "the cluster"))
+
+    def addressed(self, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
+        """The member an event is about, if it is about its latest start and not overtaken by another event."""
+        member = self.members[name]
+        return member if member.incarnation == incarnation and member.state in states else None
 
     def next_wake_s(self) -> float | None:
         """When a Tick is due; None if only other events matter."""
@@ -119,132 +160,3 @@ class Cluster:
             return None
         waiting = (member.wake_s for member in self.members.values() if member.state is MemberState.WAITING)
         return min(waiting, default=None)
-
-
-# ---- events
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A member is of use."""
-
-    name: str
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A member could not start, or one of its processes has ended."""
-
-    name: str
-    incarnation: Incarnation
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """No process of a failed member is wanted any more; ``proven`` that none is left."""
-
-    name: str
-    incarnation: Incarnation
-    proven: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Proven:
-    """The processes of a start that had ended without a proof are gone."""
-
-    name: str
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """Somebody wants the cluster to end; the second time, at once."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """The router has ended its open requests, or its time was up."""
-
-    complete: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """Every process has been ended."""
-
-
-Event = Tick | Started | Failed | Ended | Proven | StopRequested | Drained | Stopped
-
-
-# ---- actions
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a member; answer with Started or Failed."""
-
-    name: str
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Kill a member's processes; answer with Ended."""
-
-    name: str
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Prove:
-    """Look again and again whether the processes of an ended start are gone; answer with Proven once they are."""
-
-    name: str
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class MarkReaped:
-    """Tell the rank table that the processes of an incarnation, and of all before it, are gone."""
-
-    name: str
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell the user that the cluster is up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Let the router end its open requests; answer with Drained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End everything in order; answer with Stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End everything at once; answer with Stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Tell the user one line."""
-
-    line: str
-
-
-Action = Start | End | Prove | MarkReaped | Announce | Drain | Stop | Kill | Report

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Drain, FlushCache, Peer, Resume
-from router.api.body import document, read
+from router.api.body import read
+from router.api.document import document
 from router.api.errors import bad_request
 from router.api.keys import admin_key_needed
 from router.api.target_request import TargetRequest

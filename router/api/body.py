@@ -1,26 +1,14 @@
 """Reads a request's body into one of the schemas, or says what is wrong with it."""
 
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from router.api.errors import ApiError, bad_request
-from router.api.requests import (
-    EXPECTED,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    TokensRequest,
-)
-from router.api.response_request import ResponseRequest
-from router.api.target_request import TargetRequest
-
-_REF = "#/components/schemas/{model}"
+from router.api.requests import EXPECTED
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -41,32 +29,11 @@ async def read(request: Request, schema: type[Body]) -> Body:
     try:
         return schema.model_validate_json(bytes(received))
     except ValidationError as error:
-        raise _problem(error.errors(include_url=False)[0]) from None
+        raise problem_of(error.errors(include_url=False)[0]) from None
 
 
-def document(schema: type[BaseModel]) -> dict[str, Any]:
-    """For ``openapi_extra``: the route takes this schema, which must be one of ``component_schemas``."""
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=schema.__name__)}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def component_schemas() -> dict[str, Any]:
-    """All schemas of bodies, by name, for the ``components`` of the OpenAPI document."""
-    bodies = (
-        CompletionRequest,
-        ChatRequest,
-        ResponseRequest,
-        TokensRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-        TargetRequest,
-    )
-    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
-    schemas: dict[str, Any] = definitions["$defs"]
-    return schemas
-
-
-def _problem(error: ErrorDetails) -> ApiError:
+def problem_of(error: ErrorDetails) -> ApiError:
+    """A validation error of pydantic's in our words, naming the field."""
     if error["type"] == "json_invalid":
         return bad_request(f"body: {error['msg']}")
     path, field = _path(error["loc"])

@@ -26,6 +26,7 @@ async def chat_ask(service: Service, body: ChatRequest) -> tuple[Ask, NewReader]
     check(service, body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
+    _check_effort(service, body)
     dialect = _dialect(service, body)
     adds = body.add_generation_prompt is not False
     prompt_ids, prompt = await chat_prompt(service, body.messages, adds, body.variables)
@@ -46,6 +47,15 @@ def markers(service: Service, body: ChatRequest) -> tuple[str, ...]:
 def _reader(body: ChatRequest, dialect: Dialect | None, thinking: Thinking) -> MessageReader:
     parser = dialect.parser([tool.function.name for tool in body.tools or ()]) if dialect is not None else None
     return MessageReader(thinking, parser)
+
+
+def _check_effort(service: Service, body: ChatRequest) -> None:
+    if body.reasoning_effort not in (None, "none") and not service.has_thoughts:
+        known = "the chat template of this model shows no thoughts, or router.reasoning_parser is none"
+        message = (
+            f'reasoning_effort: not supported here: {known}; got "{body.reasoning_effort}", allowed: null or "none"'
+        )
+        raise bad_request(message, "reasoning_effort")
 
 
 def _dialect(service: Service, body: ChatRequest) -> Dialect | None:

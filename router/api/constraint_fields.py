@@ -6,13 +6,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
 """A JSON schema, or the text of one."""
+SchemaObject = dict[str, Any] | bool
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=4096)]
 Pattern = Annotated[str, Field(min_length=1)]
 
 EXPECTED = {
-    "tool_choice": '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    "tool_choice": '"none", "auto", "required" or an object of type "function" that names one of the tools',
     "guided_json": "a JSON schema: an object, or its text",
     "json": "a JSON schema: an object, or its text",
+    "format": 'an object of type "text", "json_object" or "json_schema"; the last with "name" and "schema"',
     "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
     '{"name": ..., "schema": {...}}',
 }
@@ -27,7 +29,7 @@ class NamedSchema(_Part):
     """``response_format.json_schema``."""
 
     name: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    schema_: SchemaObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 

@@ -27,6 +27,22 @@ _STATUS = {
 }
 
 
+class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field that it is about."""
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every answer that is an error."""
+
+    error: ErrorObject
+
+
 class ApiError(Exception):
     """A request that is answered with an error."""
 
@@ -47,8 +63,8 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         """The JSON object that a client gets."""
-        error = {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        error = ErrorObject(message=str(self), type=_kind(self.status), param=self.param, code=self.code)
+        return msgspec.json.encode(ErrorBody(error=error))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

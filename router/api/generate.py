@@ -2,12 +2,13 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.spec.tiers import CachedTokens
 from router.answer import Answer
 from router.api.connection import EventStream, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
@@ -100,6 +101,8 @@ async def pieces_of(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerat
         waiting = []
         for part in parts:
             pieces = texts[part.index].push(part.token_ids, part.finish, part.logprobs)
+            if part.prompt_logprobs and pieces:
+                pieces[0] = replace(pieces[0], prompt_logprobs=tuple(part.prompt_logprobs))
             waiting += [(part.index, piece) for piece in pieces]
             if part.finish is None and pieces and pieces[-1].finish is not None:
                 answer.enough(part.index)
@@ -118,7 +121,7 @@ async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> Asyn
         for index, piece in pieces:
             if index not in opened:
                 opened.add(index)
-                events += [event(opening)] if (opening := job.shape.opening(index)) else []
+                events += [event(opening)] if (opening := job.shape.opening(index, piece)) else []
             num_tokens += len(piece.token_ids)
             usage = usage_of(job, answer, num_tokens) if job.continuous_usage else None
             events.append(event(job.shape.chunk(index, piece, usage)))
@@ -137,12 +140,14 @@ def texts_of(service: Service, work: Work) -> list[AnswerText]:
 def usage_of(work: Work, answer: Answer, completion_tokens: int) -> Usage:
     """A prompt counts once, however many choices it has."""
     prompt_tokens = _prompt_tokens(work)
-    cached_tokens = sum(answer.stream.cached_tokens[:: work.num_choices])
+    cached = sum(answer.stream.cached[:: work.num_choices], CachedTokens())
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached.total, host_tokens=cached.host, storage_tokens=cached.storage
+        ),
     )
 
 

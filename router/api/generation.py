@@ -8,13 +8,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.body import document, read
+from router.api.body import read
 from router.api.chat import chat_ask, markers
+from router.api.document import document
 from router.api.generate import Job, respond_stream, respond_whole
 from router.api.intake import completion_asks
 from router.api.keys import caller_of, priority_of
+from router.api.prompt_logprobs import ShownPrompt
 from router.api.request_id import request_id
 from router.api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.api.responses import ChatCompletion, Completion
 from router.api.sampling import choices_of, text_rules
 from router.api.session import session_of
 from router.api.shapes import ChatShape, CompletionShape, Shape
@@ -26,22 +29,22 @@ def routes(service: Service) -> APIRouter:
     """The routes that generate."""
     router = APIRouter(tags=["generation"])
 
-    @router.post("/v1/completions", openapi_extra=document(CompletionRequest))
+    @router.post("/v1/completions", openapi_extra=document(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         arrived_s = service.relay.now_s()
         body = await read(request, CompletionRequest)
         asks = await completion_asks(service, body)
-        shape = CompletionShape(request_id(request), service, body, _echoes(service, body, asks))
+        shape = CompletionShape(request_id(request), service, body, _prompts(service, body, asks))
         return await respond(service, request, body, job_of(service, request, body, asks, shape, arrived_s))
 
-    @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest))
+    @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrived_s = service.relay.now_s()
         body = await read(request, ChatRequest)
         ask, new_reader = await chat_ask(service, body)
-        shape = ChatShape(request_id(request), service, body, new_reader)
+        shape = ChatShape(request_id(request), service, body, new_reader, ask.prompt_ids)
         job = job_of(service, request, body, [ask], shape, arrived_s, markers(service, body))
         return await respond(service, request, body, job)
 
@@ -77,16 +80,16 @@ async def respond(service: Service, request: Request, body: GenerationRequest, j
     return respond_stream(service, job) if body.stream else await respond_whole(service, request, job)
 
 
-def _echoes(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> list[str] | None:
-    """For every choice the prompt as text, where it is asked for."""
+def _prompts(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> list[ShownPrompt]:
+    """What answers show of each prompt."""
     if not body.echo:
-        return None
+        return [ShownPrompt(ask.prompt_ids) for ask in asks]
+    skip = body.skip_special_tokens is not False
     match body.prompt:
         case str():
             texts = [body.prompt]
         case [str(), *_]:
             texts = cast(list[str], body.prompt)
         case _:
-            skip = body.skip_special_tokens is not False
             texts = [service.tokenizer.decode(ask.prompt_ids, skip) for ask in asks]
-    return [text for text in texts for _ in range(body.num_choices)]
+    return [ShownPrompt(ask.prompt_ids, text, skip) for ask, text in zip(asks, texts, strict=True)]

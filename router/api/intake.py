@@ -44,8 +44,8 @@ async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask
         ApiError: 404 or 400.
     """
     check(service, body)
-    if body.echo and body.logprobs is not None:
-        raise bad_request("logprobs: not supported together with echo; leave one of them out", "logprobs")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise bad_request("max_tokens: 0 is only allowed together with echo or prompt_logprobs", "max_tokens")
     prompts = await _prompt_ids(service, body)
     if body.timeline and len(prompts) > 1:
         raise bad_request(f"timeline: only one prompt can be timed, got {len(prompts)}", "timeline")
@@ -122,6 +122,8 @@ def check(service: Service, body: GenerationRequest) -> None:
         raise bad_request(f"n: at most {max_choices} (router.max_choices), got {body.num_choices}", "n")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options: only allowed when stream is true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs: not told in a stream; leave one of both out", "prompt_logprobs")
     for param, token_ids in (("logit_bias", body.logit_bias), ("allowed_token_ids", body.allowed_token_ids)):
         check_token_ids(service, token_ids or (), param)
 
@@ -166,7 +168,7 @@ def make_ask(
     room = service.max_tokens - len(prompt_ids)
     if room < 1 or (wanted is not None and wanted > room):
         raise _too_long(service, len(prompt_ids), wanted, param)
-    max_tokens = min(default, room) if wanted is None else wanted
+    max_tokens = min(default, room) if wanted is None else max(wanted, 1)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise bad_request(f"min_tokens: must be at most max_tokens, {max_tokens}, got {body.min_tokens}", "min_tokens")
     stopping = Stopping(max_tokens=max_tokens, stop_token_ids=stop_token_ids(service, body))

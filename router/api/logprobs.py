@@ -10,16 +10,16 @@ _LEAST = -9999.0
 """Stands for minus infinity, which JSON has no word for."""
 
 
-def completion_logprobs(tokenizer: Tokenizer, piece: Piece) -> CompletionLogprobs | None:
-    """None where none were asked for."""
+def completion_logprobs(tokenizer: Tokenizer, piece: Piece, num_chars: int = 0) -> CompletionLogprobs | None:
+    """None where none were asked for. ``num_chars`` of text come before the piece's answer."""
     if not piece.logprobs:
         return None
     tokens = [token_text(tokenizer, token_id) for token_id in piece.token_ids]
     return CompletionLogprobs(
-        text_offset=piece.offsets,
+        text_offset=tuple(num_chars + offset for offset in piece.offsets),
         token_logprobs=[finite(told.logprob) for told in piece.logprobs],
         tokens=tokens,
-        top_logprobs=[_by_text(tokenizer, token, told) for token, told in zip(tokens, piece.logprobs, strict=True)],
+        top_logprobs=[by_text(tokenizer, token, told) for token, told in zip(tokens, piece.logprobs, strict=True)],
     )
 
 
@@ -46,7 +46,7 @@ def chat_logprobs(tokenizer: Tokenizer, piece: Piece) -> ChatLogprobs | None:
     return ChatLogprobs(content=content)
 
 
-def _by_text(tokenizer: Tokenizer, chosen: str, told: TokenLogprobs) -> dict[str, float]:
+def by_text(tokenizer: Tokenizer, chosen: str, told: TokenLogprobs) -> dict[str, float]:
     """Best first; of several tokens with one text the likeliest counts. The chosen one is there in any case."""
     logprobs: dict[str, float] = {}
     for token_id, logprob in zip(told.top_ids, told.top_logprobs, strict=True):

@@ -3,7 +3,8 @@
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from router.api.body import document, read
+from router.api.body import read
+from router.api.document import document
 from router.api.errors import bad_request
 from router.api.intake import chat_prompt, check_model, check_token_ids, encode
 from router.api.requests import DetokenizeRequest, TokenizeRequest

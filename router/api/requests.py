@@ -21,10 +21,13 @@ Prompt = Annotated[
     Field(union_mode="left_to_right"),
 ]
 StopText = Annotated[str, Field(min_length=1)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model thinks; those that only can or cannot think do so unless it is none."""
 
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
     "stop": "a string, or a list of at most 16 strings; none of them empty",
+    "input": "a string, or a list of messages, function calls, their outputs, and reasoning",
     "content": "a string, or a list of parts of type text; images, audio and files are not supported",
 } | constraint_fields.EXPECTED
 """In words, the fields that may have several types."""
@@ -76,6 +79,7 @@ class GenerationRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeline: bool | None = None
@@ -111,11 +115,17 @@ class GenerationRequest(Body):
         """How many likely tokens to tell with each; None for no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
 
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
 
@@ -123,6 +133,12 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """``logprobs`` itself."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """``prompt_logprobs``, and with ``echo`` as many as of the answer."""
+        echoed = self.logprobs if self.echo else None
+        return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
 
 
 class TokensRequest(GenerationRequest):
@@ -177,13 +193,16 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
         """What the template gets besides the messages; tools that must not be called are shown too, for the cache."""
-        return template_variables(self.tools, self.chat_template_kwargs)
+        effort = self.reasoning_effort
+        thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        return template_variables(self.tools, thinking | (self.chat_template_kwargs or {}))
 
     @property
     def num_logprobs(self) -> int | None:

@@ -6,24 +6,53 @@ import msgspec
 
 from router.api.responses import ChosenLogprob
 
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-class OutputText(msgspec.Struct, frozen=True, kw_only=True):
+
+class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag="output_text"):
     """What the model said."""
 
-    type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = []
     logprobs: list[ChosenLogprob] = []
 
 
-class OutputMessage(msgspec.Struct, frozen=True, kw_only=True):
+class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning_text"):
+    """What the model thought."""
+
+    text: str
+
+
+class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     """One message of the answer."""
 
-    type: Literal["message"] = "message"
     id: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
+
+
+class OutputThoughts(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning"):
+    """Thoughts before what follows."""
+
+    id: str
+    status: ItemStatus
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: None = None
+
+
+class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):
+    """A call that the client is to make."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +64,7 @@ class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer consists of."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +73,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
@@ -61,18 +90,6 @@ class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What the text is written in."""
-
-    type: Literal["text"] = "text"
-
-
-class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the text is written."""
-
-    format: TextFormat = TextFormat()
-
-
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     """A response as it stands."""
 
@@ -86,14 +103,15 @@ class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage] = []
-    parallel_tool_calls: bool = True
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
     previous_response_id: None = None
+    reasoning: dict[str, Any]
     store: bool = False
     temperature: float
-    text: TextSettings = TextSettings()
-    tool_choice: str = "auto"
-    tools: list[Any] = []
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

@@ -1,42 +1,13 @@
-"""What clients may send to ``/v1/responses``, and the same as a chat request, which is what replicas are asked."""
+"""What clients may send to ``/v1/responses``."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag
 
-from router.api.errors import bad_request
-from router.api.requests import Body, ChatRequest, NumLogprobs, Positive
-from router.api.unsupported import refuse_unsupported
+from router.api.constraint_fields import FunctionName, SchemaObject
+from router.api.requests import Body, Effort, NumLogprobs, Positive
 
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "include": ([], ["message.output_text.logprobs"]),
-    "max_tool_calls": (),
-    "modalities": (["text"],),
-    "previous_response_id": (),
-    "prompt": (),
-    "reasoning": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncation": ("disabled",),
-}
-"""By undeclared field, the values besides null that ask for nothing."""
-
-_CHAT_FIELDS = (
-    "cache_salt",
-    "ignore_eos",
-    "min_p",
-    "min_tokens",
-    "priority",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "top_k",
-)
-"""Additions to OpenAI's API that mean what they mean in chat."""
+LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(Body):
@@ -46,17 +17,99 @@ class InputPart(Body):
     text: str
 
 
+Texts = Annotated[str | list[InputPart], Field(union_mode="left_to_right")]
+
+
 class InputMessage(Body):
     """One message of the conversation so far."""
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[InputPart], Field(union_mode="left_to_right")]
+    content: Texts
 
-    @property
-    def text(self) -> str:
-        """All parts together."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+class InputCall(Body):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputCallOutput(Body):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+
+class InputThought(Body):
+    """The text of a thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputThoughts(Body):
+    """What the model thought before its next message or call."""
+
+    type: Literal["reasoning"]
+    content: list[InputThought] | None = None
+
+
+def _type_of(item: Any) -> str:
+    given = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return given if isinstance(given, str) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputThoughts, Tag("reasoning")],
+    Discriminator(_type_of),
+]
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(FunctionName):
+    """The function that must be called."""
+
+    type: Literal["function"]
+
+
+class TextFormat(Body):
+    """What the answer's text is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: SchemaObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(Body):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    """How the model thinks before it answers."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
 
 
 class ResponseRequest(Body):
@@ -64,13 +117,21 @@ class ResponseRequest(Body):
 
     model: str
     input: Annotated[
-        str | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)], Field(union_mode="left_to_right")
+        str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)], Field(union_mode="left_to_right")
     ]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: NumLogprobs | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=1024)] | None = None
+    tool_choice: (
+        Annotated[Literal["none", "auto", "required"] | ChosenTool, Field(union_mode="left_to_right")] | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     stream: bool | None = None
@@ -78,33 +139,4 @@ class ResponseRequest(Body):
     @property
     def wants_logprobs(self) -> bool:
         """Log-probabilities are asked for in one of the two ways that the API has."""
-        return self.top_logprobs is not None or bool(self.others.get("include"))
-
-    def as_chat(self) -> ChatRequest:
-        """The chat request that has the same answer.
-
-        Raises:
-            ApiError: 400 that names a field which would change the answer and is not supported.
-        """
-        refuse_unsupported(self.others, _HARMLESS)
-        given = self.input if isinstance(self.input, list) else [InputMessage(role="user", content=self.input)]
-        messages = [{"role": message.role, "content": message.text} for message in given]
-        if self.instructions:
-            messages.insert(0, {"role": "system", "content": self.instructions})
-        fields = {
-            "model": self.model,
-            "messages": messages,
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "logprobs": self.wants_logprobs,
-            "top_logprobs": self.top_logprobs,
-            "stream": self.stream,
-        }
-        additions = {name: self.others[name] for name in _CHAT_FIELDS if name in self.others}
-        try:
-            return ChatRequest.model_validate(fields | additions)
-        except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
-            name = ".".join(str(step) for step in wrong["loc"][:1])
-            raise bad_request(f"{name}: {wrong['msg']}", name) from None
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())

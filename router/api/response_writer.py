@@ -2,23 +2,25 @@
 
 import itertools
 import time
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from cluster.spec.sampling import FinishReason
 from router.api.logprobs import chat_logprobs
+from router.api.response_items import Event, OutputItems
 from router.api.response_objects import (
     IncompleteDetails,
     InputTokensDetails,
-    OutputMessage,
-    OutputText,
+    OutputTokensDetails,
     ResponseError,
     ResponseObject,
     ResponseUsage,
 )
-from router.api.response_request import ResponseRequest
-from router.api.responses import ChosenLogprob, Usage
+from router.api.response_request import Reasoning, ResponseRequest
+from router.api.responses import Usage
+from router.message import MessageReader
 from router.service import Service
 from router.text import Piece
 
@@ -26,90 +28,98 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResponseWriter:
-    """One response; events are numbered in the order of the calls."""
+    """One response: ``opening``, every token's piece, ``closing``; events are numbered in the order of the calls."""
 
-    def __init__(self, request_id: str, service: Service, body: ResponseRequest) -> None:
+    def __init__(self, request_id: str, service: Service, body: ResponseRequest, reader: MessageReader) -> None:
         self._tokenizer = service.tokenizer
+        self._reader = reader
         self._numbers = itertools.count()
-        self._item_id = f"msg_{request_id}"
-        self._begun = ResponseObject(
-            id=f"resp_{request_id}",
-            created_at=int(time.time()),
-            status="in_progress",
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
-            model=service.model,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            user=body.user,
-        )
-
-    def whole(self, answer: Piece, usage: Usage) -> bytes:
-        """The response at its end."""
-        return _encoder.encode(self._ended(answer, usage))
+        self._items = OutputItems(request_id)
+        self._finish: FinishReason | None = None
+        self._num_thought_tokens = 0
+        self.num_tokens = 0
+        """Of the answer so far."""
+        self._begun = _begun(request_id, service, body)
 
     def opening(self) -> bytes:
         """The events before any text."""
-        message = OutputMessage(id=self._item_id, status="in_progress", content=[])
-        return b"".join(
-            [
-                self._event("response.created", response=self._begun),
-                self._event("response.in_progress", response=self._begun),
-                self._event("response.output_item.added", output_index=0, item=message),
-                self._part_event("response.content_part.added", part=OutputText(text="")),
-            ]
-        )
+        kinds = ("response.created", "response.in_progress")
+        return self._write([(kind, {"response": self._begun}) for kind in kinds])
 
-    def delta(self, piece: Piece) -> bytes:
-        """The next text."""
-        logprobs = self._logprobs(piece)
-        return self._part_event("response.output_text.delta", delta=piece.text, logprobs=logprobs)
+    def push(self, piece: Piece) -> bytes:
+        """The events of the next token."""
+        return self._write(self.take(piece))
 
-    def closing(self, answer: Piece, usage: Usage) -> bytes:
+    def take(self, piece: Piece) -> list[Event]:
+        """The next token, for ``whole``."""
+        read = self._reader.read(piece.text, is_end=piece.finish is not None)
+        told = chat_logprobs(self._tokenizer, piece)
+        events = self._items.push(read, told.content if told else ())
+        self._finish = piece.finish
+        self.num_tokens += len(piece.token_ids)
+        if self._items.is_thinking:
+            self._num_thought_tokens = self.num_tokens
+        return events
+
+    def closing(self, usage: Usage) -> bytes:
         """The events after all text."""
-        ended = self._ended(answer, usage)
-        (message,) = ended.output
-        (part,) = message.content
-        return b"".join(
-            [
-                self._part_event("response.output_text.done", text=part.text, logprobs=part.logprobs),
-                self._part_event("response.content_part.done", part=part),
-                self._event("response.output_item.done", output_index=0, item=message),
-                self._event(f"response.{ended.status}", response=ended),
-            ]
-        )
+        ended, events = self._ended(usage)
+        return self._write([*events, (f"response.{ended.status}", {"response": ended})])
+
+    def whole(self, usage: Usage) -> bytes:
+        """The response at its end, instead of ``closing``."""
+        return _encoder.encode(self._ended(usage)[0])
 
     def failed(self, code: str, message: str) -> bytes:
         """The event that there will be no more."""
         error = ResponseError(code=code, message=message)
         failed = msgspec.structs.replace(self._begun, status="failed", error=error)
-        return self._event("response.failed", response=failed)
+        return self._write([("response.failed", {"response": failed})])
 
-    def _ended(self, answer: Piece, usage: Usage) -> ResponseObject:
+    def _ended(self, usage: Usage) -> tuple[ResponseObject, list[Event]]:
         status: Literal["completed", "incomplete"]
-        status = "incomplete" if answer.finish is FinishReason.LENGTH else "completed"
-        part = OutputText(text=answer.text, logprobs=self._logprobs(answer))
-        return msgspec.structs.replace(
+        status = "incomplete" if self._finish is FinishReason.LENGTH else "completed"
+        items, events = self._items.end(status)
+        ended = msgspec.structs.replace(
             self._begun,
             status=status,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
-            output=[OutputMessage(id=self._item_id, status=status, content=[part])],
+            output=items,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
                 output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=self._num_thought_tokens),
                 total_tokens=usage.total_tokens,
             ),
         )
+        return ended, events
 
-    def _logprobs(self, piece: Piece) -> list[ChosenLogprob]:
-        told = chat_logprobs(self._tokenizer, piece)
-        return told.content if told else []
+    def _write(self, events: Iterable[Event]) -> bytes:
+        return b"".join(self._event(kind, fields) for kind, fields in events)
 
-    def _part_event(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
         data = {"type": kind, "sequence_number": next(self._numbers), **fields}
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encoder.encode(data))
+
+
+def _begun(request_id: str, service: Service, body: ResponseRequest) -> ResponseObject:
+    """The response before its first token, with what was asked."""
+    written = body.text.format if body.text is not None else None
+    return ResponseObject(
+        id=f"resp_{request_id}",
+        created_at=int(time.time()),
+        status="in_progress",
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=service.model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=(body.reasoning or Reasoning()).model_dump(),
+        temperature=1.0 if body.temperature is None else body.temperature,
+        text={"format": {"type": "text"} if written is None else written.model_dump(by_alias=True, exclude_unset=True)},
+        tool_choice=body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+        tools=[tool.model_dump() for tool in body.tools or ()],
+        top_p=1.0 if body.top_p is None else body.top_p,
+        user=body.user,
+    )

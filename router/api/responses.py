@@ -6,11 +6,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
-class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the prompt's KV came from."""
 
     cached_tokens: int
     """Not computed: an earlier request had the same beginning."""
+    host_tokens: int = 0
+    """Those of them that came from host memory; left out if none did."""
+    storage_tokens: int = 0
+    """Those of them that came from storage; left out if none did."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,9 +30,23 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a choice of ``/v1/completions``: lists with one entry a token."""
 
     text_offset: tuple[int, ...]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """None for the first token of a prompt."""
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token that might have stood in the prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""By token id, as vLLM has it: each token of the prompt, and the likeliest in its place; None for the first."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +76,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     finish_reason: str | None
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
@@ -127,6 +146,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     usage: Usage
 
 

@@ -31,6 +31,7 @@ def text_rules(service: Service, body: GenerationRequest, markers: Collection[st
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
         min_tokens=body.min_tokens or 0,
+        prompt_only=body.max_tokens == 0,
     )
 
 
@@ -56,13 +57,15 @@ def make_sampling(
         else frozenset(),
         grammar=grammar,
         num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=body.num_prompt_logprobs,
     )
 
 
 def choices_of(ask: Ask, num_choices: int) -> list[Ask]:
-    """The same so many times, but for the seeds."""
-    seeds = ((ask.sampling.seed + choice) & _SEED_MASK for choice in range(num_choices))
-    return [dataclasses.replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=seed)) for seed in seeds]
+    """The same so many times, but for the seeds; the first one brings the prompt, and tells of it."""
+    seeds = [(ask.sampling.seed + choice) & _SEED_MASK for choice in range(1, num_choices)]
+    samplings = [msgspec.structs.replace(ask.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
+    return [ask, *(dataclasses.replace(ask, sampling=sampling, shares_prompt=True) for sampling in samplings)]
 
 
 def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:

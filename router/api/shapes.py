@@ -12,6 +12,7 @@ from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
 from router.api.logprobs import chat_logprobs, completion_logprobs
 from router.api.messages import delta, message
+from router.api.prompt_logprobs import ShownPrompt, echo_logprobs, joined, prompt_logprobs
 from router.api.requests import GenerationRequest
 from router.api.responses import (
     ChatChoice,
@@ -21,6 +22,7 @@ from router.api.responses import (
     Completion,
     CompletionChoice,
     Delta,
+    PromptLogprobs,
     Usage,
 )
 from router.message import MessagePart, MessageReader, NewReader
@@ -33,8 +35,8 @@ _encoder = msgspec.json.Encoder()
 class Shape(Protocol):
     """Called by ``router.api.generate``; every result is one JSON object."""
 
-    def opening(self, index: int) -> bytes | None:
-        """What a stream says of a choice before its text; None for nothing."""
+    def opening(self, index: int, first: Piece) -> bytes | None:
+        """What a stream says of a choice before its text, of which ``first`` begins it; None for nothing."""
         ...
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
@@ -60,30 +62,47 @@ class _Common:
         self._created = int(time.time())
         self._no_usage: UnsetType | None = None if body.include_usage else UNSET
         self._with_token_ids = bool(body.return_token_ids)
+        self._num_choices = body.num_choices
+        self._num_prompt_logprobs = body.prompt_logprobs
 
     def _token_ids(self, piece: Piece) -> tuple[int, ...] | UnsetType:
         return piece.token_ids if self._with_token_ids else UNSET
+
+    def _prompt_logprobs(self, prompt: ShownPrompt) -> PromptLogprobs | UnsetType:
+        num_top = self._num_prompt_logprobs
+        return UNSET if num_top is None else prompt_logprobs(self._tokenizer, prompt, num_top)
 
 
 class CompletionShape(_Common):
     """``/v1/completions``."""
 
     def __init__(
-        self, request_id: str, service: Service, body: GenerationRequest, echoes: Sequence[str] | None
+        self, request_id: str, service: Service, body: GenerationRequest, prompts: Sequence[ShownPrompt]
     ) -> None:
-        """``echoes``: for every choice the text before its answer; None where nothing is echoed."""
         super().__init__(f"cmpl-{request_id}", service, body)
-        self._echoes = echoes
+        self._prompts = prompts
+        self._with_logprobs = body.num_logprobs is not None
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, first: Piece) -> bytes | None:
         """The prompt, where it is echoed."""
-        if self._echoes is None:
+        prompt = self._prompt_of(index, first)
+        if prompt.echo is None:
             return None
-        return self._encode([CompletionChoice(index=index, text=self._echoes[index], finish_reason=None)], None)
+        logprobs = echo_logprobs(self._tokenizer, prompt) if self._with_logprobs else None
+        choice = CompletionChoice(index=index, text=prompt.echo, logprobs=logprobs, finish_reason=None)
+        return self._encode([choice], None)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
         """The next text."""
-        return self._encode([self._choice(index, piece, piece.text)], usage)
+        echo = self._prompt_of(index, piece).echo or ""
+        choice = CompletionChoice(
+            index=index,
+            text=piece.text,
+            logprobs=completion_logprobs(self._tokenizer, piece, len(echo)),
+            finish_reason=piece.finish,
+            token_ids=self._token_ids(piece),
+        )
+        return self._encode([choice], usage)
 
     def closing(self, usage: Usage) -> bytes:
         """No choices, only the usage."""
@@ -91,18 +110,28 @@ class CompletionShape(_Common):
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """All texts."""
-        echoes = self._echoes or [""] * len(choices)
-        made = [self._choice(index, piece, echoes[index] + piece.text) for index, piece in enumerate(choices)]
-        return self._encode(made, usage)
+        return self._encode([self._choice(index, piece) for index, piece in enumerate(choices)], usage)
 
-    def _choice(self, index: int, piece: Piece, text: str) -> CompletionChoice:
+    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
+        prompt = self._prompt_of(index, piece)
+        echo = prompt.echo or ""
+        logprobs = completion_logprobs(self._tokenizer, piece, len(echo))
+        if prompt.echo is not None and self._with_logprobs:
+            logprobs = joined(echo_logprobs(self._tokenizer, prompt), logprobs)
         return CompletionChoice(
             index=index,
-            text=text,
-            logprobs=completion_logprobs(self._tokenizer, piece),
+            text=echo + piece.text,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(prompt),
             finish_reason=piece.finish,
             token_ids=self._token_ids(piece),
         )
+
+    def _prompt_of(self, index: int, piece: Piece) -> ShownPrompt:
+        """The prompt of a choice; the first choice's first piece tells of it."""
+        prompt = self._prompts[index // self._num_choices]
+        prompt.logprobs = piece.prompt_logprobs or prompt.logprobs
+        return prompt
 
     def _encode(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
         written = self._no_usage if usage is None else usage
@@ -114,12 +143,20 @@ class CompletionShape(_Common):
 class ChatShape(_Common):
     """``/v1/chat/completions``."""
 
-    def __init__(self, request_id: str, service: Service, body: GenerationRequest, new_reader: NewReader) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        service: Service,
+        body: GenerationRequest,
+        new_reader: NewReader,
+        prompt_ids: Sequence[int],
+    ) -> None:
         super().__init__(f"chatcmpl-{request_id}", service, body)
+        self._prompt_ids = prompt_ids
         self._readers = defaultdict[int, MessageReader](new_reader)
         """Of every choice."""
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, first: Piece) -> bytes | None:  # noqa: ARG002
         """Who speaks."""
         delta = Delta(role="assistant", content="")
         return self._encode([ChatChunkChoice(index=index, delta=delta, finish_reason=None)], None)
@@ -151,8 +188,16 @@ class ChatShape(_Common):
             )
             for index, piece in enumerate(choices)
         ]
+        prompt = ShownPrompt(self._prompt_ids, logprobs=choices[0].prompt_logprobs)
         return _encoder.encode(
-            ChatCompletion(id=self._id, created=self._created, model=self._model, choices=made, usage=usage)
+            ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=made,
+                prompt_logprobs=self._prompt_logprobs(prompt),
+                usage=usage,
+            )
         )
 
     def _read(self, index: int, piece: Piece) -> MessagePart:

@@ -37,6 +37,8 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     logprobs: list[ChosenToken] | None
     """One entry a token; null where none were asked for."""
+    prompt_logprobs: list[ChosenToken | None] | UnsetType = UNSET
+    """The same for the prompt, with null for its first token."""
     finish_reason: str | None
 
 
@@ -59,8 +61,10 @@ class TokenShape:
         self._model = service.model
         self._created = int(time.time())
         self._no_usage: UnsetType | None = None if body.include_usage else UNSET
+        self._prompt_ids = body.prompt_ids
+        self._num_prompt_logprobs = body.prompt_logprobs
 
-    def opening(self, index: int) -> None:
+    def opening(self, index: int, first: Piece) -> None:
         """Nothing."""
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
@@ -73,7 +77,14 @@ class TokenShape:
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """All answers."""
-        return self._encode([_choice(index, piece) for index, piece in enumerate(choices)], usage)
+        told = self._prompt_logprobs(choices[0].prompt_logprobs)
+        made = [_choice(index, piece) for index, piece in enumerate(choices)]
+        return self._encode([msgspec.structs.replace(choice, prompt_logprobs=told) for choice in made], usage)
+
+    def _prompt_logprobs(self, told: Sequence[TokenLogprobs]) -> list[ChosenToken | None] | UnsetType:
+        if self._num_prompt_logprobs is None:
+            return UNSET
+        return [None, *(_logprob(*both) for both in zip(self._prompt_ids[1:], told, strict=True))]
 
     def _encode(self, choices: list[TokenChoice], usage: Usage | None) -> bytes:
         written = self._no_usage if usage is None else usage

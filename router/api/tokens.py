@@ -4,12 +4,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.body import document, read
+from router.api.body import read
+from router.api.document import document
 from router.api.generation import job_of, respond
 from router.api.intake import tokens_ask
 from router.api.request_id import request_id
 from router.api.requests import TokensRequest
-from router.api.token_shape import TokenShape
+from router.api.token_shape import Generation, TokenShape
 from router.service import Service
 
 
@@ -17,7 +18,7 @@ def routes(service: Service) -> APIRouter:
     """The route that neither reads nor writes text."""
     router = APIRouter(tags=["generation"])
 
-    @router.post("/generate", openapi_extra=document(TokensRequest))
+    @router.post("/generate", openapi_extra=document(TokensRequest, Generation))
     async def generate(request: Request) -> Response:
         """Continue a prompt of token ids with token ids; the fields are those of completions."""
         arrived_s = service.relay.now_s()

@@ -17,8 +17,6 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),

@@ -4,11 +4,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-FAMILIES: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+DENSE: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+MOE: dict[str, type[PretrainedConfig]] = {"qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig}
+FAMILIES = DENSE | MOE
 
-SHARPENED = {"llama": "q_proj.weight", "qwen2": "q_proj.weight", "qwen3": "q_norm.weight"}
+SHARPENED = {
+    "llama": "q_proj.weight",
+    "qwen2": "q_proj.weight",
+    "qwen3": "q_norm.weight",
+    "qwen3_moe": "q_norm.weight",
+    "mixtral": "q_proj.weight",
+}
 """Scaled up, so that attention singles tokens out, and answers depend on the whole prompt and do not loop."""
 
 SMALL: dict[str, Any] = {
@@ -28,6 +44,13 @@ SMALL: dict[str, Any] = {
 }
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+}
+"""What a family has beside SMALL."""
+
+
 def make_checkpoint(
     folder: Path, family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
@@ -36,6 +59,7 @@ def make_checkpoint(
     overrides are config.json fields, for example num_hidden_layers=3 or rope_parameters={...}; `max_shard_size` goes to
     save_pretrained. Norm scales and biases are random too, so that none of them can be forgotten unnoticed.
     """
+    overrides = {**SHAPES.get(family, {}), **overrides}
     saving = {"max_shard_size": overrides.pop("max_shard_size")} if "max_shard_size" in overrides else {}
     config = FAMILIES[family](**{**SMALL, **overrides})
     generator = torch.Generator().manual_seed(seed)

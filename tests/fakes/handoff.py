@@ -14,12 +14,15 @@ from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import (
     Cancel,
+    CheckPages,
     DropSend,
     Failure,
     FollowPages,
     Message,
     Output,
+    PageDigests,
     PageNews,
+    PagesChecked,
     Peer,
     SendReport,
     SendState,
@@ -35,6 +38,7 @@ from cluster.spec.registry import (
     ReplicaLoad,
     TableSnapshot,
     TransferMode,
+    Verify,
 )
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Strategy
@@ -46,6 +50,7 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
@@ -87,8 +92,20 @@ class World:
         chunk_tokens: int,
         prefix_cache: bool = True,
         ownership: KvOwnership = KvOwnership.REPLICATED,
+        verify: Verify = Verify.COUNTS,
+        flips: float = 0.0,
+        host_slots: int = 0,
     ) -> None:
-        """``num_pages`` are those of each replica; sharded prefill ranks divide them evenly, so cp must divide them."""
+        """Everybody idle.
+
+        Args:
+            num_pages: of each replica; sharded prefill ranks divide them evenly, so cp must divide them.
+            flips: share of the pages that change on their way.
+            host_slots: of decode.
+        """
+        self.verify, self.flips = verify, flips
+        self.flipped: set[Room] = set()
+        """Requests with such a page."""
         self.random = random.Random(seed)
         self.cp, self.page_filter, self.mode = cp, page_filter, mode
         self.now_s = 0.0
@@ -107,8 +124,13 @@ class World:
         """That the router was told."""
         self.ranks = {role: Ranks(rows[role], allocators[role]) for role in Role}
         self.num_pages_sent = 0
+        self.num_computed = dict.fromkeys(Role, 0)
+        """Tokens."""
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 4)
-        steps = {role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE)) for role in Role}
+        keepers = {Role.PREFILL: HostKeeper(), Role.DECODE: HostKeeper(host_slots)}
+        steps = {
+            role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE), keeper=keepers[role]) for role in Role
+        }
         prefill = PrefillSettings(
             row=self.prefill_rows[0],
             rank_addresses=tuple(rank_row.address for rank_row in self.prefill_rows),
@@ -124,6 +146,8 @@ class World:
             page_bytes=self.decode_row.layout.page_bytes,
             transfer_timeout_s=60.0,
             quarantine_limit=0.25,
+            rank_addresses=(self.decode_row.address,),
+            verify=verify,
             settle_s=0.5,
         )
         self.leaders: dict[str, Leader] = {
@@ -150,9 +174,16 @@ class World:
         return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
 
     def submit(
-        self, prompt: list[int], max_tokens: int, cache_salt: str = "", priority: int = 0, num_given: int = 0
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        cache_salt: str = "",
+        priority: int = 0,
+        prompt_of: Room | None = None,
+        on_decode: bool = False,
+        num_given: int = 0,
     ) -> Room:
-        """A new request, sent to both leaders."""
+        """A new request, sent to both leaders; to decode alone where it shares a prompt, or is computed there."""
         room = Room(len(self.clients) + 1)
         self.clients[room] = Client(prompt, max_tokens, num_given=num_given)
         message = Submit(
@@ -160,15 +191,19 @@ class World:
             prompt_ids=prompt,
             sampling=Sampling(num_logprobs=1, frequency_penalty=1.0),
             stopping=Stopping(max_tokens=max_tokens),
-            prefill=self.prefill_peer,
+            prefill=None if on_decode or prompt_of else self.prefill_peer,
             decode=self.decode_peer,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER),
+            prompt_of=prompt_of,
             cache_salt=cache_salt,
             priority=priority,
             num_given=num_given,
         )
-        for address in self.leaders:
-            self.queues[ROUTER, address].append(message)
+        for peer in (message.prefill, message.decode):
+            if peer is not None:
+                # Choices may overtake each other.
+                sender = f"choice {room}" if prompt_of else ROUTER
+                self.queues[sender, peer.address].append(message)
         return room
 
     def follow_pages(self, peer: Peer) -> None:
@@ -220,6 +255,8 @@ class World:
             self._reply(message)
         elif isinstance(message, DropSend):
             self._drop(address, message)
+        elif isinstance(message, CheckPages):
+            self._check(address, message)
         else:
             self.leaders[address].on_message(message, self.now_s)
             self._post(address)
@@ -236,7 +273,7 @@ class World:
             assert message.first_index == client.num_given + len(client.tokens)
             client.tokens += message.token_ids
             client.logprobs += message.logprobs
-            client.cached_tokens += message.cached_tokens
+            client.cached_tokens += message.cached.total
             client.finish = message.finish
 
     def _step(self, address: str) -> None:
@@ -249,6 +286,7 @@ class World:
             for rank in range(self.cp):
                 self._send_cached(rank, plan)
         sampled = self.ranks[role].execute(plan)
+        self.num_computed[role] += sum(len(step_row.token_ids) for step_row in plan.rows)
         if role is Role.PREFILL:
             for rank in range(self.cp):
                 self._send_finished(rank, plan)
@@ -290,13 +328,28 @@ class World:
     def _send(self, rank: int, room: Room, pages: list[int], computed_len: int) -> None:
         session = self.sessions[room, rank]
         pairs = session.advance(pages, computed_len)
-        for source, target in pairs:
-            self.ranks[Role.DECODE].write(target, list(self.ranks[Role.PREFILL].read_as(rank, source)))
+        sent = {target: list(self.ranks[Role.PREFILL].read_as(rank, source)) for source, target in pairs}
+        for target, tokens in sent.items():
+            if self.random.random() < self.flips:
+                self.flipped.add(room)
+                tokens = [tokens[0] ^ 1, *tokens[1:]]
+            self.ranks[Role.DECODE].write(target, tokens)
         if pairs:
-            session.written(len(pairs), len(pairs) * self.decode_row.layout.page_bytes)
+            told = [self._told(sent)] if self.verify is Verify.DIGEST else []
+            session.written(len(pairs), len(pairs) * self.decode_row.layout.page_bytes, told)
             self.num_pages_sent += len(pairs)
         if session.is_over:
             self._report(session, rank)
+
+    def _told(self, sent: dict[int, list[int]]) -> PageDigests:
+        digests = [str(tokens).encode() for tokens in sent.values()]
+        return PageDigests(rank=0, spans=[(0, self.decode_row.layout.page_bytes)], pages=list(sent), digests=digests)
+
+    def _check(self, address: str, message: CheckPages) -> None:
+        holds = self.ranks[Role.DECODE].read
+        pages = [pair for part in message.told for pair in zip(part.pages, part.digests, strict=True)]
+        wrong = [page for page, digest in pages if str(holds(page)).encode() != digest]
+        self.queues["checker", address].append(PagesChecked(room=message.room, rank=0, wrong=wrong))
 
     def _drop(self, address: str, message: DropSend) -> None:
         rank = int(address.partition("/")[2])

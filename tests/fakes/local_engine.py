@@ -90,6 +90,9 @@ class LocalEngine:
             config.transfer.backend,
             config.resources.check_collectives,
             config.resources.collectives,
+            config.prefill.moe_dispatch,
+            config.decode.moe_dispatch,
+            config.hicache,
         )
         if self._loaded != layout:
             self._loaded = None

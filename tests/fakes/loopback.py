@@ -22,6 +22,8 @@ class Loopback:
         self.forgotten: list[str] = []
         self.failing: set[str] = set()
         """Sessions whose writes fail."""
+        self.flips: set[int] = set()
+        """Bytes of any target that change once they are written."""
         self.gate = threading.Event()
         """Writes wait for it; open at first."""
         self.gate.set()
@@ -44,6 +46,18 @@ class Loopback:
         self.batch_sizes.append(len(spans))
         for source_offset, target_offset, num_bytes in spans:
             self.memory[target.session][target_offset : target_offset + num_bytes] = source.buffer[
+                source_offset : source_offset + num_bytes
+            ]
+            for place in self.flips & set(range(target_offset, target_offset + num_bytes)):
+                self.memory[target.session][place] ^= 1
+
+    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
+        if source.session in self.failing:
+            raise TransferError(f"{source.session} fails")
+        if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
+            raise TransferError(wrong)
+        for source_offset, target_offset, num_bytes in spans:
+            target.buffer[target_offset : target_offset + num_bytes] = self.memory[source.session][
                 source_offset : source_offset + num_bytes
             ]
 

@@ -77,6 +77,8 @@ class Ranks:
         self.pages: dict[Room, list[int]] = {}
         self.histories: dict[Room, list[int]] = {}
         """Prompt and output as sampling sees them."""
+        self.slots: dict[int, list[int]] = {}
+        """Host memory: the tokens of kept pages."""
         self._rows = rows
         self._memory: list[list[list[int]]] = [[[]] * rows[0].layout.num_pages for _ in range(self.num_owners)]
         self._allocator = allocator
@@ -103,6 +105,11 @@ class Ranks:
         for admit in plan.admits:
             self.pages[admit.room] = []
             self.histories[admit.room] = list(admit.history)
+        for save in plan.saves:
+            self.slots.update((slot, self.read(page)) for page, slot in zip(save.pages, save.slots, strict=True))
+        for load in plan.loads:
+            for page, slot in zip(load.pages, load.slots, strict=True):
+                self.write(page, self.slots[slot])
         sampled = {}
         for step_row in plan.rows:
             pages = self.pages[step_row.room]

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from cluster.actors import Actor, Machine, Reservation, Seat
 from cluster.bootstrap.table import BootstrapTable, rows_digest
 from cluster.launch.kinds import ActorKinds
@@ -20,7 +22,7 @@ from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.messages import Message
+from cluster.spec.messages import Drain, Message, Resume
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from tests.fakes.rows import make_row
@@ -129,6 +131,10 @@ class World:
         """By replica and global rank: what loading raises."""
         self.drains = True
         """Whether the router's open requests end in time."""
+        self.num_open = 0
+        """Requests that a replica shows when it is told to drain."""
+        self.beats: dict[str, Heartbeat] = {}
+        """Of each replica that runs, by its leader's address."""
         self.rendezvous: list[Rendezvous] = []
         self._ends: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
@@ -147,7 +153,11 @@ class World:
 
     def tell(self, addresses: Sequence[str], message: Message) -> None:
         for address in addresses:
-            self.end_of(address).set()
+            if address in self.beats and isinstance(message, Drain | Resume):
+                load = ReplicaLoad(draining=isinstance(message, Drain), num_running=self.num_open)
+                self.table.heartbeat(replace(self.beats[address], load=load), now_s=0.0)
+            else:
+                self.end_of(address).set()
 
     def end_of(self, address: str) -> threading.Event:
         """Set when whoever listens at the address was told to end."""
@@ -208,6 +218,7 @@ class FakeWorker:
                 replica=row.replica, incarnation=row.incarnation, rows_digest=rows_digest(rows), load=ReplicaLoad()
             )
             self._world.table.heartbeat(beat, now_s=0.0)
+            self._world.beats[row.address] = beat
         self._world.end_of(row.address).wait()
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import replace
+
 from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
 from cluster.spec.messages import (
@@ -26,6 +28,7 @@ from cluster.spec.messages import (
     Timeline,
 )
 from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of
 
@@ -49,6 +52,11 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
         top_ids=[(token_id + place) % 256 for place in range(1, num_top + 1)],
         top_logprobs=[-place / 8 for place in range(1, num_top + 1)],
     )
+
+
+def _prompt_logprobs(submit: Submit) -> list[TokenLogprobs]:
+    num_top = submit.sampling.num_prompt_logprobs
+    return [] if num_top is None else [replace(logprobs_of(id_, num_top), rank=9) for id_ in submit.prompt_ids[1:]]
 
 
 @dataclass
@@ -199,9 +207,10 @@ class FakeReplica:
             incarnation=self.peer.incarnation,
             first_index=start,
             token_ids=tokens,
+            prompt_logprobs=_prompt_logprobs(submit) if start == 0 else [],
             logprobs=[] if num_top is None else [logprobs_of(token_id, num_top) for token_id in tokens],
             finish=finish,
-            cached_tokens=self.cached_tokens if start == 0 else 0,
+            cached=CachedTokens(total=self.cached_tokens if start == 0 else 0),
         )
         outbox.send(submit.router.address, output)
 

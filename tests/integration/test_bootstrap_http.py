@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from cluster.bootstrap.client import BootstrapClient, LeaseKeeper, watch_table
-from cluster.bootstrap.service import BootstrapServer
-from cluster.bootstrap.table import RefusalCode, TableRefusedError, rows_digest
+from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
+from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
+from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
@@ -27,6 +28,13 @@ CP2 = sizes(cp=2)
 ROWS = make_rows(P0, CP2)
 BEAT = Heartbeat(replica=P0, incarnation=ROWS[0].incarnation, rows_digest=rows_digest(ROWS), load=ReplicaLoad())
 WAIT_S = 60.0
+ROUTES = [
+    (method.upper(), path)
+    for path, methods in create_app(BootstrapTable(LEASE_S), TOKEN, SystemClock()).openapi()["paths"].items()
+    for method in methods
+    if path != "/health"
+]
+"""Of the service: all that are not open to everybody."""
 
 
 @pytest.fixture
@@ -89,22 +97,22 @@ def test_table_is_nested_for_people(url: str, client: BootstrapClient) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("PUT", "/replicas/prefill-0/ranks/0/0/0/0"),
-        ("GET", "/replicas/prefill-0/ranks/0/0/0/0"),
-        ("POST", "/replicas/prefill-0/heartbeat"),
-        ("DELETE", "/replicas/prefill-0?incarnation=1"),
-        ("GET", "/table"),
-        ("GET", "/watch?version=0"),
-        ("POST", "/stop"),
-    ],
-)
+@pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_every_route_wants_the_token(empty_url: str, method: str, path: str, headers: dict[str, str]) -> None:
     reply = httpx.request(method, f"{empty_url}{path}", headers=headers, trust_env=False)
     assert reply.status_code == 401
     assert reply.json()["error"]["message"] == "wrong or missing bearer token in the Authorization header"
+
+
+def test_a_body_without_end_is_refused(url: str) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    reply = httpx.post(
+        f"{url}/replicas/prefill-0/heartbeat", headers=headers, content=b" " * (MAX_BODY_BYTES + 1), trust_env=False
+    )
+    assert (reply.status_code, reply.json()["error"]["message"]) == (
+        413,
+        f"the body is larger than {MAX_BODY_BYTES} bytes",
+    )
 
 
 def test_health_needs_no_token(empty_url: str) -> None:

@@ -7,7 +7,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.cli.running import find_running
 from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 from tests.fakes.traces import write_trace
@@ -26,11 +30,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 PAGE_SIZE = 64
 LONG = 32_768
 NEEDLE_TOKENS = 10
+NAME = "test-endpoint"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
-    with running_cluster("deploy/local-cpu.yaml", "test-endpoint") as running:
+    # Room for more replicas, however few cores the machine has.
+    with running_cluster("deploy/local-cpu.yaml", NAME, "resources.cpus_per_worker=0.25") as running:
         yield running
 
 
@@ -146,6 +152,54 @@ def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: Runni
     assert report["hit_rate"] == pytest.approx(report["infinite_cache_hit_rate"], abs=0.005)
 
 
+def test_no_secret_is_in_a_command_line(cluster: RunningCluster) -> None:
+    del cluster
+    token = find_running(NAME).token
+    commands = _command_lines()
+    assert any(NAME.encode() in command for command in commands)
+    assert not any(token.encode() in command for command in commands)
+
+
+def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluster: RunningCluster) -> None:
+    before = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
+    with _streaming_clients(cluster.url, num_clients=2) as outcomes:
+        assert _order("scale", "prefill=2", "decode=2") == (0, "prefill: 2, decode: 2\n")
+        assert sorted(cluster.replicas()) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+        code, said = _order("restart", "--rolling", "prefill-0", "decode-0")
+        assert (code, said) == (0, "prefill-0: restarting\ndecode-0: restarting\nrestarted\n")
+        assert all(cluster.replicas()[name]["incarnation"] > incarnation for name, incarnation in before.items())
+        assert _order("drain", "decode-0") == (0, "decode-0: drained\n")
+        assert cluster.replicas()["decode-0"]["load"]["draining"]
+        assert _order("scale", "decode=1")[0] == 2, "the one that would stay takes no requests"
+        assert _order("resume", "decode-0")[0] == 0
+        cluster.wait_until(lambda: not cluster.replicas()["decode-0"]["load"]["draining"], 60)
+        assert _order("scale", "prefill=1", "decode=1") == (0, "prefill: 1, decode: 1\n")
+        assert sorted(cluster.replicas()) == ["decode-0", "prefill-0"]
+    assert set(outcomes) == {"right"}
+    cluster.wait_until(cluster.is_empty, 60)
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (("drain", "decode-9"), "replica: there is no 'decode-9'; there are: prefill-0, decode-0"),
+        (
+            ("restart", "--rolling"),
+            "prefill-0: no other prefill replica takes requests; `baton scale prefill=2` adds one",
+        ),
+        (("scale", "decode=0"), "scale: got decode=0; allowed: prefill and decode from 1 to 4096"),
+        (("scale", "decode=900"), "resources: wanted: 899 workers with 0.25 CPUs each; room for "),
+    ],
+)
+def test_an_order_that_cannot_be_carried_out_changes_nothing(
+    cluster: RunningCluster, order: tuple[str, ...], said: str
+) -> None:
+    before = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
+    code, answer = _order(*order)
+    assert (code, answer.count("\n"), answer[: len(said)]) == (2, 1, said)
+    assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before
+
+
 @pytest.mark.parametrize("replica", ["prefill-0", "decode-0"])
 def test_a_killed_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
     cluster: RunningCluster, replica: str
@@ -168,6 +222,47 @@ def _bench(cluster: RunningCluster, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
+
+
+def _command_lines() -> list[bytes]:
+    """Of every process of this machine."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            commands.append(path.read_bytes())
+    return commands
+
+
+def _order(*arguments: str) -> tuple[int, str]:
+    """Exit code and what was said."""
+    command = [sys.executable, "-m", "cluster.cli", *arguments, "--cluster", NAME]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stderr
+
+
+@contextmanager
+def _streaming_clients(url: str, num_clients: int) -> Iterator[list[str]]:
+    """Clients that ask again and again until left; the outcomes, as ``_one_client`` tells them."""
+    outcomes: list[str] = []
+    stopped = threading.Event()
+
+    async def ask(first_seed: int) -> None:
+        async with httpx.AsyncClient(timeout=300) as client:
+            for seed in count(first_seed, num_clients):
+                if stopped.is_set():
+                    return
+                outcomes.append(await _one_client(client, url, 300 + seed * 97 % 2000, seed, leaves=False))
+
+    async def ask_all() -> None:
+        await asyncio.gather(*(ask(number) for number in range(num_clients)))
+
+    thread = threading.Thread(target=asyncio.run, args=(ask_all(),))
+    thread.start()
+    try:
+        yield outcomes
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def _lane(events: list[dict[str, Any]], lane: str) -> list[dict[str, Any]]:

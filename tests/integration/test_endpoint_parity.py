@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 NUM_TOKENS = 64
 CALLING = TEMPLATE.removeprefix("{{ bos_token }}") + "{# <tool_call> #}"
 """Without the one token that the models do not have."""
+SCORED: dict[str, Any] = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+"""What lm-eval's local-completions asks, to learn how likely the ends of prompts are."""
 LENGTHS = (1, 2, 33, 64, 130, 5, 300)
 
 
@@ -44,12 +46,28 @@ def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: 
         with ThreadPoolExecutor(len(prompts)) as clients:
             ours = list(clients.map(lambda prompt: cluster.complete(prompt, NUM_TOKENS, model=family), prompts))
         drawn = [_drawn(cluster.url, family, stream) for stream in (False, True, False)]
+        ends = [(prompts[2], ours[2][:9]), (prompts[4], prompts[3]), (prompts[0], prompts[5])]
+        assert_likelihoods(folder, cluster.url, family, ends)
         called = [_called(cluster.url, family, seed) for seed in range(3)]
         cluster.wait_until(cluster.is_empty, 60)
     assert len(set(called)) > 1, "other seeds give other arguments"
     assert drawn[0] == drawn[1] == drawn[2]
     assert drawn[0][0] != drawn[0][1], "the choices of a prompt differ"
     assert ours == [_oracle(folder, prompt) for prompt in prompts]
+
+
+def assert_likelihoods(folder: Path, url: str, model: str, ends: list[tuple[list[int], list[int]]]) -> None:
+    """As lm-eval reads them: the sum over the end of each prompt, and whether it is what greedy decoding gives."""
+    body = SCORED | {"model": model, "prompt": [[*prompt, *end] for prompt, end in ends]}
+    scored = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for choice, (prompt, end) in zip(scored["choices"], ends, strict=True):
+        with torch.inference_mode():
+            rows = oracle(torch.tensor([[*prompt, *end]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        told = choice["logprobs"]["token_logprobs"][len(prompt) : -1]
+        assert sum(told) == pytest.approx(float(rows.gather(1, torch.tensor(end)[:, None]).sum()), abs=1e-3)
+        top = [max(likeliest.values()) for likeliest in choice["logprobs"]["top_logprobs"][len(prompt) : -1]]
+        assert (told == top) == (rows.argmax(-1).tolist() == end)
 
 
 def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.registry import PageFilter, TransferMode, Verify
 from cluster.spec.strategy import Collectives, Strategy
-from tests.fakes.checkpoints import FAMILIES, make_checkpoint
+from tests.fakes.checkpoints import DENSE, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
 
@@ -31,7 +31,7 @@ MOONCAKE: Case = {
     "collectives": Collectives.AUTO,
 }
 FACTORS: dict[str, list[Any]] = {
-    "family": list(FAMILIES),
+    "family": list(DENSE),
     "cp": [1, 2, 3, 4],
     "strategy": list(Strategy),
     "kv": KV_WAYS,
@@ -53,6 +53,7 @@ def name_of(case: Case) -> str:
 
 def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
     kv: KvWay = case["kv"]
+    verify = Verify.DIGEST if backend == "mooncake" else Verify.COUNTS
     return DeployConfig.model_validate(
         {
             "model": {"served_name": case["family"]},
@@ -65,7 +66,7 @@ def config_of(case: Case, backend: str = "shared_memory") -> DeployConfig:
                 "chunk_tokens": case["chunk_tokens"],
             },
             "resources": {"collectives": case["collectives"]},
-            "transfer": {"backend": backend, "mode": kv.sends, "page_filter": kv.page_filter},
+            "transfer": {"backend": backend, "mode": kv.sends, "page_filter": kv.page_filter, "verify": verify},
         }
     )
 
@@ -100,7 +101,7 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     root = tmp_path_factory.mktemp("checkpoints")
-    both = Both({family: make_checkpoint(root / family, family, seed=11) for family in FAMILIES})
+    both = Both({family: make_checkpoint(root / family, family, seed=11) for family in DENSE})
     yield both
     both.engine.close()
 

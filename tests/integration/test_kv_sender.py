@@ -11,16 +11,30 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Admit, Done, Message, Peer, Row, SendReport, SendState, StepPlan, Target
-from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.messages import (
+    Admit,
+    CheckPages,
+    Done,
+    Message,
+    PagesChecked,
+    Peer,
+    Row,
+    SendReport,
+    SendState,
+    StepPlan,
+    Target,
+)
+from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
 from cluster.spec.strategy import Strategy
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import PAGE_SIZE, row
 from transfer.backends.interface import Region
+from transfer.digests import coverage_problem
 from transfer.sender import SenderThread
 from workers.engine.runner import KnownRequest
 from workers.kv_sender import KvSender
+from workers.page_checker import PageChecker
 
 pytestmark = pytest.mark.integration
 
@@ -105,12 +119,15 @@ def plan_of(admit: Admit, pages: list[int]) -> StepPlan:
     )
 
 
-def sender_of(mine: RankRow, leader: Inbox, source: Region, backend: Loopback) -> KvSender:
+def sender_of(
+    mine: RankRow, leader: Inbox, source: Region, backend: Loopback, verify: Verify = Verify.COUNTS
+) -> KvSender:
     prefill = Peer(replica=mine.replica, incarnation=Incarnation(1), address=leader.address)
     return KvSender(
         prefill=prefill,
         row=mine,
-        config=TransferConfig(),
+        pool=source.buffer,
+        config=TransferConfig(verify=verify),
         outbox=Outbox(),
         start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans),
     )
@@ -156,3 +173,26 @@ def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) 
     assert dones == {0: 2, 1: 1}
     written = {page: value for page in range(NUM_PAGES + 1) if (value := page_value(target, NUM_PAGES, page))}
     assert written == dict(zip(TICKETED, [10 + 1, 20 + 3, 10 + 0], strict=True))
+
+
+@pytest.mark.parametrize("flipped_page", [None, TICKETED[1]])
+def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
+    decode: Inbox, leader: Inbox, flipped_page: int | None
+) -> None:
+    backend = Loopback()
+    mine, theirs = row(Role.PREFILL, 0, 1, NUM_PAGES), row(Role.DECODE, 0, 1, NUM_PAGES)
+    source, target = filled(backend, mine, first=1), backend.allocate(theirs.layout.pool_bytes)
+    if flipped_page is not None:
+        backend.flips = {flipped_page * theirs.layout.page_bytes + 5}
+    admit = admit_to(decode, target)
+    plan = plan_of(admit, PAGES)
+    with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
+        sender.before_step(plan)
+        sender.after_step(plan, {ROOM: KnownRequest(admit, PAGES)})
+        (done,) = messages(decode, 1)
+    assert isinstance(done, Done)
+    assert coverage_problem(done.digests, TICKETED, done.num_bytes) is None
+    with closing(PageChecker(theirs, target.buffer, decode.address, Outbox())) as checker:
+        checker.check(CheckPages(room=ROOM, told=done.digests))
+        (checked,) = messages(decode, 1)
+    assert checked == PagesChecked(room=ROOM, rank=0, wrong=[] if flipped_page is None else [flipped_page])

@@ -12,14 +12,14 @@ import pytest
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
 from cluster.spec.strategy import Strategy
-from tests.fakes.checkpoints import FAMILIES, make_checkpoint
+from tests.fakes.checkpoints import DENSE, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
 
 PAGE_SIZE = 16
 NUM_TOKENS = 40
 FACTORS: dict[str, list[Any]] = {
-    "family": list(FAMILIES),
+    "family": list(DENSE),
     "cp": [1, 2, 3, 4],
     "strategy": list(Strategy),
     "kv": KV_WAYS,
@@ -70,7 +70,7 @@ class Both:
 
     def __init__(self, root: Path) -> None:
         self.engine = LocalEngine()
-        self.folders = {family: make_checkpoint(root / family, family, seed=11) for family in FAMILIES}
+        self.folders = {family: make_checkpoint(root / family, family, seed=11) for family in DENSE}
         self.oracle = cache(lambda family: Oracle(self.folders[family], NUM_TOKENS))
 
 
@@ -108,7 +108,7 @@ def check(case: Case, both: Both) -> None:
     assert first == [oracle.tokens(prompt) for prompt in (LONG, SHORT)]
     for (state, (prompt, num_pages)), answer in zip(prompts.items(), answers, strict=True):
         assert answer.token_ids == oracle.tokens(prompt), state
-        assert answer.cached_tokens == (num_pages * PAGE_SIZE if Role.PREFILL in case["caching"] else 0), state
+        assert answer.cached.total == (num_pages * PAGE_SIZE if Role.PREFILL in case["caching"] else 0), state
 
 
 @pytest.mark.integration

@@ -179,7 +179,7 @@ def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_sy
     pids = [int(row.endpoint.session) for row in first.rows]
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: any("prefill-0: running again" in line for line in driver.lines))
+    wait_until(lambda: any("prefill-0: running, incarnation" in line for line in driver.lines))
     second = _prefill(table)
     assert second.ready
     assert second.incarnation > first.incarnation

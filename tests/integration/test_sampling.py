@@ -49,8 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=11)
 
 
-@pytest.fixture(scope="module")
-def cluster(folder: Path) -> Iterator[LocalCluster]:
+@pytest.fixture(scope="module", params=[1.0, 0.0], ids=["kept", "computed again"])
+def cluster(folder: Path, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """What becomes of the KV of retracted requests differs."""
     cluster = LocalCluster()
     cluster.load(
         DeployConfig.model_validate(
@@ -58,6 +59,7 @@ def cluster(folder: Path) -> Iterator[LocalCluster]:
                 "model": {"served_name": "qwen3"},
                 "kv": {"page_size": 16, "memory_gib": (NUM_PAGES + 1.5) * PAGE_BYTES / 2**30},
                 "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
+                "decode": {"host_memory_gib": request.param},
             }
         ),
         folder,
@@ -160,8 +162,11 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(cluster: LocalCluster
         Prompt(prompt, stopping_of(sampling), sampling)
         for prompt, sampling in zip(prompts_of((90, 40, 150)), samplings, strict=True)
     ]
-    company = [Prompt(prompt, Stopping(max_tokens=40)) for prompt in prompts_of((100, 60))]
-    together = cluster.generate([*company, *prompts], timeout_s=120)[2:]
+    company = [
+        Prompt(prompt, Stopping(max_tokens=40), Sampling(temperature=1.0, seed=number))
+        for number, prompt in enumerate(prompts_of((100, 60, 7, 31, 32, 33, 5, 80)))
+    ]
+    together = cluster.generate([*company, *prompts], timeout_s=120)[len(company) :]
     alone = [cluster.generate([prompt], timeout_s=120)[0] for prompt in prompts]
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == 3

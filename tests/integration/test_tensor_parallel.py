@@ -65,7 +65,7 @@ def config_of(case: Case) -> DeployConfig:
                 "chunk_tokens": case["chunk_tokens"],
             },
             "decode": {"parallel": {"tp": case["decode_tp"]}},
-            "transfer": {"mode": kv.sends, "page_filter": kv.page_filter},
+            "transfer": {"mode": kv.sends, "page_filter": kv.page_filter, "verify": "digest"},
             "resources": {"check_collectives": True},
         }
     )

@@ -180,8 +180,8 @@ def retry_in_the_same_room(patch: Patch) -> None:
     """All attempts of a request meet in one room."""
     begin = Attempts.begin
 
-    def begin_in_first_room(self: Attempts, flight: Flight, _room: Room, now_s: float) -> list[Action]:
-        return begin(self, flight, flight.room, now_s)
+    def begin_in_first_room(self: Attempts, flight: Flight, _room: Room, *others: Any) -> list[Action]:
+        return begin(self, flight, flight.room, *others)
 
     patch.setattr(Attempts, "begin", begin_in_first_room)
 
@@ -200,11 +200,11 @@ def retry_where_it_failed(patch: Patch) -> None:
     """A request takes the pair that it had, whatever has become of it."""
     begin = Attempts.begin
 
-    def begin_there(self: Attempts, flight: Flight, room: Room, now_s: float) -> list[Action]:
+    def begin_there(self: Attempts, flight: Flight, room: Room, now_s: float, *others: Any) -> list[Action]:
         pairs[flight.room] = pairs.get(flight.room) or self._pick(flight.ask, room, frozenset(), now_s)
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self, "_pick", lambda *_: pairs[flight.room])
-            return begin(self, flight, room, now_s)
+            return begin(self, flight, room, now_s, *others)
 
     pairs: dict[Room, Pair | None] = {}
     patch.setattr(Attempts, "begin", begin_there)

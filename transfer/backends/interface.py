@@ -12,18 +12,18 @@ from transfer.plan import Span
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory of this process that peers may write into."""
+    """Memory of this process that peers may write into, and read."""
 
     buffer: memoryview
     """Writable bytes, zero at first; valid as long as something refers to it, also after the backend is closed."""
     endpoint: Endpoint
-    """What a peer passes to ``write``."""
+    """What a peer passes to ``write`` and ``read``."""
 
 
 class TransferBackend(Protocol):
     """Copies spans between regions of different processes.
 
-    ``write`` and ``forget`` are called by one thread, the others by the main thread.
+    ``write`` and ``forget`` are called by one thread, ``read`` by another, the rest by the main thread.
     """
 
     name: TransferBackendName
@@ -44,6 +44,14 @@ class TransferBackend(Protocol):
 
         Raises:
             TransferError: not everything was written; what was is unknown.
+        """
+        ...
+
+    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
+        """Copy spans of a peer's region to an own one; blocks until they are there, and releases the GIL meanwhile.
+
+        Raises:
+            TransferError: not everything was read; what was is unknown.
         """
         ...
 

@@ -75,6 +75,20 @@ class MooncakeBackend:
             if status != 0:
                 raise TransferError(f"mooncake could not write {len(batch)} spans to {target.session}")
 
+    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
+        """Read spans of the peer's memory."""
+        if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
+            raise TransferError(f"{source.session}: {wrong}")
+        for batch in batches(spans, _MAX_SPANS):
+            status = self._engine.batch_transfer_sync_read(
+                source.session,
+                [target.endpoint.base_address + span.target_offset for span in batch],
+                [source.base_address + span.source_offset for span in batch],
+                [span.num_bytes for span in batch],
+            )
+            if status != 0:
+                raise TransferError(f"mooncake could not read {len(batch)} spans of {source.session}")
+
     def forget(self, target: Endpoint) -> None:
         """Nothing is held open here: the engine closes the connections of peers that are gone by itself."""
 

@@ -66,6 +66,15 @@ class SharedMemoryBackend:
         for source_offset, target_offset, num_bytes in spans:
             np.copyto(peer[target_offset : target_offset + num_bytes], ours[source_offset : source_offset + num_bytes])
 
+    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
+        """Copy spans out of the peer's memory."""
+        if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
+            raise TransferError(f"{source.session}: {wrong}")
+        peer = self._map(source)
+        ours = np.frombuffer(target.buffer, dtype=np.uint8)
+        for source_offset, target_offset, num_bytes in spans:
+            np.copyto(ours[target_offset : target_offset + num_bytes], peer[source_offset : source_offset + num_bytes])
+
     def forget(self, target: Endpoint) -> None:
         """Unmap a peer's memory, which gives it back if the peer is gone."""
         self._peers.pop(target.session, None)

@@ -2,38 +2,79 @@
 
 import logging
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
+from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from workers.attention.interface import AttentionBackend
 from workers.attention.native.compile import CannotCompileError
 
 BACKENDS = {
+    "flash_attn": "workers.attention.flash_attn_backend:FlashAttention",
     "native": "workers.attention.native.backend:NativeAttention",
     "torch": "workers.attention.torch_backend:TorchAttention",
+    "triton": "workers.attention.triton.backend:TritonAttention",
 }
+_ON_GPU = ("flash_attn", "triton")
 
 _log = logging.getLogger(__name__)
 
 
+class Choice(NamedTuple):
+    """A backend, and why it is this one."""
+
+    name: str
+    backend: AttentionBackend
+    reason: str
+
+
 def load_backend(name: str) -> AttentionBackend:
-    """The backend of a name; UserError lists the known ones."""
+    """The backend of a name; UserError lists the known ones, or says what is not installed."""
     if name not in BACKENDS:
         raise UserError(f"unknown attention backend {name!r}; allowed: {', '.join(sorted(BACKENDS))}")
     module, _, attribute = BACKENDS[name].partition(":")
-    backend: AttentionBackend = getattr(import_module(module), attribute)()
+    try:
+        backend: AttentionBackend = getattr(import_module(module), attribute)()
+    except ImportError as error:
+        raise UserError(f"attention backend {name!r} cannot be loaded: {error}") from error
     return backend
+
+
+def choose_backend(setting: AttentionSetting, device: torch.device, dtype: torch.dtype) -> Choice:
+    """What ``resources.attention`` asks for, or for ``auto`` the fastest on this machine; compiles it if need be.
+
+    Raises:
+        UserError: what is asked for is not for this device or dtype, or is not installed.
+    """
+    name = setting.value
+    if setting is AttentionSetting.AUTO:
+        return _fastest(device, dtype)
+    on_gpu = device.type == "cuda"
+    allowed = [*_ON_GPU, "torch"] if on_gpu else ["torch", *(["native"] if dtype == torch.bfloat16 else [])]
+    if name not in allowed:
+        on = f"{device.type} in {dtype}".replace("torch.", "")
+        raise UserError(f"resources.attention: got {name}; allowed on {on}: auto, {', '.join(sorted(allowed))}")
+    try:
+        return Choice(name, load_backend(name), "asked for")
+    except CannotCompileError as error:
+        raise UserError(f"resources.attention: got native; {error}{error.mend and f'; {error.mend}'}") from error
 
 
 def fastest_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     """The best there is on this machine; compiles it if need be."""
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        try:
-            return load_backend("native")
-        except CannotCompileError as error:
-            level = logging.WARNING if error.mend else logging.INFO
-            _log.log(
-                level, "attention in plain torch, at half the speed: %s%s", error, error.mend and f"; {error.mend}"
-            )
-    return load_backend("torch")
+    return _fastest(device, dtype).backend
+
+
+def _fastest(device: torch.device, dtype: torch.dtype) -> Choice:
+    if device.type == "cuda":
+        return Choice("triton", load_backend("triton"), "it reads pages of any size where they lie")
+    if dtype != torch.bfloat16:
+        return Choice("torch", load_backend("torch"), "the CPU, in fp32")
+    try:
+        return Choice("native", load_backend("native"), "the CPU, in bf16")
+    except CannotCompileError as error:
+        level = logging.WARNING if error.mend else logging.INFO
+        _log.log(level, "attention in plain torch, at half the speed: %s%s", error, error.mend and f"; {error.mend}")
+        return Choice("torch", load_backend("torch"), f"the CPU, in bf16, without native: {error}")

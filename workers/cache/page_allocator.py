@@ -28,7 +28,8 @@ class PageAllocator:
         self.num_pages = pages_per_owner * num_owners
         self._num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
-        self._held: set[int] = set()
+        self._held = Counter[int]()
+        """Of every page that is not cached, how many sequences have it: several where they share a prompt."""
         self._tree = tree
 
     @property
@@ -52,7 +53,7 @@ class PageAllocator:
 
     def is_held(self, page: int) -> bool:
         """Whether one sequence alone has this page, so that it may be written to."""
-        return page in self._held
+        return self._held[page] == 1
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The cached pages of the longest known prefix, to be given to ``allocate`` before anything else happens."""
@@ -73,7 +74,10 @@ class PageAllocator:
         return self._covers([each - held[owner] for owner in range(self._num_owners)], demands)
 
     def can_allocate(self, count: int, shared: Sequence[int] = (), first_owner: int = 0) -> bool:
-        """Whether so many pages can be had when the ``shared`` ones, which ``find`` gave, are the first of them."""
+        """Whether so many pages can be had when the ``shared`` ones are the first of them.
+
+        Shared pages are those that ``find`` gave, or that another sequence has.
+        """
         wanted = self._by_owner(count - len(shared), first_owner + len(shared))
         num_idle = Counter(page % self._num_owners for page in shared if self._tree and self._tree.is_idle(page))
         return all(wanted[owner] <= num_free - num_idle[owner] for owner, num_free in enumerate(self._free_by_owner()))
@@ -89,8 +93,9 @@ class PageAllocator:
         assert all((page - first_owner - place) % self._num_owners == 0 for place, page in enumerate(shared))
         first_new = first_owner + len(shared)
         num_new = count - len(shared)
+        self._held.update(page for page in shared if not self.is_cached(page))
         if self._tree:
-            self._tree.claim(shared)
+            self._tree.claim([page for page in shared if page in self._tree])
             wanted = self._by_owner(num_new, first_new)
             missing = [max(0, number - len(free)) for number, free in zip(wanted, self._free, strict=True)]
             # Leaves go first; turned round, neighbours of a prefix stand in their order again and are sent as one span.
@@ -106,16 +111,19 @@ class PageAllocator:
         Ends before the first page of which the cache has another copy: a holder of a page holds those above it.
         """
         if self._tree is not None:
+            keys = self._insertable(keys, pages)
             num_own = self._tree.num_own(keys, pages)
-            self._held.difference_update(self._tree.insert(keys[:num_own], pages[:num_own]))
+            self._forget_held(self._tree.insert(keys[:num_own], pages[:num_own]))
 
     def free(self, pages: Sequence[int]) -> None:
         """Take pages back, in the order of their sequence; each must be held. Cached ones stay cached."""
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
-            assert page in self._held, f"page {page} freed but not held"
-            self._held.remove(page)
-            self._put_back(page)
+            assert self._held[page] > 0, f"page {page} freed but not held"
+            self._held[page] -= 1
+            if not self._held[page]:
+                del self._held[page]
+                self._put_back(page)
         if self._tree:
             self._tree.release([page for page in pages if page in self._tree])
 
@@ -124,8 +132,8 @@ class PageAllocator:
         if self._tree is None:
             self.free(pages)
             return
-        path = self._tree.insert(keys, pages)
-        self._held.difference_update(path)
+        path = self._tree.insert(self._insertable(keys, pages), pages)
+        self._forget_held(path)
         kept = set(path)
         self.free([page for page in pages if page not in kept])
         self._tree.release(path)
@@ -134,10 +142,15 @@ class PageAllocator:
         """Keys of all cached pages, each after those above it."""
         return self._tree.keys() if self._tree else []
 
-    def follow(self, journal: PageJournal | None) -> None:
-        """Note there what comes into the cache and goes out of it; None for nowhere."""
-        if self._tree:
-            self._tree.journal = journal
+    def follow(self, journal: PageJournal) -> None:
+        """Note there, from now on, what comes into the cache and goes out of it."""
+        if self._tree and journal not in self._tree.journals:
+            self._tree.journals.append(journal)
+
+    def unfollow(self, journal: PageJournal) -> None:
+        """Note nothing more there."""
+        if self._tree and journal in self._tree.journals:
+            self._tree.journals.remove(journal)
 
     def flush(self) -> None:
         """Forget every cached page that nobody holds."""
@@ -147,19 +160,31 @@ class PageAllocator:
                 self._put_back(page)
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Prove that the given pages are exactly those handed out, each once, or a cached one once for each holder."""
+        """Prove that the given pages are exactly those handed out, each once for each of its holders."""
         holders = Counter(held)
         if self._tree:
             self._tree.check_integrity({page: holders[page] for page in holders if page in self._tree})
         own = Counter({page: count for page, count in holders.items() if not self.is_cached(page)})
-        assert all(count == 1 for count in own.values()), f"a page has two holders: {sorted(held)}"
-        assert own.keys() == self._held, f"holders claim {sorted(own)}, allocator says {sorted(self._held)}"
+        assert own == self._held, f"holders claim {sorted(own.elements())}, allocator: {sorted(self._held.elements())}"
         free = [page for pages in self._free for page in pages]
         assert not any(self.is_cached(page) or page in self._held for page in free), "a free page is in use"
         for owner, pages in enumerate(self._free):
             assert all(page % self._num_owners == owner for page in pages), f"owner {owner} has a page of another"
         total = len(free) + len(self._held) + self.num_cached
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
+
+    def _insertable(self, keys: Sequence[bytes], pages: Sequence[int]) -> Sequence[bytes]:
+        """Keys of the leading pages that the caller alone has, or that are cached.
+
+        Others may have a page without holding what the tree has above it.
+        """
+        both = enumerate(zip(keys, pages, strict=False))
+        return keys[: next((number for number, (_, page) in both if self._held[page] > 1), len(keys))]
+
+    def _forget_held(self, pages: Sequence[int]) -> None:
+        """The tree counts the holders of these from now on."""
+        for page in pages:
+            self._held.pop(page, None)
 
     def _free_by_owner(self) -> list[int]:
         """Pages of each owner that nobody holds, cached or not."""

@@ -10,8 +10,9 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
+from cluster.spec.page_key import first_place
 from workers.cache.page_journal import PageJournal
 
 
@@ -20,6 +21,8 @@ class _Node:
     key: bytes
     page: int
     parent: "_Node | None"
+    place: int
+    """Says which part owns the page wherever pages are divided (``cluster.spec.page_key``)."""
     num_holders: int = 1
     children: "set[_Node]" = field(default_factory=set)
 
@@ -35,8 +38,8 @@ class PrefixTree:
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
         """By owner: each idle page and when it was let go, oldest first."""
         self._turns = count()
-        self.journal: PageJournal | None = None
-        """Where changes are noted, if anybody wants to know."""
+        self.journals: list[PageJournal] = []
+        """Where changes are noted, for those who want to know."""
 
     @property
     def num_pages(self) -> int:
@@ -68,6 +71,23 @@ class PrefixTree:
         """How many pages ``find`` would give, in fewer looks: a page is never here without those above it."""
         return bisect_left(keys, True, key=lambda key: key not in self._by_key)
 
+    def page_of(self, key: bytes) -> int | None:
+        """The page under a key."""
+        node = self._by_key.get(key)
+        return node.page if node else None
+
+    def stay(self, key: bytes) -> object | None:
+        """Stands for this stay of a page: the same object until it is given up, another when it comes again."""
+        return self._by_key.get(key)
+
+    def place_of(self, key: bytes) -> int:
+        """The place of a page that is here."""
+        return self._by_key[key].place
+
+    def oldest_idle(self, owner: int, count: int) -> list[bytes]:
+        """Keys of the pages of one owner that would be evicted first."""
+        return [self._by_page[page].key for page in islice(self._idle[owner], count)]
+
     def keys(self) -> list[bytes]:
         """All keys, each after those above it."""
         return list(self._by_key)
@@ -98,11 +118,12 @@ class PrefixTree:
             node = self._by_key.get(key)
             if node is None:
                 assert page not in self._by_page, f"page {page} is cached under another key"
-                node = self._by_key[key] = self._by_page[page] = _Node(key, page, parent)
+                place = parent.place + 1 if parent else first_place(key)
+                node = self._by_key[key] = self._by_page[page] = _Node(key, page, parent, place)
                 if parent is not None:
                     parent.children.add(node)
-                if self.journal is not None:
-                    self.journal.note(key, True)
+                for journal in self.journals:
+                    journal.note(key, True)
             elif node.page != page:
                 self.claim([node.page])
             path.append(node.page)
@@ -158,8 +179,8 @@ class PrefixTree:
         del self._idle[node.page % self.num_owners][node.page]
         del self._by_page[node.page]
         del self._by_key[node.key]
-        if self.journal is not None:
-            self.journal.note(node.key, False)
+        for journal in self.journals:
+            journal.note(node.key, False)
         if node.parent is not None:
             node.parent.children.remove(node)
 

@@ -26,7 +26,8 @@ class ModelShape:
     def of(cls, config: ModelConfig, dtype: str) -> "ModelShape":
         """The shape of a model, or of one rank's part of it, computed in a dtype."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        weights = 2 * q_size + 2 * kv_size + 3 * config.intermediate_size
+        width = config.moe.num_chosen * config.moe.intermediate_size if config.moe else config.intermediate_size
+        weights = 2 * q_size + 2 * kv_size + 3 * width
         return cls(
             num_layers=config.num_layers,
             linear_flops=2 * config.hidden_size * weights,

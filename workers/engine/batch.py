@@ -13,6 +13,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.strategy import Strategy
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
+from workers.expert_parallel.sharing import Lens
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class BatchRow:
     over n owners is the page p // n of owner p mod n."""
     sampled: bool
     """The logits after the last token are wanted (not so in the earlier chunks of a prompt)."""
+    scored: bool = False
+    """So are those after the others."""
 
 
 class Sample(NamedTuple):
@@ -59,6 +62,17 @@ class StepBatch:
     """In row order."""
     wanted: Tensor | None = None
     """Int64 rows of this rank's tokens that have queries; None for all."""
+    is_scored: bool = False
+    """Final hidden states of all tokens are wanted."""
+
+    @property
+    def lens(self) -> Lens:
+        """Tokens of every rank of the CP group that have queries; None where all ranks have the same ones."""
+        if self.plan.replicated:
+            return None
+        if self.wanted is None:
+            return self.plan.lens
+        return tuple(sum(sample.owner.cp_rank == rank for sample in self.sampled) for rank in range(self.plan.cp))
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -68,8 +82,8 @@ class StepBatch:
         return tuple(sample.run for sample in self._samples)
 
     def narrowed(self) -> "StepBatch":
-        """The same with queries of sampled tokens alone; itself where every token is one, as in a step of decode."""
-        if self.wanted is not None or len(self.sampled) == self.plan.num_tokens:
+        """The same with queries of sampled tokens alone; itself where every token is one, or is scored."""
+        if self.wanted is not None or self.is_scored or len(self.sampled) == self.plan.num_tokens:
             return self
         return replace(self, wanted=self.sampled_rows)
 
@@ -140,6 +154,7 @@ def build_step_batch(
         page_tables=tuple(tensor(table[table % owners == part] // owners) for table in tables),
         prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
         sampled=tuple(_sample(plan, request) for request, row in enumerate(rows) if row.sampled),
+        is_scored=any(row.scored for row in rows),
     )
 
 

@@ -39,10 +39,10 @@ def calibrate(
         all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
         exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
     # How often the rest is repeated is each rank's own decision, so that no collective may be in it.
-    with torch.inference_mode(), model.group.alone():
+    with torch.inference_mode(), model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model, shape)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
-        head_s = _least_s(lambda: model.logits(_hidden(model, 1)))
+        head_s = _least_s(lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
         row_s, merge_row_s = _measure_store(model, pool), _measure_merge(model)
     return Rates(
         step_s=shape.num_layers * floor_s + head_s,
@@ -63,6 +63,7 @@ class _NoAttention:
     """An AttentionContext that leaves only the linear part of a layer to be timed."""
 
     kv_first = False
+    lens = None
     wanted = None
 
     @property
@@ -81,10 +82,12 @@ class _NoAttention:
 def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, float]:
     """Time that one layer takes for next to no token, and FLOP/s of more tokens."""
 
+    layer = next(iter(model.layers.values()))
+
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
-        return _least_s(lambda: model.layers[0](hidden, rotation, _NoAttention()))
+        return _least_s(lambda: layer(hidden, rotation, _NoAttention()))
 
     num_tokens, few_s = _FEW_TOKENS, layer_s(_FEW_TOKENS)
     many_s = few_s
@@ -147,7 +150,7 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
 
 def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
     """Seconds that summing hidden states over the TP ranks takes for next to none, and for each more."""
-    group = model.group
+    group = model.groups.tp
     if group.size == 1:
         return 0.0, 0.0
 
@@ -183,8 +186,10 @@ def _measure_store(model: DecoderModel, pool: PagePool) -> float:
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
-    hidden: Tensor = model.embed_tokens(torch.zeros(num_tokens, dtype=torch.int64, device=model.device))
-    return hidden
+    """Tokens that differ, so that experts share them as in earnest."""
+    generator = torch.Generator(device=model.device).manual_seed(0)
+    shape = num_tokens, model.config.hidden_size
+    return torch.randn(shape, generator=generator, device=model.device).to(model.dtype)
 
 
 def _least_s(call: Callable[[], object]) -> float:

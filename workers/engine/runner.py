@@ -1,26 +1,33 @@
 """One rank's forward pass: follows step plans, keeps the page table of every request it has been told of."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 
 from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
-from cluster.spec.sampling import Sampled
+from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
+from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
-from workers.engine.attention_context import CpExchange
+from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
+from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
+from workers.parallel.pipeline import Pipeline
+
+_SAMPLE_TOKENS = 32
 
 
 @dataclass(slots=True)
@@ -32,6 +39,8 @@ class KnownRequest:
     """In order of position; page p of a sharded pool is the page p // cp of CP rank p mod cp."""
     sampling: SamplingState | None = None
     """Where tokens are drawn, from the first draw on."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt so far, until the first draw."""
 
 
 class ModelRunner:
@@ -45,35 +54,62 @@ class ModelRunner:
         cp_group: Communicator,
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
+        pipeline: Pipeline | None = None,
+        host_pages: HostPages | None = None,
     ) -> None:
-        """``grammars`` are needed where tokens are drawn, and only for requests that have one."""
+        """``grammars`` are needed where tokens are drawn, and only for requests that have one.
+
+        Without ``host_pages`` no plan may ask for copies.
+        """
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
+        self._host_pages = host_pages
         self._model = model
         self._pool = pool
         self._backend = backend
         self._cp_group = cp_group
         self._exchange = CpExchange(cp_group)
+        self._pipeline = pipeline or Pipeline()
+
+    @property
+    def draws(self) -> bool:
+        """Whether this is the rank that draws tokens: the first of the last stage."""
+        return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
         """Run one small step into the trash page, so that the first request finds libraries and groups ready.
 
         Every rank of the replica calls this.
         """
-        num_tokens = self._cp_group.size
+        self._run_trash(self._cp_group.size)
+
+    def measure_token_s(self) -> float:
+        """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
+        start_s = time.perf_counter()
+        self._run_trash(_SAMPLE_TOKENS)
+        return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
+
+    def _run_trash(self, num_tokens: int) -> None:
         trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
-            self._model.logits(self._compute([row], Strategy.CONTIGUOUS, None))
+            context, hidden = self._compute([row], Strategy.CONTIGUOUS, None)
+            if self._pipeline.is_last:
+                self._model.logits(context.last.join_last(hidden))
 
     @property
     def _owners(self) -> int:
         return self._cp_group.size if self._is_sharded else 1
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Compute a step; returns the token of every sampled row on global rank 0, and nothing on the others."""
+        """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         self._take_notice(plan)
+        if self._host_pages is not None:
+            self._host_pages.begin(plan.saves, plan.loads)
+            self._host_pages.wait_for(self.requests[row.room].pages for row in plan.rows)
+            if not any(row.samples for row in plan.rows):
+                self._host_pages.finish()
         with torch.inference_mode():
             return self._forward(plan)
 
@@ -87,17 +123,31 @@ class ModelRunner:
 
     def _forward(self, plan: StepPlan) -> dict[Room, Sampled]:
         rows = [
-            BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples) for row in plan.rows
+            BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples, bool(row.targets))
+            for row in plan.rows
         ]
-        last = self._compute(rows, plan.strategy, plan.passing)
+        context, hidden = self._compute(rows, plan.strategy, plan.passing)
+        if not self._pipeline.is_last:
+            return {}
+        if any(row.targets for row in plan.rows):
+            self._tell_prompts(plan.rows, context, hidden)
+        last = context.last.join_last(hidden)
+        if self._host_pages is not None:
+            # Before the ranks meet for logits, so that the leader's end of a step is the end of everybody's copies.
+            self._host_pages.finish()
         sampled = [row for row in plan.rows if row.samples]
         if not sampled or self._cp_group.rank > 0:
             return {}
         logits = self._model.logits(last)
-        return self._sample(sampled, logits) if self._model.group.rank == 0 else {}
+        return self._sample(sampled, logits) if self.draws else {}
 
-    def _compute(self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None) -> torch.Tensor:
-        """Final hidden state ``[sampled rows, hidden]`` of each sampled row's last token, on every rank."""
+    def _compute(
+        self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None
+    ) -> tuple[StepContext, torch.Tensor]:
+        """Final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
+
+        Those of a stage before the last are on their way to the next one.
+        """
         batch = build_step_batch(
             rows,
             strategy,
@@ -109,12 +159,41 @@ class ModelRunner:
             owners=self._owners,
         )
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
-        return context.last.join_last(self._model(batch.token_ids, batch.positions, context))
+        hidden = self._model(batch.token_ids, batch.positions, context, self._received(len(batch.token_ids)))
+        self._pipeline.send(hidden)
+        return context, hidden
+
+    def _received(self, num_tokens: int) -> torch.Tensor | None:
+        """What the stage before has computed for this rank's tokens."""
+        if self._pipeline.is_first:
+            return None
+        model = self._model
+        hidden = torch.empty(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        return self._pipeline.receive(hidden)
+
+    def _tell_prompts(self, rows: Sequence[Row], context: StepContext, hidden: torch.Tensor) -> None:
+        known = [self.requests[row.room] for row in rows]
+        asked = [
+            Asked(row.targets, request.admit.sampling.num_prompt_logprobs or 0)
+            for row, request in zip(rows, known, strict=True)
+        ]
+        told = prompt_logprobs(self._model, self._cp_group, context.batch, hidden, asked)
+        if self.draws:
+            for request, of_row in zip(known, told, strict=True):
+                request.prompt_logprobs += of_row
 
     def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> dict[Room, Sampled]:
         states = [self._sampling_state(row.room) for row in rows]
         drawn = sample(logits, states, [row.output_position for row in rows])
-        return {row.room: sampled for row, sampled in zip(rows, drawn, strict=True)}
+        return {row.room: self._with_prompt(row.room, sampled) for row, sampled in zip(rows, drawn, strict=True)}
+
+    def _with_prompt(self, room: Room, sampled: Sampled) -> Sampled:
+        """The first token takes along what is told of the prompt."""
+        known = self.requests[room]
+        if not known.prompt_logprobs:
+            return sampled
+        told, known.prompt_logprobs = known.prompt_logprobs, []
+        return replace(sampled, prompt_logprobs=told)
 
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]

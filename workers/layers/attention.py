@@ -13,12 +13,12 @@ from workers.models.interface import AttentionContext, take
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, group: TpGroup) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
+        self.layer, self.head_dim, self._group = layer, config.head_dim, group
         q = even_cut(config.num_heads * config.head_dim, group)
         kv = kv_head_cut(config.num_kv_heads, config.head_dim, group)
         self.q_size = q.size
         self.qkv_proj = FusedLinear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
-        self.o_proj = SummedLinear(q, config.hidden_size, group, bias=config.output_bias)
+        self.o_proj = SummedLinear(q, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -32,7 +32,7 @@ class Attention(nn.Module):
             q, kv = self.qkv_proj(x).tensor_split((self.q_size,), dim=-1)
             self._put(kv, rotation, context)
         attended = context.attend(self.layer, rotation.apply(_normed(self.q_norm, self._split_heads(q))))
-        out: Tensor = self.o_proj(attended.flatten(1))
+        out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
         return out
 
     def _put(self, kv: Tensor, rotation: Rotation, context: AttentionContext) -> None:

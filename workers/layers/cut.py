@@ -27,6 +27,15 @@ class Cut:
         return min(self.start + self.size, self.whole) - min(self.start, self.whole)
 
 
+class Share(Protocol):
+    """One of several ranks that divide something."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
 class TpGroup(Protocol):
     """The TP ranks that share every weight, as one of them sees them; a Communicator is one."""
 
@@ -45,10 +54,10 @@ def uncut(whole: int) -> Cut:
     return Cut(whole, 0, whole)
 
 
-def even_cut(whole: int, group: TpGroup) -> Cut:
+def even_cut(whole: int, share: Share) -> Cut:
     """Equal parts; where they do not come out even, the last ones end in zeros."""
-    size = -(-whole // group.size)
-    return Cut(whole, group.rank * size, size)
+    size = -(-whole // share.size)
+    return Cut(whole, share.rank * size, size)
 
 
 def kv_head_cut(num_kv_heads: int, head_dim: int, group: TpGroup) -> Cut:

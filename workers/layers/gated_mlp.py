@@ -3,18 +3,23 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.layers.cut import TpGroup, even_cut
+from workers.expert_parallel.sharing import Lens, TokenSharing
+from workers.layers.cut import even_cut
 from workers.layers.linear import FusedLinear, SummedLinear
+from workers.parallel.model_groups import ModelGroups
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, group: TpGroup, *, bias: bool) -> None:
-        super().__init__()
-        inner = even_cut(intermediate_size, group)
-        self.gate_up_proj = FusedLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias)
-        self.down_proj = SummedLinear(inner, hidden_size, group, bias=bias)
+    """Its width is divided over the TP ranks of all DP ranks, which bring their tokens together."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(functional.silu(gate) * up)
+    def __init__(self, hidden_size: int, intermediate_size: int, groups: ModelGroups, *, bias: bool) -> None:
+        super().__init__()
+        inner = even_cut(intermediate_size, groups.dense_width)
+        self.gate_up_proj = FusedLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias)
+        self.down_proj = SummedLinear(inner, hidden_size, bias=bias)
+        self._sharing = TokenSharing(groups.dp, groups.dense_shards, groups.tp)
+
+    def forward(self, x: Tensor, lens: Lens) -> Tensor:
+        gate, up = self.gate_up_proj(self._sharing.gather(x, lens)).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(functional.silu(gate) * up, lambda terms: self._sharing.sum_home(terms, lens))
         return out

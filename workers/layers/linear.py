@@ -1,12 +1,12 @@
 """Linear projections that tensor parallel ranks share: each computes some of the outputs, or a part of every sum."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.layers.cut import Cut, StoredPart, TpGroup, uncut
+from workers.layers.cut import Cut, StoredPart, uncut
 
 
 class FusedLinear(nn.Module):
@@ -42,18 +42,17 @@ class FusedLinear(nn.Module):
 
 
 class SummedLinear(nn.Module):
-    """x @ weight.T + bias, where each rank has its part of x, over the last dimension; all get the sum."""
+    """x @ weight.T + bias, where each rank has its part of x, over the last dimension, and so a term of every sum."""
 
-    def __init__(self, inputs: Cut, out_size: int, group: TpGroup, *, bias: bool) -> None:
+    def __init__(self, inputs: Cut, out_size: int, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, inputs.size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
-        self._inputs, self._group = inputs, group
+        self._inputs = inputs
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._group.size == 1:
-            return functional.linear(x, self.weight, self.bias)
-        out = self._group.all_reduce(functional.linear(x, self.weight))
+    def forward(self, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """``add_up`` brings the terms of all ranks together."""
+        out = add_up(functional.linear(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:

@@ -8,13 +8,42 @@ from typing import Any, Literal, get_args
 
 from workers.models.rope_config import RopeConfig, UnsupportedModelError, read_rope_config
 
-Architecture = Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+Architecture = Literal[
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"
+]
 Dtype = Literal["float32", "bfloat16", "float16"]
+_WITH_QK_NORM: tuple[Architecture, ...] = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of a mixture-of-experts layer."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Layers in which each token has a few of many MLPs."""
+
+    num_experts: int
+    num_chosen: int
+    """Of each token."""
+    intermediate_size: int
+    """Width of one expert."""
+    sum_to_one: bool
+    """Whether the weights of the chosen experts are scaled to a sum of 1."""
+    dense_layers: frozenset[int]
+    """Those that have one MLP all the same."""
+    names: ExpertNames
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder of one of the known families; they differ only by the flags below."""
+    """A decoder of one of the known families; they differ only by the flags below."""
 
     architecture: Architecture
     vocab_size: int
@@ -34,6 +63,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     """Whether queries and keys are normalised a head before they are rotated."""
+    moe: MoeConfig | None = None
+    """What its layers have instead of one MLP; None in dense models."""
     dtype: Dtype
     """The number format the checkpoint was saved in."""
     eos_token_ids: tuple[int, ...]
@@ -48,7 +79,12 @@ class ModelConfig:
         raw = _read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.exists() else {}
-        return cls.from_mapping(raw, generation)
+        try:
+            return cls.from_mapping(raw, generation)
+        except UnsupportedModelError:
+            raise
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise UnsupportedModelError(f"{folder}: config.json holds a value of a wrong kind: {error}") from error
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> "ModelConfig":
@@ -73,12 +109,17 @@ class ModelConfig:
             qkv_bias=architecture == "Qwen2ForCausalLM" or bool(raw.get("attention_bias", False)),
             output_bias=architecture != "Qwen2ForCausalLM" and bool(raw.get("attention_bias", False)),
             mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture in _WITH_QK_NORM,
+            moe=_read_moe(raw, architecture),
             dtype=_read_dtype(raw),
             eos_token_ids=_eos_token_ids(generation) or _eos_token_ids(raw),
         )
         config._check_heads()
         return config
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """The experts of a layer, if it has any."""
+        return self.moe if self.moe is not None and layer not in self.moe.dense_layers else None
 
     def of_rank(self, tp_size: int) -> "ModelConfig":
         """The shape of what one TP rank computes: fewer heads and a narrower MLP, everything else is whole.
@@ -96,7 +137,17 @@ class ModelConfig:
             num_heads=self.num_heads // tp_size,
             num_kv_heads=max(1, self.num_kv_heads // tp_size),
             intermediate_size=-(-self.intermediate_size // tp_size),
+            moe=self.moe and replace(self.moe, intermediate_size=-(-self.moe.intermediate_size // tp_size)),
         )
+
+    def check_experts(self, ep_size: int) -> None:
+        """Raises UnsupportedModelError when so many EP ranks cannot share the experts."""
+        if self.moe is None and ep_size > 1:
+            raise UnsupportedModelError(f"ep is {ep_size}; allowed: 1, since {self.architecture} has no experts")
+        if self.moe is not None and self.moe.num_experts % ep_size:
+            raise UnsupportedModelError(
+                f"ep is {ep_size}; allowed: a divisor of the model's {self.moe.num_experts} experts"
+            )
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -112,7 +163,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UnsupportedModelError(f"{path.parent} is no model folder: it has no {path.name}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
@@ -135,21 +186,51 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture) -> N
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed is 'silu'")
-    if architecture != "LlamaForCausalLM" and _uses_sliding_window(raw):
+    if architecture != "LlamaForCausalLM" and _uses_sliding_window(raw, architecture):
         raise UnsupportedModelError("the model uses sliding-window attention; only full attention is supported")
 
 
-def _uses_sliding_window(raw: Mapping[str, Any]) -> bool:
+def _read_moe(raw: Mapping[str, Any], architecture: Architecture) -> MoeConfig | None:
+    if architecture == "Qwen3MoeForCausalLM":
+        every, dense = _positive(raw, "decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+        num_layers = _positive(raw, "num_hidden_layers")
+        moe = MoeConfig(
+            num_experts=_positive(raw, "num_experts" if "num_experts" in raw else "num_local_experts"),
+            num_chosen=_positive(raw, "num_experts_per_tok"),
+            intermediate_size=_positive(raw, "moe_intermediate_size"),
+            sum_to_one=bool(raw.get("norm_topk_prob", False)),
+            dense_layers=frozenset(layer for layer in range(num_layers) if (layer + 1) % every or layer in dense),
+            names=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+        )
+    elif architecture == "MixtralForCausalLM":
+        moe = MoeConfig(
+            num_experts=_positive(raw, "num_local_experts"),
+            num_chosen=_positive(raw, "num_experts_per_tok"),
+            intermediate_size=_positive(raw, "intermediate_size"),
+            sum_to_one=True,
+            dense_layers=frozenset(),
+            names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+        )
+    else:
+        return None
+    if moe.num_chosen > moe.num_experts:
+        raise UnsupportedModelError(f"num_experts_per_tok is {moe.num_chosen}; allowed: at most {moe.num_experts}")
+    return moe
+
+
+def _uses_sliding_window(raw: Mapping[str, Any], architecture: Architecture) -> bool:
     layer_types = raw.get("layer_types")
     if layer_types is not None:
         return any(layer_type != "full_attention" for layer_type in layer_types)
+    if architecture == "MixtralForCausalLM":
+        return raw.get("sliding_window") is not None
     first_windowed = raw.get("max_window_layers", 28)
     in_use = bool(raw.get("use_sliding_window", False)) and raw.get("sliding_window", 4096) is not None
     return in_use and first_windowed < _positive(raw, "num_hidden_layers")
 
 
 def _default_head_dim(architecture: Architecture, hidden_size: int, num_heads: int) -> int:
-    """Qwen3 separates head size from hidden size and leaves 128 unsaid."""
+    """Dense Qwen3 separates head size from hidden size and leaves 128 unsaid."""
     return 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
 
 

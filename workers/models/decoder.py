@@ -1,31 +1,38 @@
-"""The dense decoder of the Llama, Qwen2 and Qwen3 families; what differs between them is in ModelConfig."""
+"""The decoder of the Llama, Qwen and Mixtral families; what differs between them is in ModelConfig."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from workers.layers.attention import Attention
-from workers.layers.cut import TpGroup
 from workers.layers.embedding import Embedding
 from workers.layers.gated_mlp import GatedMLP
+from workers.layers.moe_block import MoeBlock
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.models.config import ModelConfig
 from workers.models.interface import AttentionContext, take
-from workers.parallel.collectives import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, group: TpGroup) -> None:
+    def __init__(self, config: ModelConfig, layer: int, groups: ModelGroups) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, group)
+        self.self_attn = Attention(config, layer - groups.layers(config.num_layers).start, groups.tp)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, group, bias=config.mlp_bias)
+        moe = config.moe_of(layer)
+        self.mlp: GatedMLP | MoeBlock = (
+            GatedMLP(config.hidden_size, config.intermediate_size, groups, bias=config.mlp_bias)
+            if moe is None
+            else MoeBlock(config.hidden_size, moe, groups)
+        )
 
     def forward(self, hidden: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         """hidden [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
         hidden = take(hidden, context.wanted) + self.self_attn(self.input_layernorm(hidden), rotation, context)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), context.lens)
         return out
 
 
@@ -37,37 +44,50 @@ class DecoderModel(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, group: Communicator | None = None
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, groups: ModelGroups | None = None
     ) -> None:
-        """`group` are the TP ranks that compute together; none for the whole model on one.
+        """`groups` are the ranks that compute together; none for the whole model on one.
 
-        Raises UnsupportedModelError when so many ranks cannot share the heads.
+        Raises UnsupportedModelError when so many ranks cannot share the heads or the experts.
         """
         super().__init__()
-        self.group = group = group or Communicator("attn_tp")
-        self.config, self.dtype, self.device = config.of_rank(group.size), dtype, device
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, group) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = Embedding(config.vocab_size, config.hidden_size, group)
+        self.groups = groups = groups or ModelGroups()
+        group = groups.tp
+        self.dtype, self.device = dtype, device
+        config.check_experts(groups.parallel.ep)
+        self.num_layers = config.num_layers
+        """Of the whole model."""
+        stage = groups.layers(config.num_layers)
+        self.config = replace(config.of_rank(group.size), num_layers=len(stage))
+        """Of this rank's part."""
+        self.is_first, self.is_last = 0 in stage, config.num_layers - 1 in stage
+        is_tied = config.tie_word_embeddings
+        if self.is_first or (self.is_last and is_tied):
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group)
+        self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, groups) for layer in stage})
+        if self.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            tied = self.embed_tokens if is_tied else None
+            self.lm_head = tied or Embedding(config.vocab_size, config.hidden_size, group)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Hidden states after the final norm, of the tokens that are wanted in `context.last`.
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after this stage's layers; after the last one's those wanted in `context.last`, normed.
 
         token_ids and positions: int64 [num_tokens], this rank's tokens of all requests one after another, any number
-        of them, none included. Returns [num_wanted, hidden_size], whole on every TP rank.
+        of them, none included. hidden: what the stage before gave, None for the first.
+        Returns [num_tokens or num_wanted, hidden_size], whole on every TP rank.
         """
         rotation = self.rotary(positions, self.dtype)
-        hidden: Tensor = self.embed_tokens(token_ids)
-        for layer in self.layers[:-1]:
+        hidden = self.embed_tokens(token_ids) if hidden is None else hidden
+        *before, final = self.layers.values()
+        for layer in before:
             hidden = layer(hidden, rotation, context)
-        hidden = self.layers[-1](hidden, rotation, context.last)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        hidden = final(hidden, rotation, context.last if self.is_last else context)
+        return self.norm(hidden) if self.is_last else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [num_rows, hidden_size], as `forward` returns it -> [num_rows, vocab_size] in fp32."""
+        """Of the last stage: hidden [num_rows, hidden_size], from `forward` -> [num_rows, vocab_size] in fp32."""
         return self.lm_head.scores(hidden).float()

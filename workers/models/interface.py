@@ -4,6 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from workers.expert_parallel.sharing import Lens
+
 
 class AttentionContext(Protocol):
     """The key-value side of one step, made by the engine.
@@ -12,6 +14,8 @@ class AttentionContext(Protocol):
     requests in the order of the model's `token_ids`; there may be none, and the calls are made all the same.
     """
 
+    lens: Lens
+    """How many tokens every attention shard has after attention."""
     wanted: Tensor | None
     """int64 rows of the tokens that have queries; None for all."""
 

@@ -128,11 +128,12 @@ class Communicator:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, this member passes for a group of one, so that its own work can be timed. Nothing is sent."""
-        size, self.size = self.size, 1
+        whole = self.rank, self.size, self._backend
+        self.rank, self.size, self._backend = 0, 1, None
         try:
             yield
         finally:
-            self.size = size
+            self.rank, self.size, self._backend = whole
 
     def destroy(self) -> None:
         """Leave, so that a peer's call that still needs this member fails; only a group of one can be used after it."""

@@ -1,16 +1,20 @@
 """The decode leader: from Submit to the last token. Sans I/O.
 
 A request waits for pages, sends prefill one ticket for them, joins the running batch when Result and every Done agree,
-and gives pages back only when nobody can still write to them.
+and gives pages back only when nobody can still write to them. One without prefill joins as soon as it has pages, and is
+computed here; further choices of a prompt are such, and begin with the pages that the first one got.
 """
 
+from collections import deque
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import (
     Cancel,
+    CheckPages,
     Done,
     Drain,
     Drained,
@@ -18,6 +22,8 @@ from cluster.spec.messages import (
     FollowPages,
     Message,
     Output,
+    PagesChecked,
+    Peer,
     Refused,
     Result,
     Resume,
@@ -30,14 +36,18 @@ from cluster.spec.messages import (
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
+from cluster.spec.tiers import CachedTokens, PagesMoved
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
+from workers.hicache.tiers import Tiers
+from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
-from workers.scheduler.waiting import Waiting
 from workers.timeline import Recorder
+
+NOTHING_CACHED = CachedTokens()
 
 
 class DecodeLeader(LeaderCore):
@@ -49,14 +59,18 @@ class DecodeLeader(LeaderCore):
         steps: StepScheduler,
         allocator: PageAllocator,
         recorder: Recorder | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(settings.me, allocator, recorder)
+        super().__init__(settings.me, allocator, recorder, tiers)
         self._settings = settings
         self._steps = steps
-        self._allocator = allocator
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue = Waiting[DecodeRequest]()
+        self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
+        self._newest_step = 0
+        self._unsent: deque[tuple[int, DecodeRequest]] = deque()
+        """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
+        self._num_wrong_pages = 0
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -68,12 +82,16 @@ class DecodeLeader(LeaderCore):
                 self._on_cancel(message, now_s)
             case Result() | Done() | Refused() | Drained():
                 self._on_prefill(message, now_s)
+            case PagesChecked():
+                self._on_checked(message)
             case TableUpdate():
                 self._on_table(message.snapshot, now_s)
             case Drain() | Resume():
                 self.draining = isinstance(message, Drain)
             case FlushCache():
-                self._allocator.flush()
+                self.flush(message)
+            case PagesMoved():
+                self.on_moved(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -88,7 +106,7 @@ class DecodeLeader(LeaderCore):
                 self._follow(request, request.session, request.session.tick(now_s))
         self._reserve(now_s)
         self._watch_quarantine()
-        self.send_page_news()
+        self.follow_cache()
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
@@ -96,7 +114,11 @@ class DecodeLeader(LeaderCore):
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
-        return self._steps.next_plan()
+        plan = self._steps.next_plan()
+        if plan is not None:
+            self._newest_step = plan.step
+        self.follow_cache()
+        return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens; end the requests that have their last one."""
@@ -107,22 +129,34 @@ class DecodeLeader(LeaderCore):
                 self.send_failure(request.submit, drawn.problem, retryable=False)
                 self._stop(request, drawn.problem, now_s)
             else:
-                self._emit(request, sequence, [drawn.logprobs] if drawn.logprobs is not None else [])
+                logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
+                if request.has_prompt:
+                    self._emit(request, sequence, logprobs)
+                else:
+                    # What another choice has brought, that one has told.
+                    cached = NOTHING_CACHED if request.submit.prompt_of else sequence.cached
+                    self._emit_first(request, sequence, logprobs, drawn.prompt_logprobs, cached)
+        self._send_unsent(plan.step)
         self._reserve(now_s)
-        self.send_page_news()
+        self.follow_cache()
 
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
+        submits = [request.submit for request in self._requests.values()]
+        num_waiting = len(self._queue) + self._steps.num_waiting
         return ReplicaLoad(
-            num_waiting=len(self._queue) + self._steps.num_waiting,
-            num_running=len(self._requests) - len(self._queue) - self._steps.num_waiting,
-            num_tokens=sum(len(request.submit.prompt_ids) for request in self._requests.values()),
+            num_waiting=num_waiting,
+            num_running=len(submits) - num_waiting,
+            num_tokens=sum(len(submit.prompt_ids) for submit in submits if submit.prompt_of is None),
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
             quarantined_pages=sum(len(request.pages) - request.num_held for request in self._quarantined()),
+            wrong_pages=self._num_wrong_pages,
             draining=self.draining,
             dropped=dict(self.dropped),
+            num_retracted=self._steps.num_retractions,
+            num_kept=self._steps.num_kept,
         )
 
     def is_idle(self) -> bool:
@@ -130,8 +164,10 @@ class DecodeLeader(LeaderCore):
         return not self._requests
 
     def check_integrity(self) -> None:
-        """Prove that every page has exactly one holder, or is cached and as often held as it is counted."""
+        """Prove that every page is held as often as it is counted."""
         self._steps.check_integrity()
+        if self.tiers:
+            self.tiers.check_integrity()
         ticketed = [page for request in self._requests.values() for page in request.pages]
         self._allocator.check_integrity(self._steps.held_pages + ticketed)
 
@@ -142,66 +178,71 @@ class DecodeLeader(LeaderCore):
             return
         request = DecodeRequest(submit, arrival=self._num_arrivals)
         self._num_arrivals += 1
-        if self._allocator.is_caching:
-            request.page_keys = page_keys(submit.prompt_ids, self._settings.layout.page_size, submit.cache_salt)
+        if self._allocator.is_caching and submit.sampling.num_prompt_logprobs is None:
+            # Of what is computed here the last token must be, for its logits.
+            prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]
+            request.page_keys = page_keys(prompt_ids, self._settings.layout.page_size, submit.cache_salt)
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
-        self._queue.add(request)
-        if self.draining:
-            self._refuse(request, f"{self.me.replica} is draining", retryable=True)
-        elif reason := self.too_large(self._pages_for(submit), self._allocator.num_pages):
+        num_pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
+        if reason := self.too_large(num_pages, self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
+        elif self._must_await(submit.prompt_of):
+            self._queue.add_choice(request, submit.prompt_of)
+        else:
+            self._queue.add(request)
+
+    def _must_await(self, first: Room | None) -> TypeGuard[Room]:
+        """Whether the choice that brings the prompt has not got it yet; it may be that nobody has heard of it."""
+        if first is None or first in self.ended:
+            return False
+        request = self._requests.get(first)
+        return request is None or not request.has_prompt
 
     def _reserve(self, now_s: float) -> None:
-        """Ticket queued requests by priority while pages last; a retracted sequence goes first.
-
-        Where one does not fit the next may, as far as the oldest one is not put off for ever.
-        """
-        if self._steps.num_waiting:
-            return
-        for request in self._queue.candidates():
-            needed, num_passing = self._pages_for(request.submit), self._count_passing(request)
-            assert self._queue.oldest is not None
-            if not self._queue.may_pass(num_passing, self._pages_for(self._queue.oldest.submit)):
-                continue
-            held = self._allocator.find(request.page_keys)
-            if self._allocator.can_allocate(needed, held):
-                self._queue.note_passed(num_passing)
-                self._queue.remove(request.room)
-                request.pages = self._allocator.allocate(needed, held)
-                request.num_held = len(held)
+        """Let prefill fill the pages of those that have got some, or compute here."""
+        for request in self._queue.grant():
+            if request.submit.prefill is not None:
                 self._move(request, DecodeState.RECEIVING, "pages")
-                self._send_ticket(request, now_s)
+                self._open(request, request.submit.prefill, now_s)
+            else:
+                self._move(request, DecodeState.RUNNING, "pages")
+                cached_len = request.num_held * self._settings.layout.page_size
+                self._run(request, request.submit.prompt_ids, cached_len)
 
-    def _count_passing(self, request: DecodeRequest) -> int:
-        """Pages that the oldest queued request might have to wait for if this one took them: none if both fit."""
-        oldest = self._queue.oldest
-        assert oldest is not None
-        needed = self._pages_for(request.submit)
-        fit = needed + self._pages_for(oldest.submit) <= self._allocator.num_free
-        return 0 if request is oldest or fit else needed
-
-    def _send_ticket(self, request: DecodeRequest, now_s: float) -> None:
+    def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
         submit = request.submit
         pages = request.pages[request.num_held :]
         ticket = Ticket(
             room=submit.room,
             generation=1,
             decode=self.me,
-            prefill_incarnation=submit.prefill.incarnation,
+            prefill_incarnation=prefill.incarnation,
             pages=[pages],
             held_pages=request.num_held,
             geometry=self._settings.geometry,
         )
         request.session = ReceiverSession(
             ticket,
-            submit.prefill,
+            prefill,
             num_pages=len(pages),
             num_bytes=len(pages) * self._settings.page_bytes,
             silence_s=self._settings.transfer_timeout_s,
             settle_s=self._settings.settle_s,
+            verify=self._settings.verify,
         )
-        self.send(submit.prefill.address, request.session.open(now_s))
+        if self._steps.num_under_way:
+            self._unsent.append((self._newest_step, request))
+        else:
+            self.send(prefill.address, request.session.open(now_s))
+
+    def _send_unsent(self, computed_step: int) -> None:
+        """Ticket pages that nobody in this replica writes to any more."""
+        while self._unsent and self._unsent[0][0] <= computed_step:
+            _, request = self._unsent.popleft()
+            prefill = request.submit.prefill
+            if request.state is DecodeState.RECEIVING and request.session is not None and prefill is not None:
+                self.send(prefill.address, request.session.open(self._now_s))
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)
@@ -217,7 +258,7 @@ class DecodeLeader(LeaderCore):
     def _follow(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
         """Do what the session's new state asks for."""
         if message is not None:
-            self.send(request.submit.prefill.address, message)
+            self.send(session.prefill.address, message)
         if request.state is DecodeState.RECEIVING:
             if session.failure is not None:
                 self._move(request, DecodeState.STOPPING, session.failure.reason)
@@ -225,35 +266,93 @@ class DecodeLeader(LeaderCore):
                 if session.failure.kind is not FailureKind.CANCELLED:
                     self.send_failure(request.submit, session.failure.reason, retryable=True, mutual=True)
             elif session.state is ReceiverState.READY:
-                self._start(request, session)
+                self._verify(request, session)
         if request.state is DecodeState.STOPPING and session.may_free:
             self._end(request, "nobody writes any more")
 
+    def _verify(self, request: DecodeRequest, session: ReceiverSession) -> None:
+        """Start at once, or when every rank has found in its pages what was sent."""
+        if not session.told:
+            self._start(request, session)
+            return
+        self._move(request, DecodeState.VERIFYING, "result and all done")
+        request.unchecked = {part.rank for part in session.told}
+        for rank in request.unchecked:
+            told = [part for part in session.told if part.rank == rank]
+            self.send(self._settings.rank_addresses[rank], CheckPages(room=request.room, told=told))
+
+    def _on_checked(self, checked: PagesChecked) -> None:
+        request = self._requests.get(checked.room)
+        if request is None or request.session is None or checked.rank not in request.unchecked:
+            self.drop(checked)
+            return
+        request.unchecked.remove(checked.rank)
+        request.num_wrong += len(checked.wrong)
+        self._num_wrong_pages += len(checked.wrong)
+        if request.unchecked:
+            return
+        if not request.num_wrong:
+            self._start(request, request.session)
+            return
+        reason = (
+            f"{request.num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
+            "with other bytes than were sent (transfer.verify)"
+        )
+        self.send_failure(request.submit, reason, retryable=True, mutual=True)
+        self._end(request, reason)
+
     def _start(self, request: DecodeRequest, session: ReceiverSession) -> None:
-        submit = request.submit
-        assert session.result is not None
+        submit, result = request.submit, session.result
+        assert result is not None
         self._move(request, DecodeState.RUNNING, "result and all done")
+        sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
+        sequence.is_whole = result.is_last
+        self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)
+
+    def _run(self, request: DecodeRequest, tokens: list[int], computed_len: int) -> Sequence:
+        """Hand a request and its pages to the step scheduler."""
+        submit = request.submit
         pages, request.pages = request.pages, []
         sequence = Sequence(
             room=submit.room,
-            tokens=[*submit.prompt_ids, *session.result.token_ids],
+            tokens=list(tokens),
             prompt_len=len(submit.prompt_ids) - submit.num_given,
             sampling=submit.sampling,
             stopping=submit.stopping,
             max_len=self._allocator.num_pages * self._settings.layout.page_size,
-            computed_len=len(submit.prompt_ids),
+            cached_len=computed_len,
+            computed_len=computed_len,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
             timed=submit.timed,
             page_keys=request.page_keys,
             pages=pages,
-            is_whole=session.result.is_last,
         )
         self._steps.add_running(sequence)
-        self._emit(request, sequence, session.result.logprobs, session.result.cached_tokens)
+        return sequence
+
+    def _emit_first(
+        self,
+        request: DecodeRequest,
+        sequence: Sequence,
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs],
+        cached: CachedTokens,
+    ) -> None:
+        """Further choices of the prompt get its pages before this one, which may be over, lets go of them."""
+        request.has_prompt = True
+        for choice in self._queue.end_wait(request.room):
+            self._queue.add(choice)
+        self._reserve(self._now_s)
+        self._emit(request, sequence, logprobs, prompt_logprobs, cached)
 
     def _emit(
-        self, request: DecodeRequest, sequence: Sequence, logprobs: list[TokenLogprobs], cached_tokens: int = 0
+        self,
+        request: DecodeRequest,
+        sequence: Sequence,
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+        cached: CachedTokens = NOTHING_CACHED,
     ) -> None:
         finish = sequence.finish_reason()
         if finish is not None:
@@ -268,8 +367,9 @@ class DecodeLeader(LeaderCore):
                 first_index=sequence.num_outputs - 1,
                 token_ids=sequence.tokens[-1:],
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs or [],
                 finish=finish,
-                cached_tokens=cached_tokens,
+                cached=cached,
             ),
         )
 
@@ -285,10 +385,12 @@ class DecodeLeader(LeaderCore):
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
         """Nobody wants the rest of a request."""
         if request.state is DecodeState.QUEUED:
-            self._queue.remove(request.room)
+            self._queue.remove(request)
             self._end(request, reason)
         elif request.state is DecodeState.RUNNING:
             self._steps.retire(request.submit.room)
+            self._end(request, reason)
+        elif request.state is DecodeState.VERIFYING:
             self._end(request, reason)
         elif request.session is not None:
             self._follow(request, request.session, request.session.cancel(reason, now_s))
@@ -299,11 +401,13 @@ class DecodeLeader(LeaderCore):
         for request in list(self._requests.values()):
             if self.has_no_router(request.submit, snapshot):
                 self._stop(request, "its router is gone", now_s)
-            reaped = snapshot.reaped.get(request.submit.prefill.replica)
-            if reaped is None or request.session is None or request.state is DecodeState.RUNNING:
+            session = request.session
+            if session is None or request.state is DecodeState.RUNNING:
                 continue
-            request.session.prefill_gone(reaped, now_s)
-            self._follow(request, request.session, None)
+            reaped = snapshot.reaped.get(session.prefill.replica)
+            if reaped is not None:
+                session.prefill_gone(reaped, now_s)
+                self._follow(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
         """Those that were given up longer ago than any silence is waited for."""
@@ -324,7 +428,7 @@ class DecodeLeader(LeaderCore):
             return
         self.draining = True
         if len(quarantined) == len(self._requests):
-            names = ", ".join(sorted({request.submit.prefill.replica for request in quarantined}))
+            names = ", ".join(sorted({request.session.prefill.replica for request in quarantined if request.session}))
             self.must_end = (
                 f"{num_pages} of {self._allocator.num_pages} pages are in quarantine, more than {limit:g} of them "
                 f"(transfer.quarantine_limit): {names} did not say that it writes no more"
@@ -332,7 +436,7 @@ class DecodeLeader(LeaderCore):
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
         """Fail a request that holds nothing yet."""
-        self._queue.remove(request.room)
+        self._queue.remove(request)
         self.send_failure(request.submit, reason, retryable=retryable)
         self._end(request, reason)
 
@@ -343,9 +447,9 @@ class DecodeLeader(LeaderCore):
         self.ended.add(request.submit.room, event)
         del self._requests[request.submit.room]
 
-    def _pages_for(self, submit: Submit) -> int:
-        return pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
-
     def _move(self, request: DecodeRequest, target: DecodeState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
+        if target is DecodeState.STOPPING or target is DecodeState.ENDED:
+            for choice in self._queue.end_wait(request.room):
+                self._refuse(choice, f"the choice that was to bring its prompt ended: {event}", retryable=True)
         self.recorder.enter(request.submit.room, None if target is DecodeState.ENDED else target.value, self._now_s)

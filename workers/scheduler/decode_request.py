@@ -6,6 +6,7 @@ from enum import Enum
 from cluster.spec.ids import Room
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.messages import Peer, Submit
+from cluster.spec.registry import Verify
 from transfer.receiver_session import ReceiverSession
 
 
@@ -13,9 +14,11 @@ class DecodeState(Enum):
     """Where a request is in decode."""
 
     QUEUED = "queued"
-    """No pages yet."""
+    """No pages yet: there are none, or another choice of the same prompt has not got them."""
     RECEIVING = "receiving"
     """Pages are ticketed to prefill, which may write to them."""
+    VERIFYING = "verifying"
+    """Every rank compares its pages with what was sent."""
     STOPPING = "stopping"
     """Failed or cancelled; pages are held until prefill cannot write any more."""
     RUNNING = "running"
@@ -25,8 +28,11 @@ class DecodeState(Enum):
 
 
 MOVES = {
-    DecodeState.QUEUED: frozenset({DecodeState.RECEIVING, DecodeState.ENDED}),
-    DecodeState.RECEIVING: frozenset({DecodeState.RUNNING, DecodeState.STOPPING, DecodeState.ENDED}),
+    DecodeState.QUEUED: frozenset({DecodeState.RECEIVING, DecodeState.RUNNING, DecodeState.ENDED}),
+    DecodeState.RECEIVING: frozenset(
+        {DecodeState.VERIFYING, DecodeState.RUNNING, DecodeState.STOPPING, DecodeState.ENDED}
+    ),
+    DecodeState.VERIFYING: frozenset({DecodeState.RUNNING, DecodeState.ENDED}),
     DecodeState.STOPPING: frozenset({DecodeState.ENDED}),
     DecodeState.RUNNING: frozenset({DecodeState.ENDED}),
     DecodeState.ENDED: frozenset[DecodeState](),
@@ -45,6 +51,9 @@ class DecodeSettings:
     transfer_timeout_s: float
     quarantine_limit: float
     """Part of the pool in quarantine beyond which this replica must end."""
+    rank_addresses: tuple[str, ...] = ()
+    """Every rank's, by global rank."""
+    verify: Verify = Verify.COUNTS
     settle_s: float
     """How long bytes may be on their way after their sender failed or died."""
 
@@ -58,14 +67,20 @@ class DecodeRequest:
     """Its number in the order of coming."""
     state: DecodeState = DecodeState.QUEUED
     pages: list[int] = field(default_factory=list)
-    """While RECEIVING or STOPPING; later the step scheduler holds them."""
+    """While RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
     num_held: int = 0
-    """Leading pages that came from the cache; they are read by others and never ticketed."""
+    """Leading pages that others read too, from the cache or of another choice; they are never ticketed."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Of the prompt's full pages."""
+    """Of the prompt's full pages, as far as they may come from the cache."""
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
     """While STOPPING."""
+    unchecked: set[int] = field(default_factory=set)
+    """While VERIFYING: ranks that have not answered."""
+    num_wrong: int = 0
+    """Pages that are not as they were sent, on the ranks that have answered."""
+    has_prompt: bool = False
+    """The prompt's KV is here, and with it the first token."""
 
     @property
     def room(self) -> Room:

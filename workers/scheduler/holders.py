@@ -1,13 +1,18 @@
 """Which sequences hold pages and which wait for them. Sans I/O.
 
 A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
-time, and gives its pages back (newest first) when the pool runs dry; it is then computed again from its tokens, with no
-effect on its output.
+time, and gives its pages back (newest first) when the pool runs dry; its KV is then kept in host memory, or computed
+again from its tokens, with no effect on its output.
 """
+
+from functools import partial
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from workers.cache.page_allocator import PageAllocator
+from workers.hicache.loader import Loaded
+from workers.hicache.tiers import Tiers
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.waiting import Waiting
 
@@ -15,14 +20,24 @@ from workers.scheduler.waiting import Waiting
 class PageHolders:
     """All sequences of one step scheduler: those with pages run, the others wait."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        keeper: HostKeeper | None = None,
+        tiers: Tiers | None = None,
+    ) -> None:
         self._allocator = allocator
+        self._tiers = tiers
         self._page_size = page_size
+        self.keeper = keeper or HostKeeper()
         self._num_arrivals = 0
         self._releases: list[Room] = []
         self.waiting = Waiting[Sequence]()
         self.running: list[Sequence] = []
         """In the order in which they got their pages."""
+        self._leaving: list[Sequence] = []
+        """Forgotten while pages were loaded: these may still be written to."""
         self.num_retractions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -37,22 +52,30 @@ class PageHolders:
         self.share(sequence)
 
     def remove(self, room: Room) -> list[int]:
-        """Forget a sequence; the pages it held now belong to the caller."""
+        """Forget a sequence; the pages it held now belong to the caller, unless they are still being loaded."""
         for sequence in self.running:
             if sequence.room == room:
                 self.running.remove(sequence)
+                if sequence.is_loading:
+                    self._leaving.append(sequence)
+                    return []
                 return self._withdraw(sequence)
-        self.waiting.remove(room)
+        self._forget_waiting(room)
         return []
 
     def retire(self, room: Room) -> None:
         """Forget a sequence and leave what was computed of it to the cache."""
         for sequence in self.running:
-            if sequence.room == room:
+            if sequence.room == room and not sequence.is_loading:
                 self.running.remove(sequence)
                 self._leave_to_cache(sequence)
                 return
-        self.waiting.remove(room)
+        self.remove(room)
+
+    def whole_pages(self, room: Room) -> list[int]:
+        """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
+        known = next((sequence for sequence in self.running if sequence.room == room), None)
+        return known.pages[: known.computed_len // self._page_size] if known is not None else []
 
     def can_start(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence can have its pages, and they are not kept for the oldest waiting one."""
@@ -60,13 +83,15 @@ class PageHolders:
         assert oldest is not None, f"room {sequence.room} does not wait"
         if not self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)):
             return False
+        if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.is_coming(key):
+            return False
         allocator, base = self._allocator, sequence.owner_base
         return allocator.can_allocate(needed, (), base) or allocator.can_allocate(
             needed, self._find_cached(sequence), base
         )
 
     def start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its pages, if it can have them."""
+        """Give a waiting sequence its pages, if it can have them; false too where they are to be loaded first."""
         if not self.can_start(sequence):
             return False
         assert self.waiting.oldest is not None
@@ -74,16 +99,24 @@ class PageHolders:
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
         sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)
-        sequence.computed_len = sequence.cached_len = len(cached) * self._page_size
+        cached_len = len(cached) * self._page_size
+        restored_len = self.keeper.restore(sequence.room, sequence.pages, len(cached))
+        sequence.is_restoring = restored_len > cached_len
+        sequence.computed_len = sequence.planned_len = sequence.cached_len = max(cached_len, restored_len)
         self.running.append(sequence)
-        return True
+        if self._tiers and not sequence.is_restoring:
+            keys = self._prefix_keys(sequence)
+            self._tiers.note_hits(keys[: len(cached)])
+            num_coming = self._tiers.load(keys, sequence.pages, len(cached), partial(self._on_loaded, sequence))
+            sequence.is_loading = num_coming > 0
+        return not sequence.is_loading
 
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Make room for more tokens; retracts the newest sequences if it must, this one last."""
-        needed = pages_for(sequence.computed_len + count, self._page_size) - len(sequence.pages)
+        needed = pages_for(sequence.planned_len + count, self._page_size) - len(sequence.pages)
         next_owner = sequence.owner_base + len(sequence.pages)
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
-            newest = self.running[-1]
+            newest = next(other for other in reversed(self.running) if not other.is_loading)
             self._retract(newest)
             if newest is sequence:
                 return False
@@ -103,8 +136,9 @@ class PageHolders:
     def prefix_len(self, sequence: Sequence) -> int:
         """Leading tokens that need not be computed if the sequence has its turn now."""
         if sequence.pages:
-            return sequence.computed_len
-        return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
+            return sequence.planned_len
+        cached_len = self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
+        return max(cached_len, self.keeper.kept_len(sequence.room))
 
     def next_key(self, sequence: Sequence) -> bytes | None:
         """Key of the first page that a waiting sequence would compute; None for a page that nobody could share."""
@@ -116,11 +150,17 @@ class PageHolders:
         """Keys of the full pages among the first tokens; hashed only where somebody will look for them."""
         return sequence.keys_of(num_tokens, self._page_size) if self._allocator.is_caching else []
 
+    @property
+    def held_pages(self) -> list[int]:
+        """Pages of all sequences."""
+        return [page for sequence in (*self.running, *self._leaving) for page in sequence.pages]
+
     def check_integrity(self) -> None:
         """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
         for sequence in self.running:
             assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size), sequence.room
         assert not any(sequence.pages for sequence in self.waiting)
+        self.keeper.check_integrity({sequence.room for sequence in self.waiting})
 
     def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
         """Pages that the oldest waiting sequence might have to wait for if this one took them.
@@ -136,12 +176,31 @@ class PageHolders:
         rest = (needed - len(cached), sequence.owner_base + len(cached))
         return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
 
+    def _on_loaded(self, sequence: Sequence, loaded: Loaded) -> None:
+        """Go on behind the pages that were loaded; what did not come is computed."""
+        sequence.is_loading = False
+        sequence.storage_len = loaded.num_fetched * self._page_size
+        sequence.host_len = loaded.num_pages * self._page_size - sequence.storage_len
+        sequence.cached_len += loaded.num_pages * self._page_size
+        sequence.computed_len = sequence.planned_len = sequence.cached_len
+        if sequence in self._leaving:
+            self._leaving.remove(sequence)
+            self._leave_to_cache(sequence)
+        else:
+            self.share(sequence)
+
     def _retract(self, sequence: Sequence) -> None:
         assert sequence.target is None, f"room {sequence.room} is being sent and cannot be retracted"
         self.running.remove(sequence)
+        num_pages = pages_for(sequence.computed_len, self._page_size)
+        self.keeper.keep(sequence.room, sequence.pages[:num_pages], sequence.computed_len)
         self._leave_to_cache(sequence)
         self.waiting.add(sequence)
         self.num_retractions += 1
+
+    def _forget_waiting(self, room: Room) -> None:
+        self.waiting.remove(room)
+        self.keeper.forget(room)
 
     def _leave_to_cache(self, sequence: Sequence) -> None:
         keys = self.keys(sequence, sequence.computed_len)
@@ -153,7 +212,7 @@ class PageHolders:
             self._releases.append(sequence.room)
         sequence.announced = False
         sequence.num_announced_pages = 0
-        sequence.computed_len = 0
+        sequence.computed_len = sequence.planned_len = 0
         return pages
 
     def _pages_of(self, sequence: Sequence) -> int:

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
+from cluster.spec.messages import Failure, FlushCache, Message, Peer, StepPlan, Submit
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from cluster.spec.tiers import PagesMoved, Tier
 from workers.cache.page_allocator import PageAllocator
+from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
 from workers.timeline import Recorder
 
@@ -35,6 +37,10 @@ class Leader(Protocol):
         """Whether there is a step to compute now."""
         ...
 
+    def next_deadline_s(self) -> float | None:
+        """When something is due though no message comes; what may be seen a second late is left out."""
+        ...
+
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
         ...
@@ -59,26 +65,40 @@ class Leader(Protocol):
 class LeaderCore:
     """What both leaders are made of: who they are, what they have to say, and which rooms have ended."""
 
-    def __init__(self, me: Peer, allocator: PageAllocator, recorder: Recorder | None) -> None:
+    def __init__(self, me: Peer, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
         self.must_end = ""
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
         self.me = me
+        self._allocator = allocator
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
         """Clock time of the event at hand."""
         self.draining = False
+        """Routers are asked for no new requests; those on their way are taken all the same."""
         self.ended = Tombstones()
         self.reporter = PageReporter(me, allocator)
+        self.tiers = tiers
 
     def send(self, address: str, message: Message) -> None:
         """Leave a message for the loop to take."""
         self.outgoing.append((address, message))
 
-    def send_page_news(self) -> None:
-        """Tell the routers that want to know what has changed in the cache."""
+    def next_deadline_s(self) -> float | None:
+        """When a request has waited long enough for storage."""
+        return self.tiers.next_deadline_s() if self.tiers else None
+
+    def follow_cache(self) -> None:
+        """Tell routers what has changed in the cache, and ranks what is to be copied."""
         self.outgoing += self.reporter.news()
+        if self.tiers:
+            self.outgoing += self.tiers.advance(self._now_s)
+
+    def on_moved(self, answer: PagesMoved) -> None:
+        """A rank has carried out an order."""
+        if self.tiers is None or not self.tiers.on_answer(answer, self._now_s):
+            self.drop(answer)
 
     def record_arrival(self, submit: Submit, state: str) -> None:
         """A request is here, in its first state; if it is timed, its states are recorded from now on."""
@@ -97,6 +117,13 @@ class LeaderCore:
             mutual=mutual,
         )
         self.send(submit.router.address, failure)
+
+    def flush(self, message: FlushCache) -> None:
+        """Forget what is cached and needed by nobody."""
+        if Tier.DEVICE in message.tiers:
+            self._allocator.flush()
+        if Tier.HOST in message.tiers and self.tiers:
+            self.tiers.flush()
 
     def has_no_router(self, submit: Submit, table: TableSnapshot) -> bool:
         """Whether the router that would take the outputs is proven gone."""

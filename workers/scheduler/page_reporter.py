@@ -48,7 +48,7 @@ class PageReporter:
             if table.reaped.get(replica, 0) >= follower.router.incarnation:
                 del self._followers[replica]
         if not self._followers:
-            self._allocator.follow(None)
+            self._allocator.unfollow(self._journal)
             self._journal.take()
 
     def news(self) -> list[tuple[str, Message]]:

@@ -27,12 +27,14 @@ from cluster.spec.messages import (
     Target,
     Ticket,
 )
-from cluster.spec.page_key import owner_base
+from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from cluster.spec.tiers import PagesMoved
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
+from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.prefill_answers import drained, refused, result_of
 from workers.scheduler.prefill_request import MOVES, PrefillRequest, PrefillSettings, PrefillState
@@ -50,11 +52,11 @@ class PrefillLeader(LeaderCore):
         steps: StepScheduler,
         allocator: PageAllocator,
         recorder: Recorder | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(settings.me, allocator, recorder)
+        super().__init__(settings.me, allocator, recorder, tiers)
         self._settings = settings
         self._steps = steps
-        self._allocator = allocator
         self._requests: dict[Room, PrefillRequest] = {}
         self._early_tickets: dict[Room, tuple[Ticket, float]] = {}
         self._table: TableSnapshot | None = None
@@ -78,7 +80,9 @@ class PrefillLeader(LeaderCore):
             case Drain() | Resume():
                 self.draining = isinstance(message, Drain)
             case FlushCache():
-                self._allocator.flush()
+                self.flush(message)
+            case PagesMoved():
+                self.on_moved(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -92,13 +96,15 @@ class PrefillLeader(LeaderCore):
                 self._give_up(request, f"{request.submit.decode.replica} sent no ticket in time", mutual=True)
             elif request.state is PrefillState.STOPPING:
                 self._settle(request)
+            else:
+                self._schedule(request)
         for room, (ticket, deadline_s) in list(self._early_tickets.items()):
             if now_s >= deadline_s:
                 del self._early_tickets[room]
                 reason = "the request itself never reached prefill"
                 self.ended.add(room, reason)
                 self._refuse(ticket, reason)
-        self.send_page_news()
+        self.follow_cache()
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
@@ -106,7 +112,12 @@ class PrefillLeader(LeaderCore):
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
-        return self._steps.next_plan()
+        plan = self._steps.next_plan()
+        if self.tiers:
+            for admit in plan.admits if plan else ():
+                self.tiers.forget(admit.room, self._now_s)
+        self.follow_cache()
+        return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Send the Result of every request that has its first token."""
@@ -122,10 +133,10 @@ class PrefillLeader(LeaderCore):
             self._move(request, PrefillState.SENDING, "first token")
             assert sequence.target is not None
             first = sampled[sequence.room]
-            result = result_of(self._settings, request, sequence.target, first, sequence.cached_len)
+            result = result_of(self._settings, request, sequence.target, first, sequence)
             self.send(request.submit.decode.address, result)
             self._settle(request)
-        self.send_page_news()
+        self.follow_cache()
 
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
@@ -148,23 +159,27 @@ class PrefillLeader(LeaderCore):
     def check_integrity(self) -> None:
         """Prove that every page has exactly one holder, or is cached and as often held as it is counted."""
         self._steps.check_integrity()
+        if self.tiers:
+            self.tiers.check_integrity()
         kept = [page for request in self._requests.values() for page in request.pages]
         self._allocator.check_integrity(self._steps.held_pages + kept)
 
     def _on_submit(self, submit: Submit) -> None:
         room = submit.room
         is_known = room in self._requests or room in self.ended
-        if submit.prefill.incarnation != self.me.incarnation or is_known:
+        if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
         request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)
         self._requests[room] = request
+        if self.tiers:
+            # The last token is always computed, for its logits.
+            keys = page_keys(submit.prompt_ids[:-1], self._settings.layout.page_size, submit.cache_salt)
+            self.tiers.expect(room, keys, self._now_s)
         self.record_arrival(submit, request.state.value)
         pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         ticket, _ = self._early_tickets.pop(room, (None, 0.0))
-        if self.draining:
-            self._give_up(request, f"{self.me.replica} is draining", ticket)
-        elif reason := self.too_large(pages, self._allocator.num_pages):
+        if reason := self.too_large(pages, self._allocator.num_pages):
             self._give_up(request, reason, ticket, retryable=False)
         elif ticket is not None:
             self._accept(request, ticket)
@@ -211,8 +226,10 @@ class PrefillLeader(LeaderCore):
                 self._stop(request, "its router is gone")
 
     def _schedule(self, request: PrefillRequest) -> None:
-        """Start a request that has its ticket, if the bootstrap table shows the decode ranks."""
+        """Start a request that has its ticket, if the bootstrap table shows the decode ranks and storage its pages."""
         if request.state is not PrefillState.QUEUED or request.ticket is None:
+            return
+        if self.tiers and self.tiers.is_waiting(request.submit.room, self._now_s):
             return
         rows = self._decode_rows(request.ticket.decode)
         if not rows:
@@ -238,7 +255,12 @@ class PrefillLeader(LeaderCore):
             priority=submit.priority,
             cache_salt=submit.cache_salt,
             timed=submit.timed,
-            owner_base=owner_base(submit.prompt_ids, self._settings.layout.page_size, self._settings.row.sizes.cp),
+            owner_base=owner_base(
+                submit.prompt_ids,
+                self._settings.layout.page_size,
+                self._settings.row.sizes.cp,
+                submit.cache_salt,
+            ),
             target=Target(
                 generation=ticket.generation,
                 decode=ticket.decode,
@@ -348,6 +370,8 @@ class PrefillLeader(LeaderCore):
 
     def _end(self, request: PrefillRequest, event: str) -> None:
         self._move(request, PrefillState.ENDED, event)
+        if self.tiers:
+            self.tiers.forget(request.submit.room, self._now_s)
         self._allocator.keep(request.pages, request.page_keys)
         request.pages = []
         self.ended.add(request.submit.room, request.stop_reason or event)

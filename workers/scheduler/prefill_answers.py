@@ -5,10 +5,11 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.sampling import Sampled
 from transfer.plan import receivers
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
+from workers.scheduler.sequence import Sequence
 
 
 def result_of(
-    settings: PrefillSettings, request: PrefillRequest, target: Target, first: Sampled, cached_tokens: int
+    settings: PrefillSettings, request: PrefillRequest, target: Target, first: Sampled, sequence: Sequence
 ) -> Result:
     """The first token, and what all senders together will have written."""
     assert request.ticket is not None
@@ -23,7 +24,8 @@ def result_of(
         token_ids=[first.token_id],
         is_last=first.is_last,
         logprobs=[first.logprobs] if first.logprobs is not None else [],
-        cached_tokens=cached_tokens,
+        prompt_logprobs=first.prompt_logprobs,
+        cached=sequence.cached,
         senders=senders,
         num_pages=num_pages * len({(coords[rank].tp, coords[rank].pp) for rank in senders}),
         num_bytes=num_pages * sum(decode.layout.page_bytes for decode in target.rows),

@@ -6,11 +6,12 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Target
 from cluster.spec.page_key import extend_page_keys
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
+from cluster.spec.tiers import CachedTokens
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens [0, computed_len) have KV in ``pages``; tokens [computed_len, len(tokens)) are still to be computed."""
+    """Tokens [0, computed_len) have KV in ``pages``, those up to planned_len are in steps under way, others pending."""
 
     room: Room
     tokens: list[int]
@@ -34,7 +35,15 @@ class Sequence:
     """Keys of the leading full pages, as far as they were asked for."""
     cached_len: int = 0
     """Leading tokens whose KV was there when the sequence started."""
+    host_len: int = 0
+    """Those of them that came from host memory."""
+    storage_len: int = 0
+    """Those of them that came from storage."""
+    is_loading: bool = False
+    """Pages are being filled from host memory; nothing is computed before they are there."""
     computed_len: int = 0
+    planned_len: int = 0
+    """Never less than ``computed_len``."""
     pages: list[int] = field(default_factory=list)
     num_announced_pages: int = 0
     """Leading pages that the ranks already know of; 0 again after a retraction."""
@@ -42,13 +51,23 @@ class Sequence:
     """The ranks know this room."""
     timed: bool = False
     """The ranks keep a timeline of it."""
+    is_restoring: bool = False
+    """Its KV comes from host memory with the next step."""
     is_whole: bool = False
     """Its grammar allows nothing more."""
 
+    def __post_init__(self) -> None:
+        self.planned_len = self.computed_len
+
     @property
     def pending_len(self) -> int:
-        """Tokens still to be computed."""
-        return len(self.tokens) - self.computed_len
+        """Tokens that no step has computed or is to compute."""
+        return len(self.tokens) - self.planned_len
+
+    @property
+    def cached(self) -> CachedTokens:
+        """What need not be computed, by where it came from."""
+        return CachedTokens(total=self.cached_len, host=self.host_len, storage=self.storage_len)
 
     @property
     def is_stream(self) -> bool:
@@ -61,7 +80,9 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     def keys_of(self, num_tokens: int, page_size: int) -> list[bytes]:
-        """Keys of the full pages among the first tokens."""
+        """Keys of the full pages among the first tokens; none where the whole prompt must be computed."""
+        if self.sampling.num_prompt_logprobs is not None:
+            return []
         if len(self.page_keys) < num_tokens // page_size:
             extend_page_keys(self.page_keys, self.tokens, page_size, self.cache_salt)
         return self.page_keys[: num_tokens // page_size]

@@ -11,7 +11,9 @@ from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.sampling import Sampled
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
+from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.turns import Budget, Chunk, Rank, rank
 
@@ -25,19 +27,29 @@ class StepLimits:
     max_requests: int
     oldest_share: float = 0.25
     """Part of a step's time that belongs to the oldest sequence."""
+    depth: int = 1
+    """Most steps under way at once, for pipeline stages that each compute another."""
 
 
 class StepScheduler:
     """Turns sequences into step plans, and sampled tokens into longer sequences."""
 
     def __init__(
-        self, allocator: PageAllocator, limits: StepLimits, choose: Choose, chunk: Chunk | None = None
+        self,
+        allocator: PageAllocator,
+        limits: StepLimits,
+        choose: Choose,
+        chunk: Chunk | None = None,
+        keeper: HostKeeper | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
-        """Without ``chunk``, a token takes the same time whatever its prefix."""
-        self._holders = PageHolders(allocator, limits.page_size)
+        """Without ``chunk``, a token takes the same time whatever its prefix; without ``keeper``, no KV is kept."""
+        self._holders = PageHolders(allocator, limits.page_size, keeper, tiers)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
+        self.num_under_way = 0
+        """Plans that were not committed yet."""
         self._step = 0
 
     @property
@@ -61,14 +73,26 @@ class StepScheduler:
         return self._holders.num_retractions
 
     @property
+    def num_kept(self) -> int:
+        """How often its KV was kept."""
+        return self._holders.keeper.num_kept
+
+    @property
     def held_pages(self) -> list[int]:
-        """Pages of the running sequences."""
-        return [page for sequence in self._holders.running for page in sequence.pages]
+        """Pages of all sequences."""
+        return self._holders.held_pages
+
+    def whole_pages(self, room: Room) -> list[int]:
+        """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
+        return self._holders.whole_pages(room)
 
     def has_work(self) -> bool:
         """Whether the next plan would hold anything; a release alone can wait."""
         holders = self._holders
-        return bool(holders.running) or any(map(holders.can_start, holders.waiting.candidates()))
+        if self.num_under_way == self._limits.depth:
+            return False
+        has_pending = any(sequence.pending_len and not sequence.is_loading for sequence in holders.running)
+        return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence without pages; it starts when its turn and its pages come."""
@@ -89,7 +113,9 @@ class StepScheduler:
         self._holders.retire(room)
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, or None when there is nothing to compute; the caller commits plans in order."""
+        if self.num_under_way == self._limits.depth:
+            return None
         granted = self._grant()
         by_room = {sequence.room: sequence for sequence in self._holders.running}
         admits: list[Admit] = []
@@ -97,6 +123,8 @@ class StepScheduler:
         if not rows:
             return None
         self._step += 1
+        self.num_under_way += 1
+        saves, loads = self._holders.keeper.take_copies()
         choice = self._choose([len(row.token_ids) for row in rows], [row.first_position for row in rows])
         return StepPlan(
             step=self._step,
@@ -104,6 +132,8 @@ class StepScheduler:
             admits=admits,
             rows=rows,
             releases=self._holders.take_releases(),
+            saves=saves,
+            loads=loads,
             estimate_s=choice.estimate_s,
             passing=choice.passing,
         )
@@ -111,13 +141,14 @@ class StepScheduler:
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[Sequence]:
         """Book the outcome of a step; the sequences that got a token, in row order.
 
-        A sequence removed while the step ran is passed over.
+        A sequence removed or started anew while the step ran is passed over.
         """
+        self.num_under_way -= 1
         by_room = {sequence.room: sequence for sequence in self._holders.running}
         advanced = []
         for row in plan.rows:
             sequence = by_room.get(row.room)
-            if sequence is None:
+            if sequence is None or sequence.computed_len != row.first_position:
                 continue
             sequence.computed_len += len(row.token_ids)
             if sequence.computed_len // self._limits.page_size > row.first_position // self._limits.page_size:
@@ -140,31 +171,47 @@ class StepScheduler:
         holders = self._holders
         budget = Budget(self._limits.chunk_tokens, self._limits.max_requests, self._chunk)
         self._grant_streams(budget)
-        turns = [sequence for sequence in holders.running if not sequence.is_stream] + holders.waiting.candidates()
+        pending = [sequence for sequence in holders.running if sequence.pending_len and not sequence.is_stream]
+        turns = pending + holders.waiting.candidates()
         by_rank = sorted(turns, key=self._rank)
-        coming: set[bytes] = set()
+        coming = {key for sequence in holders.running for key in self._keys_under_way(sequence, sequence.planned_len)}
         oldest = self._start_oldest(turns, budget)
-        if oldest is not None:
-            budget.grant_share(oldest.room, oldest.computed_len, oldest.pending_len, self._limits.oldest_share)
+        if oldest is not None and not oldest.is_restoring:
+            budget.grant_share(oldest.room, oldest.planned_len, oldest.pending_len, self._limits.oldest_share)
             coming.update(self._keys_of_row(oldest, budget))
         for sequence in by_rank:
             if not budget.is_open(sequence.room):
                 continue
-            if sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence)):
-                budget.grant(sequence.room, sequence.computed_len, sequence.pending_len)
+            if sequence.is_loading:
+                continue
+            is_ready = sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence))
+            if is_ready and not sequence.is_restoring:
+                budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
                 coming.update(self._keys_of_row(sequence, budget))
+        self._grant_restoring(budget)
         return budget.granted
 
+    def _grant_restoring(self, budget: Budget) -> None:
+        """KV comes back while others compute, or else is waited for."""
+        for sequence in self._holders.running:
+            if sequence.is_restoring and not budget.granted:
+                budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
+            sequence.is_restoring = False
+
     def _grant_streams(self, budget: Budget) -> None:
-        """One token for every sequence that waits for no more; to make room for it others may be retracted."""
+        """One token for every sequence that waits for no more; to make room for it others may be retracted.
+
+        Where several steps are under way at once, each has its part of the sequences.
+        """
         running = self._holders.running
-        for sequence in [sequence for sequence in running if sequence.is_stream]:
+        num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
+        for sequence in [sequence for sequence in running if sequence.is_stream][:num_streams]:
             if budget.is_open(sequence.room) and sequence in running and self._holders.grow(sequence, 1):
-                budget.grant(sequence.room, sequence.computed_len, 1)
+                budget.grant(sequence.room, sequence.planned_len, 1)
 
     def _start_oldest(self, turns: list[Sequence], budget: Budget) -> Sequence | None:
         """The oldest sequence that has its pages, or can have them; none if streams have taken the whole step."""
-        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room)]
+        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room) and not sequence.is_loading]
         oldest_first = sorted(open_turns, key=lambda sequence: sequence.arrival)
         return next((sequence for sequence in oldest_first if sequence.pages or self._holders.start(sequence)), None)
 
@@ -180,7 +227,12 @@ class StepScheduler:
 
     def _keys_of_row(self, sequence: Sequence, budget: Budget) -> list[bytes]:
         """Keys of the pages that will be whole after this step and are not yet."""
-        end = sequence.computed_len + budget.granted.get(sequence.room, 0)
+        return self._keys_under_way(sequence, sequence.planned_len + budget.granted.get(sequence.room, 0))
+
+    def _keys_under_way(self, sequence: Sequence, end: int) -> list[bytes]:
+        """Keys of the pages before ``end`` that are not whole yet."""
+        if end == sequence.computed_len:
+            return []
         return self._holders.keys(sequence, end)[sequence.computed_len // self._limits.page_size :]
 
 
@@ -188,8 +240,9 @@ def _row(sequence: Sequence, count: int, admits: list[Admit]) -> Row:
     if not sequence.announced:
         admits.append(_admit(sequence))
         sequence.announced = True
-    start = sequence.computed_len
+    start = sequence.planned_len
     token_ids = sequence.tokens[start : start + count]
+    sequence.planned_len += len(token_ids)
     new_pages = sequence.pages[sequence.num_announced_pages :]
     sequence.num_announced_pages = len(sequence.pages)
     return Row(
@@ -199,7 +252,15 @@ def _row(sequence: Sequence, count: int, admits: list[Admit]) -> Row:
         new_pages=new_pages,
         samples=start + len(token_ids) == len(sequence.tokens),
         output_position=sequence.num_outputs,
+        targets=_targets(sequence, start, count),
     )
+
+
+def _targets(sequence: Sequence, start: int, count: int) -> list[int]:
+    """The tokens after these, as far as they are of the prompt; only once, not when it is computed again."""
+    if sequence.sampling.num_prompt_logprobs is None or sequence.num_outputs > 0:
+        return []
+    return sequence.tokens[start + 1 : start + 1 + count]
 
 
 def _admit(sequence: Sequence) -> Admit:

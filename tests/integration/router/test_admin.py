@@ -51,6 +51,14 @@ def test_the_administrators_key_is_its_own(guarded: RouterCluster) -> None:
     assert ask(guarded, "the-admin-key").status_code == 401
 
 
+def test_what_is_not_open_wants_a_key(guarded: RouterCluster) -> None:
+    paths = guarded.http.get("/openapi.json").json()["paths"]
+    asked = {path: guarded.http.request(method, path) for path, methods in paths.items() for method in methods}
+    refused = {path for path, reply in asked.items() if reply.status_code == 401}
+    assert set(paths) - refused == {"/health", "/ready", "/version", "/metrics"}
+    assert {"/admin/drain", "/v1/completions", "/generate", "/timelines/{number}"} & set(paths) <= refused
+
+
 def test_replicas_are_told(guarded: RouterCluster) -> None:
     assert admin(guarded, "drain", replica="decode-0") == {"draining": "decode-0"}
     assert guarded.decode.wait_told(Drain)

@@ -26,10 +26,14 @@ WRONG_STOP = "must be a string, or a list of at most 16 strings; none of them em
 WRONG_CONTENT = "must be a string, or a list of parts of type text; images, audio and files are not supported"
 CONTEXT_IS = "this model's context is 512 tokens for prompt and answer together"
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
-WRONG_TOOL_CHOICE = 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+WRONG_TOOL_CHOICE = 'must be "none", "auto", "required" or an object of type "function" that names one of the tools'
 NO_TOOLS = (
     "not supported here: the chat template of this model shows no way to call tools, or router.tool_parser is none; "
     'allowed beside "tool_choice": "none"'
+)
+NO_THOUGHTS = (
+    "not supported here: the chat template of this model shows no thoughts, or router.reasoning_parser is none; "
+    'got "low", allowed: null or "none"'
 )
 WRONG_FORMAT = (
     'must be an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
@@ -53,7 +57,9 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("prompt", ["x"] * 1025, "at most 1024 prompts in one request, got 1025"),
     ("prompt", [1] * 512, f"the prompt has 512 tokens; {CONTEXT_IS}"),
     ("max_tokens", 511, f"the prompt has 2 tokens and 511 more were asked for; {CONTEXT_IS}"),
-    ("max_tokens", 0, "Input should be greater than or equal to 1, got 0"),
+    ("max_tokens", -1, "Input should be greater than or equal to 0, got -1"),
+    ("max_tokens", 0, "0 is only allowed together with echo or prompt_logprobs"),
+    ("prompt_logprobs", 21, "Input should be less than or equal to 20, got 21"),
     ("max_tokens", "5", "Input should be a valid integer, got '5'"),
     ("temperature", -1, "Input should be greater than or equal to 0, got -1"),
     ("top_p", 0, "Input should be greater than 0, got 0"),
@@ -110,6 +116,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("tool_choice", "required", "there are no tools to choose from"),
     ("tool_choice", "any", WRONG_TOOL_CHOICE),
     ("top_logprobs", 2, "only allowed when logprobs is true"),
+    ("reasoning_effort", "low", NO_THOUGHTS),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),
     ("response_format", {"type": "xml"}, WRONG_FORMAT),
     ("response_format.json_schema", {"type": "json_schema"}, 'field required where type is "json_schema"'),
@@ -190,9 +197,11 @@ class TestBadInput:
         error = shared.post("/v1/completions", **body).json()["error"]
         assert error["message"] == "min_tokens: every one of allowed_token_ids would end the answer"
 
-    def test_echo_has_no_logprobs(self, shared: RouterCluster) -> None:
-        error = shared.post("/v1/completions", prompt="x", echo=True, logprobs=1).json()["error"]
-        assert error["message"] == "logprobs: not supported together with echo; leave one of them out"
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_a_stream_tells_no_prompt_logprobs(self, shared: RouterCluster, path: str) -> None:
+        body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        error = shared.post(path, **body, stream=True, prompt_logprobs=1).json()["error"]
+        assert error["message"] == "prompt_logprobs: not told in a stream; leave one of both out"
 
     def test_a_model_without_chat_template(self, tmp_path: Path) -> None:
         folder = write_model_folder(tmp_path / "plain", template=None)

@@ -60,7 +60,7 @@ class TestReplicasComeAndGo:
         cluster.decode.wait_cancels(4)
 
     def test_a_request_waits_in_the_router_until_decode_has_room(self, cluster: RouterCluster) -> None:
-        # Pools of 4 tokens, filled 16 times by the choices of one request.
+        # Pools of 4 tokens, filled 16 times by the choices of one request, of which one alone counts the prompt.
         entries = (entry_of(peer, total_pages=1) for peer in (cluster.prefill.peer, cluster.decode.peer))
         cluster.table.show(table_of(*entries, version=2))
         deadline_s = time.monotonic() + 60
@@ -69,12 +69,12 @@ class TestReplicasComeAndGo:
         cluster.decode.flow.clear()
         body = {"prompt": "a", "max_tokens": 2}
         with ThreadPoolExecutor() as threads:
-            first = threads.submit(cluster.post, "/v1/completions", **body, n=16)
-            cluster.decode.wait_submits(16)
+            first = threads.submit(cluster.post, "/v1/completions", **body, n=31)
+            cluster.decode.wait_submits(31)
             second = threads.submit(cluster.post, "/v1/completions", **body)
             while not cluster.metric("baton_num_requests_waiting"):
                 assert time.monotonic() < deadline_s
-            assert len(cluster.decode.submits) == 16
+            assert len(cluster.decode.submits) == 31
             cluster.decode.flow.set()
             assert [reply.result().status_code for reply in (first, second)] == [200, 200]
         cluster.assert_empty()

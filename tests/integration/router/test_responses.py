@@ -93,12 +93,22 @@ def test_logprobs(shared: RouterCluster) -> None:
     [
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}, "text"),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning"),
+        ({"input": "x", "reasoning": {"summary": "detailed"}}, "reasoning"),
+        ({"input": "x", "include": ["file_search_call.results"]}, "include"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
         ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "x" * 600}, "input"),
         ({"input": "x", "top_k": "many"}, "top_k"),
@@ -113,7 +123,17 @@ def test_what_cannot_be_done_is_refused_by_name(shared: RouterCluster, body: Any
     assert param in error["message"]
 
 
-@pytest.mark.parametrize("harmless", [{"store": True}, {"tools": []}, {"include": []}, {"service_tier": "auto"}])
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"store": True},
+        {"tools": []},
+        {"include": []},
+        {"service_tier": "auto"},
+        {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
+        {"reasoning": {"effort": "none", "summary": "auto"}},
+    ],
+)
 def test_what_changes_nothing_is_ignored(shared: RouterCluster, harmless: Any) -> None:
     reply = shared.post("/v1/responses", input="x", max_output_tokens=1, **harmless)
     assert (reply.status_code, reply.json()["store"]) == (200, False)

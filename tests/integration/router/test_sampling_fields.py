@@ -114,13 +114,24 @@ class TestChoices:
         reply = shared.complete(["ab", "cde"], max_tokens=4, n=3, seed=2**63 - 2)
         assert [choice["text"] for choice in reply["choices"]] == ["abab"] * 3 + ["cdec"] * 3
         assert [choice["index"] for choice in reply["choices"]] == list(range(6))
-        assert [submit.sampling.seed for submit in shared.decode.submits[-6:]] == [2**63 - 2, 2**63 - 1, 0] * 2
+        submits = shared.decode.submits[-6:]
+        assert [submit.sampling.seed for submit in submits] == [2**63 - 2, 2**63 - 1, 0] * 2
         assert reply["usage"] == {
             "prompt_tokens": 3 + 4,
             "completion_tokens": 24,
             "total_tokens": 31,
             "prompt_tokens_details": {"cached_tokens": 2 * CACHED_TOKENS},
         }
+
+    def test_one_of_each_prompt_goes_to_prefill(self, shared: RouterCluster) -> None:
+        before = len(shared.prefill.submits), shared.metric("baton_prompt_tokens_total")
+        shared.complete(["ab", "cde"], max_tokens=4, n=3)
+        submits = shared.decode.submits[-6:]
+        assert shared.prefill.submits[before[0] :] == [submits[0], submits[3]]
+        firsts = [None, submits[0].room, submits[0].room, None, submits[3].room, submits[3].room]
+        assert [submit.prompt_of for submit in submits] == firsts
+        assert [submit.prefill is None for submit in submits] == [False, True, True] * 2
+        assert shared.metric("baton_prompt_tokens_total") - before[1] == 3 + 4
 
     def test_as_a_stream(self, shared: RouterCluster) -> None:
         messages = [{"role": "user", "content": "x"}]
@@ -144,6 +155,66 @@ class TestEcho:
     def test_stream(self, shared: RouterCluster) -> None:
         events = shared.events("/v1/completions", prompt="xyz", max_tokens=3, echo=True)
         assert [event["choices"][0]["text"] for event in events] == ["xyz", "x", "y", "z"]
+
+    def test_with_logprobs_tells_of_the_prompt_too(self, shared: RouterCluster) -> None:
+        choices = shared.complete(["ab", "c"], max_tokens=1, echo=True, n=2, logprobs=1)["choices"]
+        assert [choice["text"] for choice in choices] == ["aba", "aba", "cc", "cc"]
+        assert choices[0]["logprobs"] == {
+            "text_offset": [0, 0, 1, 2],
+            "token_logprobs": [None, -0.097, -0.098, -0.097],
+            "tokens": ["<s>", "a", "b", "a"],
+            "top_logprobs": [None, {"b": -0.125, "a": -0.097}, {"c": -0.125, "b": -0.098}, {"b": -0.125, "a": -0.097}],
+        }
+        assert choices[1]["logprobs"] == choices[0]["logprobs"]
+        assert choices[3]["logprobs"]["tokens"] == ["<s>", "c", "c"]
+        submits = shared.decode.submits[-4:]
+        assert [submit.sampling.num_prompt_logprobs for submit in submits] == [1, None, 1, None]
+
+    def test_as_a_stream_with_logprobs(self, shared: RouterCluster) -> None:
+        events = shared.events("/v1/completions", prompt="ab", max_tokens=2, echo=True, logprobs=0)
+        told = [event["choices"][0]["logprobs"] for event in events]
+        assert [offset for part in told for offset in part["text_offset"]] == [0, 0, 1, 2, 3]
+        assert [token for part in told for token in part["tokens"]] == ["<s>", "a", "b", "a", "b"]
+
+    def test_alone(self, shared: RouterCluster) -> None:
+        reply = shared.complete([[BOS, 97, 98], [BOS, 99]], max_tokens=0, echo=True, logprobs=1)
+        assert [choice["text"] for choice in reply["choices"]] == ["ab", "c"]
+        assert [choice["finish_reason"] for choice in reply["choices"]] == ["length"] * 2
+        assert reply["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.097, -0.098]
+        assert (reply["usage"]["completion_tokens"], reply["usage"]["prompt_tokens"]) == (0, 5)
+        events = shared.events("/v1/completions", prompt="ab", max_tokens=0, echo=True)
+        assert [event["choices"][0]["text"] for event in events] == ["ab", ""]
+
+
+SECOND: Any = {
+    "97": {"logprob": -0.097, "rank": 9, "decoded_token": "a"},
+    "98": {"logprob": -0.125, "rank": 1, "decoded_token": "b"},
+}
+"""What is told of an a in a prompt."""
+
+
+class TestPromptLogprobs:
+    def test_of_completions(self, shared: RouterCluster) -> None:
+        choices = shared.complete("ab", max_tokens=1, prompt_logprobs=1, n=2)["choices"]
+        assert [choice["text"] for choice in choices] == ["a", "a"]
+        assert choices[0]["prompt_logprobs"][:2] == [None, SECOND]
+        assert len(choices[0]["prompt_logprobs"]) == 3
+        assert choices[1]["prompt_logprobs"] == choices[0]["prompt_logprobs"]
+        assert choices[0]["logprobs"] is None
+
+    def test_of_chats(self, shared: RouterCluster) -> None:
+        messages = [{"role": "user", "content": "a"}]
+        reply = shared.post("/v1/chat/completions", messages=messages, max_tokens=1, prompt_logprobs=1).json()
+        assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+        assert SECOND in reply["prompt_logprobs"]
+
+    def test_of_tokens(self, shared: RouterCluster) -> None:
+        reply = shared.post("/generate", prompt_ids=[BOS, 97], max_tokens=1, prompt_logprobs=1, n=2).json()
+        told = {"token_id": 97, "logprob": -0.097, "top_logprobs": [{"token_id": 98, "logprob": -0.125}]}
+        assert [choice["prompt_logprobs"] for choice in reply["choices"]] == [[None, told]] * 2
+
+    def test_are_not_there_unasked(self, shared: RouterCluster) -> None:
+        assert "prompt_logprobs" not in shared.complete("ab", max_tokens=1, echo=True, logprobs=1)["choices"][0]
 
 
 class TestLogprobs:

@@ -17,12 +17,12 @@ from cluster.spec.registry import KvOwnership, TransferMode
 from cluster.spec.strategy import Strategy
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
-TOP_KEYS = "name, model, kv, prefill, decode, transfer, router, resources"
+TOP_KEYS = "name, model, kv, prefill, decode, hicache, transfer, router, resources"
 WHOLE_FROM_1 = "allowed: a whole number, 1 or more"
 TEXT = "allowed: a text that is not empty, in quotes if it looks like a number"
 
 BAD_FILES = {
-    "unknown top key": ("hicash: {}", [f"hicash: unknown key; allowed: {TOP_KEYS}"]),
+    "unknown top key": ("sharding: {}", [f"sharding: unknown key; allowed: {TOP_KEYS}"]),
     "misspelt key": ("prefil: {}", [f"prefil: unknown key; did you mean prefill? allowed: {TOP_KEYS}"]),
     "misspelt nested key": (
         "prefill: {parallel: {ccp: 2}}",
@@ -148,6 +148,13 @@ BAD_FILES = {
     "memory of one role": (
         "decode: {kv_memory_gib: 0}",
         ["decode.kv_memory_gib: got 0; allowed: a number over 0, 65536 at most"],
+    ),
+    "storage without host memory": (
+        "hicache: {storage: {backend: files}}",
+        [
+            "hicache.storage.backend: got files with hicache.host_gib = 0.0 and kv.prefix_cache = true; "
+            "allowed: none, or host memory and the prefix cache, which pages pass through"
+        ],
     ),
     "lease": (
         "resources: {heartbeat_s: 2, lease_s: 2}",
@@ -308,10 +315,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_axes_beyond_cp_and_tp_are_legal_and_not_yet_run() -> None:
-    config = parse_config("prefill: {parallel: {cp: 2, tp: 2, pp: 2, ep: 4}}\ndecode: {replicas: 3}", "f.yaml")
+    config = parse_config("prefill: {parallel: {dp: 2, cp: 2, tp: 2, pp: 2, ep: 4}}\ndecode: {replicas: 3}", "f.yaml")
     assert [str(problem) for problem in runnable_problems(config)] == [
-        "prefill.parallel.pp: got 2; the engine runs pp = 1 so far (`baton plan` shows larger ones)",
-        "prefill.parallel.ep: got 4; the engine runs ep = 1 so far (`baton plan` shows larger ones)",
+        "prefill.parallel.dp: got 2; the engine runs dp = 1 so far (`baton plan` shows larger ones)",
     ]
 
 
@@ -331,7 +337,7 @@ def test_committed_schema_is_current() -> None:
 def test_schema_describes_every_key() -> None:
     definitions = json.loads(schema_text())["$defs"]
     sections = [definition for definition in definitions.values() if "properties" in definition]
-    assert len(sections) == 8
+    assert len(sections) == 10
     assert all("description" in key for section in sections for key in section["properties"].values())
 
 

@@ -14,14 +14,17 @@ from cluster.launch.launcher import LOOPBACK, Launcher
 from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig, ResourcesConfig
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.registry import ReplicaEntry
+from cluster.supervisor.events import Outcome
 from cluster.supervisor.loop import Supervisor
-from cluster.supervisor.stop_watch import watch_stop
+from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
+from cluster.supervisor.table_watch import follow_table
 from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
 
 CONFIG = DeployConfig(
     prefill=PrefillConfig(parallel=ParallelConfig(cp=2)),
     decode=DecodeConfig(replicas=2),
-    resources=ResourcesConfig(restart_backoff_s=0.01, start_timeout_s=10.0),
+    resources=ResourcesConfig(restart_backoff_s=0.01, start_timeout_s=10.0, heartbeat_s=0.01),
 )
 ONE = Incarnation(1)
 WAIT_S = 60.0
@@ -261,7 +264,7 @@ def test_killed_rank_brings_a_whole_new_gang() -> None:
     assert driver.announced.wait(WAIT_S)
     old = world.system.living("prefill-0")
     old[1].die()
-    wait_until(lambda: any("running again" in line for line in driver.lines))
+    wait_until(lambda: any("running, incarnation" in line for line in driver.lines))
     fresh = world.system.living("prefill-0")
     assert len(fresh) == len(old) == 2
     assert not set(fresh) & set(old)
@@ -284,7 +287,7 @@ def test_gang_that_fails_again_is_tried_again() -> None:
     wait_until(lambda: any("failed 3 times in a row" in line for line in driver.lines))
     assert any(line.endswith("decode-1 rank 0: no memory") for line in driver.lines)
     del world.load_errors["decode-1", 0]
-    wait_until(lambda: any("decode-1: running again" in line for line in driver.lines))
+    wait_until(lambda: any("decode-1: running, incarnation" in line for line in driver.lines))
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
 
@@ -295,7 +298,7 @@ def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
     assert driver.announced.wait(WAIT_S)
     workers = world.system.living("prefill") + world.system.living("decode") + world.system.living("router")
     world.system.living("bootstrap")[0].die()
-    wait_until(lambda: any("bootstrap: running again" in line for line in driver.lines))
+    wait_until(lambda: any("bootstrap: running, incarnation" in line for line in driver.lines))
     assert all(actor.alive for actor in workers)
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
@@ -304,12 +307,57 @@ def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
 def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
     world = World()
     world.bootstrap_up = False
-    asked = threading.Event()
-    threading.Thread(target=watch_stop, args=(FakeTable(world), asked.set), daemon=True).start()
+    following = threading.Thread(target=follow_table, args=(FakeTable(world), lambda _: None), daemon=True)
+    following.start()
     world.table.request_stop()
-    assert not asked.wait(0.05)
+    following.join(0.05)
+    assert following.is_alive()
     world.bootstrap_up = True
-    assert asked.wait(WAIT_S)
+    following.join(WAIT_S)
+    assert not following.is_alive()
+
+
+def test_orders_reach_the_replicas_and_the_table_shows_them() -> None:
+    driver = Driver(World())
+    assert driver.announced.wait(WAIT_S)
+    table, system = driver.world.table, driver.world.system
+
+    def give(order: Order) -> tuple[Outcome, str]:
+        *_, last = driver.supervisor.give(order)
+        return last.outcome, last.line
+
+    def entries() -> dict[str, ReplicaEntry]:
+        return {entry.replica: entry for entry in table.snapshot(0.0).replicas}
+
+    assert give(DrainOrder(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
+    assert entries()["decode-1"].load.draining
+    assert give(ResumeOrder(replica=ReplicaId("decode-1")))[0] is Outcome.DONE
+    wait_until(lambda: not entries()["decode-1"].load.draining)
+    before = {name: entry.incarnation for name, entry in entries().items()}
+    assert give(RestartOrder(replicas=(ReplicaId("decode-0"), ReplicaId("decode-1")), is_rolling=True)) == (
+        Outcome.DONE,
+        "restarted",
+    )
+    assert {name for name, entry in entries().items() if entry.incarnation > before[name]} == {"decode-0", "decode-1"}
+    assert give(ScaleOrder(prefill=2, decode=1)) == (Outcome.DONE, "prefill: 2, decode: 1")
+    assert entries().keys() == {"prefill-0", "prefill-1", "decode-0"}
+    assert len(system.living("prefill-1")) == 2
+    assert system.living("decode-1") == []
+    assert len(system.reserved) == 3
+    outcome, line = give(ScaleOrder(prefill=40))
+    assert (outcome, "room for" in line) == (Outcome.REFUSED, True)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_a_replica_that_stays_busy_is_given_its_grace_and_no_more() -> None:
+    driver = Driver(World())
+    assert driver.announced.wait(WAIT_S)
+    driver.world.num_open = 1
+    (answer,) = driver.supervisor.give(DrainOrder(replica=ReplicaId("decode-1"), grace_s=0.1))
+    assert answer.outcome is Outcome.FAILED
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
 
 
 def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +384,7 @@ def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(world.system, "kill", lambda *_: False)
         world.system.living("prefill-0")[0].die()
-        wait_until(lambda: any("running again" in line for line in driver.lines))
+        wait_until(lambda: any("running, incarnation" in line for line in driver.lines))
         assert ReplicaId("prefill-0") not in world.table.snapshot(0.0).reaped
     wait_until(lambda: ReplicaId("prefill-0") in world.table.snapshot(0.0).reaped)
     driver.supervisor.request_stop("SIGINT")

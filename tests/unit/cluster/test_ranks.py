@@ -18,6 +18,7 @@ from cluster.spec.ranks import (
     positions,
     sizes_of,
     stage_layers,
+    stage_links,
     world_size,
 )
 from cluster.spec.registry import RankCoords
@@ -55,10 +56,16 @@ def brute_force_ranks(parallel: ParallelConfig) -> list[Fields]:
 
 def brute_force_groups(ranks: list[Fields], varying: str, alike: tuple[str, ...]) -> list[list[int]]:
     """The group of each rank: every rank that equals it on the axes that must be alike."""
-    found = []
+    found = members_alike(ranks, alike)
+    for members in found:
+        assert [ranks[rank][varying] for rank in members] == list(range(len(members)))
+    return found
+
+
+def members_alike(ranks: list[Fields], alike: tuple[str, ...]) -> list[list[int]]:
+    found: list[list[int]] = []
     for mine in ranks:
         members = [rank for rank, other in enumerate(ranks) if all(mine[axis] == other[axis] for axis in alike)]
-        assert [ranks[rank][varying] for rank in members] == list(range(len(members)))
         if members not in found:
             found.append(members)
     return found
@@ -85,8 +92,24 @@ def test_groups_equal_brute_force(parallel: ParallelConfig) -> None:
         "moe_dp": brute_force_groups(ranks, "moe_dp", ("pp", "ep", "moe_tp")),
         "moe_ep": brute_force_groups(ranks, "ep", ("pp", "moe_dp", "moe_tp")),
         "moe_tp": brute_force_groups(ranks, "moe_tp", ("pp", "moe_dp", "ep")),
+        "moe_block": members_alike(ranks, ("pp", "moe_dp")),
+        "moe_shards": members_alike(ranks, ("pp", "moe_dp", "tp")),
         "pp": brute_force_groups(ranks, "pp", ("dp", "cp", "tp")),
     }
+
+
+@settings(max_examples=100, deadline=None)
+@given(legal_parallels)
+def test_experts_are_fed_by_whole_attention_shards(parallel: ParallelConfig) -> None:
+    """dp * cp / moe_dp of them, of which each tp_rank meets the others of its own."""
+    ranks, found = positions(parallel), groups(parallel)
+    num_shards = parallel.dp * parallel.cp // parallel.moe_dp
+    for block in found[GroupName.MOE_BLOCK]:
+        shards = [
+            [(ranks[rank].dp, ranks[rank].cp) for rank in block if ranks[rank].tp == tp] for tp in range(parallel.tp)
+        ]
+        assert all(shard == shards[0] and len(set(shard)) == num_shards for shard in shards)
+    assert {len(members) for members in found[GroupName.MOE_SHARDS]} == {num_shards}
 
 
 @settings(max_examples=150, deadline=None)
@@ -119,6 +142,13 @@ def test_coordinates_and_ranks_are_inverse(parallel: ParallelConfig, data: st.Da
 )
 def test_worked_examples(parallel: ParallelConfig, name: str, expected: list[list[int]]) -> None:
     assert groups(parallel)[GroupName(name)] == expected
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [(0, 2)]), (1, [(1, 3)]), (2, [(0, 2), (2, 4)]), (5, [(3, 5)])])
+def test_hidden_states_go_from_each_rank_to_its_like_in_the_next_stage(
+    rank: int, expected: list[tuple[int, int]]
+) -> None:
+    assert stage_links(ParallelConfig(tp=2, pp=3), rank) == expected
 
 
 def test_ranks_of_two_expert_copies() -> None:

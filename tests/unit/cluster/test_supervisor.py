@@ -1,35 +1,21 @@
 """The supervisor's rules, event by event; and that no order of events starts a member twice or moves illegally."""
 
-from collections.abc import Iterable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
-from cluster.supervisor.reconcile import backoff_s, next_incarnation, reconcile
-from cluster.supervisor.state import (
-    MAX_BACKOFF_S,
-    NEVER,
-    STABLE_S,
+from cluster.supervisor.events import (
     Action,
     Announce,
-    Cluster,
     Drain,
     Drained,
     End,
     Ended,
-    Event,
     Failed,
     Kill,
     MarkReaped,
-    Member,
-    MemberState,
-    Now,
-    Phase,
     Prove,
     Proven,
-    Report,
     Start,
     Started,
     Stop,
@@ -37,42 +23,9 @@ from cluster.supervisor.state import (
     StopRequested,
     Tick,
 )
-
-NAMES = ("bootstrap", "router", "prefill-0", "decode-0")
-UNIX_MS = 1_000_000
-ERROR = BatonError("rank 1: no memory")
-
-
-class Run:
-    """A cluster and the clock it lives by."""
-
-    def __init__(self, names: Iterable[str] = NAMES) -> None:
-        self.cluster = Cluster(members={name: Member(name=name) for name in names}, backoff_s=1.0)
-        self.now_s = 0.0
-
-    def step(self, event: Event) -> list[Action]:
-        """Handle one event; the lines for the user are left out of the answer."""
-        now = Now(s=self.now_s, unix_ms=UNIX_MS + int(self.now_s * 1000))
-        self.cluster, actions = reconcile(self.cluster, event, now)
-        self.lines = [action.line for action in actions if isinstance(action, Report)]
-        return [action for action in actions if not isinstance(action, Report)]
-
-    def incarnation(self, name: str) -> Incarnation:
-        return self.cluster.members[name].incarnation
-
-    def state(self, name: str) -> MemberState:
-        return self.cluster.members[name].state
-
-    def serve(self) -> "Run":
-        """Bring everything up."""
-        self.step(Tick())
-        for name in self.cluster.members:
-            self.step(Started(name, self.incarnation(name)))
-        assert self.cluster.phase is Phase.SERVING
-        return self
-
-    def fail(self, name: str) -> list[Action]:
-        return self.step(Failed(name, self.incarnation(name), ERROR))
+from cluster.supervisor.reconcile import backoff_s, next_incarnation
+from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, MemberState, Phase
+from tests.fakes.supervised import ERROR, NAMES, UNIX_MS, Run
 
 
 def test_everything_starts_at_once() -> None:

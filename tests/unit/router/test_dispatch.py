@@ -17,6 +17,7 @@ from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import Cancel, Failure, Output, Peer, Submit
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
 from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
 from router.breaker import Breakers, BreakerState
 from router.dispatch import Dispatch
@@ -113,6 +114,34 @@ def test_what_prefill_has_cached_is_no_load() -> None:
     dispatch.on_output(output(room, 0, 9), NOW)
     dispatch.on_client_left(room)
     assert_empty(dispatch)
+
+
+def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> None:
+    dispatch = make()
+    first = opened(dispatch)
+    room, actions = dispatch.open(ASK, 1.0, NOW, prompt_of=first)
+    (send,) = [action for action in actions if isinstance(action, Send)]
+    assert isinstance(send.message, Submit)
+    assert (send.address, send.message.prefill, send.message.prompt_of) == (DECODE.address, None, first)
+    assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
+    assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=7 + 4)
+    dispatch.check_integrity()
+    dispatch.on_output(output(room, 0, 9), NOW)
+    assert [send.address for send in dispatch.on_client_left(room) if isinstance(send, Send)] == [DECODE.address]
+    assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
+    dispatch.on_client_left(first)
+    assert_empty(dispatch)
+
+
+def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
+    dispatch = make(max_retries=1)
+    room, _ = dispatch.open(ASK, 100.0, NOW, prompt_of=opened(dispatch))
+    sends = sends_of(dispatch.on_failure(failure(room, DECODE), NOW))
+    assert [send.address for send in sends] == [PREFILL.address, DECODE.address]
+    assert isinstance(sends[0].message, Submit)
+    assert (sends[0].message.prefill, sends[0].message.prompt_of) == (PREFILL, None)
+    assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=14)
+    dispatch.check_integrity()
 
 
 def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
@@ -289,7 +318,7 @@ class TestAnotherAttempt:
         assert (submit.room, submit.prompt_ids, submit.num_given) == (2, [1, 2, 3, 9, 8], 2)
         assert (submit.sampling, submit.stopping, submit.decode) == (ASK.sampling, ASK.stopping, other)
         assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=5)
-        last = msgspec.structs.replace(output(Room(2), 2, 7, peer=other), cached_tokens=4)
+        last = msgspec.structs.replace(output(Room(2), 2, 7, peer=other), cached=CachedTokens(total=4))
         assert dispatch.on_output(last, NOW) == [Emit(room=room, token_ids=[7], finish=None)]
         end = output(Room(2), 3, 6, peer=other, finish=FinishReason.LENGTH)
         assert dispatch.on_output(end, NOW) == [Emit(room=room, token_ids=[6], finish=FinishReason.LENGTH)]

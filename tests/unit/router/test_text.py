@@ -82,6 +82,32 @@ def test_stop_strings_count_from_the_minimum_on(
     assert join(shown).text == text[:start] + cut(text[start:], stops)
 
 
+@given(
+    text=st.text("aé€😀", max_size=12),
+    stops=st.lists(st.text("aé€😀", min_size=1, max_size=3), max_size=3),
+    cuts=st.lists(st.integers(0, 48)),
+    include=st.booleans(),
+)
+def test_characters_and_stop_strings_may_be_split_over_tokens_in_any_way(
+    tokenizer: Tokenizer, text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    """Each token is a byte."""
+    tokens = list(text.encode())
+    edges = sorted({0, len(tokens), *[point % (len(tokens) + 1) for point in cuts]})
+    made, shown = AnswerText(tokenizer, TextRules(stops=stops, include_stop=include)), list[Piece]()
+    for start, end in pairwise(edges):
+        shown += made.push(tokens[start:end], None)
+        if shown[-1].finish:
+            break
+    else:
+        shown += made.push([], FinishReason.LENGTH)
+    whole = join(shown)
+    is_stopped = any(stop in text for stop in stops)
+    assert whole.finish is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+    ends = [len(cut(text, stops)) + len(stop) for stop in stops if text[len(cut(text, stops)) :].startswith(stop)]
+    assert whole.text == (text[: min(ends)] if include and is_stopped else cut(text, stops))
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
 def test_what_stopped_the_text_is_shown_on_request(tokenizer: Tokenizer, include: bool, text: str) -> None:
     by_string = AnswerText(tokenizer, TextRules(stops=["cd"], include_stop=include))

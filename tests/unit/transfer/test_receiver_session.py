@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.messages import Done, Drained, Peer, Refused, Result, Revoke
+from cluster.spec.messages import Done, Drained, PageDigests, Peer, Refused, Result, Revoke
+from cluster.spec.registry import Verify
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
 from transfer.receiver_session import (
     REVOKE_AGAIN_S,
@@ -264,3 +265,24 @@ def test_a_ready_transfer_stays_ready() -> None:
     assert session.tick(1e9) is None
     assert session.state is ReceiverState.READY
     assert session.num_dropped == {"ready": 3}
+
+
+def test_counts_alone_do_not_make_a_verified_transfer_ready() -> None:
+    told = [PageDigests(rank=0, spans=[(0, 10)], pages=[page], digests=[b"d"]) for page in (4, 5, 6)]
+    for digests, state in ((told, ReceiverState.READY), (told[:2], ReceiverState.REVOKING)):
+        session = ReceiverSession(
+            ticket([4, 5, 6]),
+            PREFILL,
+            num_pages=3,
+            num_bytes=30,
+            silence_s=SILENCE_S,
+            settle_s=SETTLE_S,
+            verify=Verify.DIGEST,
+        )
+        session.open(0.0)
+        session.handle(_result(), 0.0)
+        session.handle(msgspec.structs.replace(_done(0, 1), digests=digests[:1]), 0.0)
+        session.handle(msgspec.structs.replace(_done(1, 2), digests=digests[1:]), 0.0)
+        assert session.state is state
+    assert session.failure is not None
+    assert session.failure.reason == "digests of prefill-0: they speak for 20 of 30 bytes (transfer.verify)"

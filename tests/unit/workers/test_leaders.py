@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.messages import Cancel, Drained, TableUpdate, Ticket
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.sampling import FinishReason
 from tests.fakes.handoff import Client, World
 from tests.fakes.paged_ranks import PAGE_SIZE, next_token, sampled_of
@@ -430,3 +430,57 @@ def drain(world: World, room: Room) -> None:
     leader.on_message(Cancel(room=room, incarnation=Incarnation(1)), 0.0)
     drained = Drained(room=room, generation=1, prefill=world.prefill_peer, decode_incarnation=Incarnation(1))
     leader.on_message(drained, 0.0)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    cp=st.integers(1, 3),
+    sending=st.sampled_from(SENDING),
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=6),
+    cancels=st.lists(st.integers(0, 200), max_size=3),
+    prefix_cache=st.booleans(),
+    flips=st.sampled_from([0.0, 0.1]),
+)
+def test_what_changed_on_its_way_is_never_answered(
+    seed: int,
+    cp: int,
+    sending: tuple[KvOwnership, TransferMode, PageFilter],
+    lengths: list[int],
+    cancels: list[int],
+    prefix_cache: bool,
+    flips: float,
+) -> None:
+    ownership, mode, page_filter = sending
+    num_pages = 12
+    world = World(
+        seed=seed,
+        cp=cp,
+        mode=mode,
+        page_filter=page_filter,
+        num_pages=num_pages,
+        chunk_tokens=8,
+        prefix_cache=prefix_cache,
+        ownership=ownership,
+        verify=Verify.DIGEST,
+        flips=flips,
+    )
+    rooms = [world.submit([index * 3 + place for place in range(length)], 4) for index, length in enumerate(lengths)]
+    for number in range(200):
+        if number in cancels:
+            world.cancel(rooms[number % len(rooms)])
+        world.act()
+    world.run()
+    for room, client in world.clients.items():
+        if client.cancelled:
+            continue
+        if room in world.flipped:
+            assert client.tokens == []
+            assert client.failure is not None
+            assert client.failure.endswith("with other bytes than were sent (transfer.verify)")
+        else:
+            assert (client.failure, client.tokens) == (None, answer_of(client, num_pages))
+    loads = [leader.load() for leader in world.leaders.values()]
+    assert all(load.free_pages == load.total_pages for load in loads)
+    failed = [client for client in world.clients.values() if client.failure is not None and not client.cancelled]
+    assert sum(load.wrong_pages for load in loads) >= len(failed)
+    assert all(leader.is_idle() for leader in world.leaders.values())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.fakes.checkpoints import FAMILIES, make_checkpoint
+from tests.fakes.checkpoints import DENSE, FAMILIES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from workers.engine.weights import load_model
 from workers.models.config import ModelConfig, UnsupportedModelError
@@ -31,6 +31,8 @@ ROPE_VARIANTS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
 }
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+
 Pair = tuple[DecoderModel, PreTrainedModel]
 
 
@@ -41,6 +43,7 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
     @cache
     def make(family: str, dtype: torch.dtype = torch.float32, rope: str | None = None, **overrides: Any) -> Pair:
         parameters = {"rope_parameters": {"rope_theta": 10_000.0, **ROPE_VARIANTS[rope]}} if rope else {}
+        overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
         folder = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=dtype, **overrides, **parameters)
         return load_model(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
@@ -114,6 +117,20 @@ def test_optional_biases_equal_transformers(pair_of: Callable[..., Pair], family
 
 @pytest.mark.parametrize(
     "shape",
+    [
+        {"norm_topk_prob": False},
+        {"mlp_only_layers": (1,)},
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+        {"num_experts": 5, "num_experts_per_tok": 5},
+    ],
+    ids=str,
+)
+def test_shapes_of_experts_equal_transformers(pair_of: Callable[..., Pair], shape: dict[str, Any]) -> None:
+    assert_same_logits(pair_of("qwen3_moe", **shape), PROMPT)
+
+
+@pytest.mark.parametrize(
+    "shape",
     [{"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"num_hidden_layers": 3, "head_dim": 32}],
     ids=str,
 )
@@ -121,7 +138,7 @@ def test_shapes_equal_transformers(pair_of: Callable[..., Pair], shape: dict[str
     assert_same_logits(pair_of("qwen3", **shape), PROMPT)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_bfloat16_is_close_to_transformers(pair_of: Callable[..., Pair], family: str) -> None:
     ours, theirs = pair_of(family, dtype=torch.bfloat16)
     assert ours.dtype == torch.bfloat16
@@ -186,7 +203,9 @@ def raw_config() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", "LlamaForCausalLM"]),
+        ({**MIXTRAL, "sliding_window": 4096}, ["sliding-window"]),
+        ({**MIXTRAL, "num_experts_per_tok": 5}, ["num_experts_per_tok is 5", "at most 4"]),
         ({"architectures": None}, ["architectures", "Qwen3ForCausalLM"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantized", "fp8", "bfloat16"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),

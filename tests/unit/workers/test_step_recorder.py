@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Path) -> None:
     model = load_model(folder)
-    recorder = StepRecorder(model, Communicator("alone"))
+    recorder = StepRecorder(model, [Communicator("alone")])
     with recorder.step(_plan(Room(1), timed=True)), torch.inference_mode():
         timed = model(TOKENS, TOKENS, DenseAttention())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -46,7 +46,7 @@ def test_a_timed_step_shows_its_parts_and_leaves_the_model_as_it_was(folder: Pat
 
 def test_a_step_that_fails_leaves_no_hooks(folder: Path) -> None:
     model = load_model(folder)
-    recorder = StepRecorder(model, Communicator("alone"))
+    recorder = StepRecorder(model, [Communicator("alone")])
     with pytest.raises(ZeroDivisionError), recorder.step(_plan(Room(1), timed=True)):
         raise ZeroDivisionError
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -56,7 +56,7 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
     model = load_model(folder)
 
     def names(group: Communicator) -> list[str]:
-        recorder = StepRecorder(model, group)
+        recorder = StepRecorder(model, [group])
         group.barrier()
         with recorder.step(_plan(Room(1), timed=True)):
             group.all_gather(torch.empty(2), torch.ones(1))

@@ -1,5 +1,7 @@
 """The step scheduler against a model whose next token is a function of the whole sequence so far."""
 
+from collections import deque
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,23 +68,37 @@ class Ranks:
     chunk_tokens=st.integers(1, 16),
     max_requests=st.integers(1, 4),
     num_owners=st.integers(1, 3),
+    depth=st.integers(1, 3),
 )
-def test_outputs_do_not_depend_on_chunks_batches_or_retractions(
-    prompts: list[list[int]], max_tokens: int, num_pages: int, chunk_tokens: int, max_requests: int, num_owners: int
+def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
+    prompts: list[list[int]],
+    max_tokens: int,
+    num_pages: int,
+    chunk_tokens: int,
+    max_requests: int,
+    num_owners: int,
+    depth: int,
 ) -> None:
     allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
-    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, chunk_tokens, max_requests), fixed(Strategy.NONE))
+    limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth)
+    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
     ranks = Ranks()
+    under_way: deque[tuple[StepPlan, dict[Room, Sampled]]] = deque()
     for room, prompt in enumerate(prompts):
         steps.add(sequence(room, prompt, max_tokens, owner_base=room % num_owners))
     finished: dict[int, list[int]] = {}
     for _ in range(5000):
         plan = steps.next_plan()
-        if plan is None:
+        if plan is not None:
+            assert sum(len(row.token_ids) for row in plan.rows) <= chunk_tokens
+            assert len(plan.rows) <= max_requests
+            under_way.append((plan, ranks.execute(plan)))
+            assert len(under_way) <= depth
+            if len(under_way) < depth:
+                continue
+        if not under_way:
             break
-        assert sum(len(row.token_ids) for row in plan.rows) <= chunk_tokens
-        assert len(plan.rows) <= max_requests
-        for advanced in steps.commit(plan, ranks.execute(plan)):
+        for advanced in steps.commit(*under_way.popleft()):
             if advanced.finish_reason():
                 finished[advanced.room] = advanced.tokens
                 allocator.free(steps.remove(advanced.room))
@@ -99,7 +115,7 @@ def test_outputs_do_not_depend_on_chunks_batches_or_retractions(
 def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_owner() -> None:
     """There are pages enough for all of them, but not with the owner whose pages all of them begin with."""
     allocator = PageAllocator(4, num_owners=4)
-    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    steps = StepScheduler(allocator, StepLimits(PAGE_SIZE, 64, 8, depth=40), fixed(Strategy.NONE))
     steps.add(sequence(1, [1], 1))
     assert steps.next_plan() is not None
     steps.add(sequence(0, [1] * 13 * PAGE_SIZE, 1))
@@ -126,6 +142,36 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     plan = steps.next_plan()
     assert plan is not None
     assert [row.room for row in plan.rows] == [0]
+
+
+def test_chunks_of_one_prompt_are_under_way_together_but_no_more_than_there_are_stages() -> None:
+    steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 4, 8, depth=3), fixed(Strategy.NONE))
+    steps.add(sequence(0, list(range(18)), 4))
+    plans = [steps.next_plan() for _ in range(4)]
+    assert [plan and (plan.rows[0].first_position, plan.rows[0].samples) for plan in plans] == [
+        (0, False),
+        (4, False),
+        (8, False),
+        None,
+    ]
+    assert not steps.has_work()
+    assert plans[0] is not None
+    steps.commit(plans[0], {})
+    last = steps.next_plan()
+    assert last is not None
+    assert (last.rows[0].first_position, last.rows[0].samples) == (12, False)
+
+
+def test_streams_are_divided_over_the_steps_under_way() -> None:
+    steps = StepScheduler(PageAllocator(64), StepLimits(PAGE_SIZE, 64, 8, depth=2), fixed(Strategy.NONE))
+    for room in range(5):
+        running = sequence(room, [1, 2], 4)
+        steps.add(running)
+    first = steps.next_plan()
+    assert first is not None
+    steps.commit(first, {row.room: Sampled(token_id=3) for row in first.rows})
+    plans = [steps.next_plan(), steps.next_plan()]
+    assert [plan and [row.room for row in plan.rows] for plan in plans] == [[0, 1, 2], [3, 4]]
 
 
 def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +14,24 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import UserError
-from tests.fakes.checkpoints import FAMILIES, make_checkpoint
+from tests.fakes.checkpoints import DENSE, FAMILIES, MOE, make_checkpoint
 from workers.engine import weights
 from workers.engine.weights import CheckpointError, load_model, stored_parts, torch_dtype
 from workers.models.decoder import DecoderModel
 from workers.models.resolve import resolve_model
 from workers.models.rope_config import UnsupportedModelError
 from workers.parallel.collectives import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 Tensors = dict[str, Tensor]
 NO_BACKEND: Any = SimpleNamespace(in_background=False)
 """Of a group in which nothing is computed."""
+
+
+def tp_rank(rank: int, tp: int) -> ModelGroups:
+    return ModelGroups.of_tp(Communicator("tp", rank, tp, NO_BACKEND))
 
 
 def tensors_of(model: DecoderModel) -> Tensors:
@@ -91,14 +98,14 @@ ODD = {"vocab_size": 251, "intermediate_size": 97, "num_attention_heads": 8, "nu
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_each_tp_rank_reads_only_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tp: int
 ) -> None:
     folder = make_checkpoint(tmp_path, family, tie_word_embeddings=False, **ODD)
     stored = load_file(folder / "model.safetensors")
     reads = Reads(monkeypatch)
-    ranks = [tensors_of(load_model(folder, group=Communicator("tp", rank, tp, NO_BACKEND))) for rank in range(tp)]
+    ranks = [tensors_of(load_model(folder, groups=tp_rank(rank, tp))) for rank in range(tp)]
     for name, tensor in stored.items():
         is_kv = "k_proj" in name or "v_proj" in name
         is_whole = name.endswith("norm.weight") or name.endswith("o_proj.bias") or name.endswith("down_proj.bias")
@@ -112,6 +119,40 @@ def test_each_tp_rank_reads_only_its_part(
             assert not joined.narrow(dim, tensor.shape[dim], joined.shape[dim] - tensor.shape[dim]).any(), name
 
 
+@pytest.mark.parametrize("family", MOE)
+def test_each_rank_reads_only_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    folder, reads = make_checkpoint(tmp_path, family), Reads(monkeypatch)
+    stored, parallel = load_file(folder / "model.safetensors"), ParallelConfig(tp=4, ep=2)
+    for rank in range(4):
+        tp = Communicator("tp", rank, 4, NO_BACKEND)
+        load_model(folder, groups=replace(ModelGroups.of_tp(tp), parallel=parallel))
+    for name, tensor in stored.items():
+        if ".experts." in name:
+            assert reads.elements[name] == tensor.numel(), name
+        elif "gate.weight" in name:
+            assert reads.elements[name] == 4 * tensor.numel(), name
+
+
+def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.0.mlp.experts.8.up_proj.weight"] = torch.zeros(2)
+
+    folder = rewrite(make_checkpoint(tmp_path, "qwen3_moe"), add)
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.0\.mlp\.experts\.8\.up_proj"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [("llama", "allowed: 1, since LlamaForCausalLM has no experts"), ("mixtral", "4 experts")]
+)
+def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path, family: str, words: str) -> None:
+    tp = Communicator("tp", 0, 3, NO_BACKEND)
+    groups = replace(ModelGroups.of_tp(tp), parallel=ParallelConfig(tp=3, ep=3))
+    folder = make_checkpoint(tmp_path, family, num_attention_heads=6, num_key_value_heads=3)
+    with pytest.raises(UnsupportedModelError, match=f"ep is 3; allowed: .*{words}"):
+        load_model(folder, groups=groups)
+
+
 def test_heads_that_tp_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
     for tp, words in {
@@ -119,7 +160,7 @@ def test_heads_that_tp_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
         6: "a multiple of the model's 4 KV",
     }.items():
         with pytest.raises(UnsupportedModelError, match=words):
-            load_model(folder, group=Communicator("tp", 0, tp, NO_BACKEND))
+            load_model(folder, groups=tp_rank(0, tp))
 
 
 def test_dtype_is_the_checkpoints_unless_asked_for(tmp_path: Path) -> None:

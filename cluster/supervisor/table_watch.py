@@ -1,17 +1,18 @@
-"""Waits until somebody asks the whole cluster to stop, through the bootstrap service."""
+"""Follows the rank table for the driver, until somebody asks there for the cluster's end."""
 
 import time
 from collections.abc import Callable
 
 from cluster.launch.tools import Table
 from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.registry import TableSnapshot
 
 _WATCH_S = 30.0
 _RECONNECT_S = 1.0
 
 
-def watch_stop(table: Table, on_stop: Callable[[], None]) -> None:
-    """Return after the first request, having called ``on_stop``; waits through the absence of the service."""
+def follow_table(table: Table, on_table: Callable[[TableSnapshot], None]) -> None:
+    """Show every new table, and return after the first that asks for a stop; waits through the service's absence."""
     version = 0
     while True:
         try:
@@ -21,7 +22,7 @@ def watch_stop(table: Table, on_stop: Callable[[], None]) -> None:
             continue
         if snapshot is None:
             continue
+        on_table(snapshot)
         if snapshot.stop_requested:
-            on_stop()
             return
         version = snapshot.version

@@ -1,0 +1,100 @@
+"""The driver's own socket, beside its note: orders in, answers out, one JSON object a line. For its owner alone."""
+
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from cluster.spec.errors import PeerUnreachableError
+from cluster.supervisor.events import Answer, Outcome
+from cluster.supervisor.orders import Order
+
+_MAX_LINE_BYTES = 65_536
+
+Give = Callable[[Order], Iterator[Answer]]
+
+_orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_answers = msgspec.json.Decoder(Answer)
+
+
+@contextmanager
+def serve_orders(path: Path, give: Give) -> Iterator[None]:
+    """Take orders at a path until left; what a driver that was killed left there is removed."""
+    path.unlink(missing_ok=True)
+    with _reachable(path) as short, _Server(str(short), _Connection) as server:
+        path.chmod(0o600)
+        server.give = give
+        thread = threading.Thread(target=server.serve_forever, name="orders", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            path.unlink(missing_ok=True)
+
+
+def give_order(path: Path, order: Order) -> Iterator[Answer]:
+    """Have a driver carry out an order; its answers as they come, up to the last one.
+
+    Raises:
+        PeerUnreachableError: nobody listens there, or the driver ended before its last answer.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            with _reachable(path) as short:
+                connection.connect(str(short))
+            connection.sendall(msgspec.json.encode(order) + b"\n")
+            for line in connection.makefile("rb"):
+                answer = _answers.decode(line)
+                yield answer
+                if answer.outcome is not Outcome.GOING_ON:
+                    return
+        except OSError as error:
+            raise PeerUnreachableError(f"the driver does not answer at {path}: {error.strerror}") from error
+    raise PeerUnreachableError("the driver ended before the order was carried out")
+
+
+def decode_order(line: bytes) -> Order | None:
+    """The order in a line; None if it holds none."""
+    try:
+        return _orders.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    block_on_close = False
+    """An order may outlast the cluster's end, which is its last answer."""
+    give: Give
+
+
+class _Connection(socketserver.StreamRequestHandler):
+    server: _Server
+
+    def handle(self) -> None:
+        order = decode_order(self.rfile.readline(_MAX_LINE_BYTES))
+        if order is None:
+            self._tell(Answer(0, "not an order", Outcome.REFUSED))
+            return
+        for answer in self.server.give(order):
+            with suppress(OSError):  # nobody asks any more; the order goes on
+                self._tell(answer)
+
+    def _tell(self, answer: Answer) -> None:
+        self.wfile.write(msgspec.json.encode(answer) + b"\n")
+
+
+@contextmanager
+def _reachable(path: Path) -> Iterator[Path]:
+    """The same path, short enough for a socket's address, which has 107 bytes, wherever the folder is."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{folder}", path.name)
+    finally:
+        os.close(folder)

@@ -1,0 +1,95 @@
+"""`baton drain`, `resume`, `restart` and `scale`: orders to the driver of a cluster on this machine."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from cluster.supervisor.orders import Order
+
+Replica = Annotated[str, typer.Argument(help="For example decode-0.", show_default=False)]
+Name = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME", help="Which cluster, if several run here.", show_default=False),
+]
+Grace = Annotated[
+    float | None,
+    typer.Option("--grace", min=0, help="Longest wait for open requests, in seconds; router.drain_s by default."),
+]
+
+
+def drain(replica: Replica, cluster: Name = None, grace_s: Grace = None) -> None:
+    """Let a replica take no new requests, and wait until its open ones have ended."""
+    from cluster.spec.ids import ReplicaId
+    from cluster.supervisor.orders import DrainOrder
+
+    _give(cluster, DrainOrder(replica=ReplicaId(replica), grace_s=grace_s))
+
+
+def resume(replica: Replica, cluster: Name = None) -> None:
+    """Let a drained replica take requests again."""
+    from cluster.spec.ids import ReplicaId
+    from cluster.supervisor.orders import ResumeOrder
+
+    _give(cluster, ResumeOrder(replica=ReplicaId(replica)))
+
+
+def restart(
+    replicas: Annotated[
+        list[str] | None, typer.Argument(metavar="[REPLICA]...", help="All by default.", show_default=False)
+    ] = None,
+    is_rolling: Annotated[
+        bool, typer.Option("--rolling", help="One after the other, while another one of its role takes requests.")
+    ] = False,
+    cluster: Name = None,
+    grace_s: Grace = None,
+) -> None:
+    """Let replicas finish their open requests, and start them again."""
+    from cluster.spec.ids import ReplicaId
+    from cluster.supervisor.orders import RestartOrder
+
+    names = tuple(ReplicaId(name) for name in replicas or [])
+    _give(cluster, RestartOrder(replicas=names, is_rolling=is_rolling, grace_s=grace_s))
+
+
+def scale(
+    numbers: Annotated[
+        list[str], typer.Argument(metavar="ROLE=NUMBER...", help="For example prefill=2 decode=1.", show_default=False)
+    ],
+    cluster: Name = None,
+    grace_s: Grace = None,
+) -> None:
+    """Start more replicas, or let those with the highest numbers finish their requests and go."""
+    from cluster.supervisor.orders import ScaleOrder
+
+    wanted = dict(_number(text) for text in numbers)
+    _give(cluster, ScaleOrder(prefill=wanted.get("prefill"), decode=wanted.get("decode"), grace_s=grace_s))
+
+
+def _number(text: str) -> tuple[str, int]:
+    role, _, number = text.partition("=")
+    if role not in ("prefill", "decode") or not number.isdecimal():
+        raise UserError(f"scale: got {text!r}; allowed: prefill=NUMBER and decode=NUMBER")
+    return role, int(number)
+
+
+def _give(name: str | None, order: "Order") -> None:
+    """Tell what the driver answers; exit code 2 where it refuses, 1 where not everything was done."""
+    from cluster.cli.control import give_order
+    from cluster.cli.running import control_path, find_running
+    from cluster.spec.errors import PeerUnreachableError
+    from cluster.supervisor.events import Outcome
+
+    cluster = find_running(name)
+    try:
+        for answer in give_order(control_path(cluster.name), order):
+            if answer.outcome is Outcome.REFUSED:
+                raise UserError(answer.line)
+            typer.echo(answer.line, err=True)
+            if answer.outcome is Outcome.FAILED:
+                raise typer.Exit(1)
+    except PeerUnreachableError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None

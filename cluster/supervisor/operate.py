@@ -1,0 +1,169 @@
+"""How orders are carried out: pure, as the rest of `reconcile`; one order at a time, and each comes to an end.
+
+A replica that an order takes away or starts again is drained first, for as long as the grace allows. Whatever fails on
+the way ends the order with an error; the supervisor still brings every wanted replica back.
+"""
+
+from dataclasses import replace
+
+from cluster.supervisor import events as words
+from cluster.supervisor.events import Action, Event, Outcome
+from cluster.supervisor.order_checks import difference, numbers_of, refusal, running, why_needed, why_not_running
+from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder
+from cluster.supervisor.state import Cluster, Member, MemberState, Now, OpenOrder, Phase
+
+Step = tuple[Cluster, list[Action]]
+
+
+def on_ordered(cluster: Cluster, event: words.Ordered, now: Now) -> Step:
+    """Refuse an order, or begin with it."""
+    if reason := refusal(cluster, event.order):
+        return cluster, [words.Answer(event.number, reason, Outcome.REFUSED)]
+    opened = replace(cluster, order=OpenOrder(number=event.number, order=event.order))
+    match event.order:
+        case DrainOrder(replica=name):
+            drain = _drain(opened, cluster.members[name])
+            return _with_order(opened, at_work=frozenset({name}), is_waiting=True), [drain]
+        case ResumeOrder(replica=name):
+            cluster, actions = _close(opened, f"{name}: told to take requests again")
+            return cluster, [words.ResumeReplica(name), *actions]
+        case RestartOrder():
+            names = tuple(dict.fromkeys(event.order.replicas)) or running(cluster)
+            return _with_order(opened, todo=names), []
+        case ScaleOrder():
+            missing, _ = difference(cluster, event.order)
+            if missing:
+                return _with_order(opened, is_waiting=True), [words.Place(missing)]
+            return _rescale(opened, event.order, now)
+
+
+def on_placed(cluster: Cluster, event: words.Placed, now: Now) -> Step:
+    """There is room for the replicas that an order adds, or the order changes nothing."""
+    order = cluster.order
+    if order is None or not isinstance(order.order, ScaleOrder) or not order.is_waiting:
+        return cluster, []
+    if event.refusal is not None:
+        return _close(cluster, str(event.refusal), Outcome.REFUSED)
+    return _rescale(_with_order(cluster), order.order, now)
+
+
+def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
+    """A replica has nothing open any more, or its time is up."""
+    member = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING, MemberState.DRAINING)
+    order = cluster.order
+    if member is None:
+        return cluster, []
+    late = [] if event.complete else [words.Report(f"{event.name}: not every open request has ended in time")]
+    if member.state is MemberState.DRAINING:
+        ending = replace(member.moved(MemberState.ENDING, "drained"), num_failures=0)
+        return cluster.with_member(ending), [*late, words.End(event.name, event.incarnation)]
+    if order is None or not isinstance(order.order, DrainOrder) or order.order.replica != event.name:
+        return cluster, []
+    if event.complete:
+        return _close(cluster, f"{event.name}: drained")
+    reason = f"{event.name}: not every open request has ended in time; it takes no new ones"
+    return _close(cluster, reason, Outcome.FAILED)
+
+
+def advance(cluster: Cluster, event: Event) -> Step:
+    """After each event: let go what is not wanted, and go on with the open order."""
+    if cluster.phase is not Phase.SERVING:
+        return (cluster, []) if cluster.order is None else _close(cluster, "the cluster stops", Outcome.FAILED)
+    cluster, actions = _let_go(cluster)
+    order = cluster.order
+    if order is None:
+        return cluster, actions
+    if isinstance(event, words.Failed) and event.name in order.at_work and _has_failed(cluster, event.name):
+        left = f"; not restarted: {', '.join(order.todo)}" if order.todo else ""
+        line = f"{event.name}: failed, and is started again: {event.error}{left}"
+        cluster, more = _close(cluster, line, Outcome.FAILED)
+    elif order.is_waiting or not all(_is_settled(cluster.members[name]) for name in order.at_work):
+        more = []
+    else:
+        cluster, more = _next_turn(cluster, order) if order.todo else _close(cluster, _summary(order))
+    return cluster, [*actions, *more]
+
+
+def _let_go(cluster: Cluster) -> Step:
+    actions: list[Action] = []
+    for member in list(cluster.members.values()):
+        if member.state is MemberState.RUNNING and not member.is_wanted:
+            cluster, begun = _begin(cluster, member.name)
+            actions += begun
+    return cluster, actions
+
+
+def _next_turn(cluster: Cluster, order: OpenOrder) -> Step:
+    """Restart the next replica, or all of them."""
+    assert isinstance(order.order, RestartOrder)
+    number = 1 if order.order.is_rolling else len(order.todo)
+    names, todo = order.todo[:number], order.todo[number:]
+    for name in names:
+        reason = why_not_running(cluster, name) or (order.order.is_rolling and why_needed(cluster, name))
+        if reason:
+            return _close(cluster, f"{reason}; not restarted: {', '.join(order.todo)}", Outcome.FAILED)
+    cluster = _with_order(cluster, at_work=frozenset(names), todo=todo)
+    actions: list[Action] = []
+    for name in names:
+        cluster, begun = _begin(cluster, name)
+        actions += [*begun, words.Answer(order.number, f"{name}: restarting", Outcome.GOING_ON)]
+    return cluster, actions
+
+
+def _rescale(cluster: Cluster, order: ScaleOrder, now: Now) -> Step:
+    """Add what is missing, and let go what is too much; ``advance`` sees it through."""
+    missing, extra = difference(cluster, order)
+    for name in missing:
+        member = cluster.members.get(name, Member(name=name))
+        if member.state is MemberState.REMOVED:
+            member = replace(member.moved(MemberState.WAITING, "scale"), num_failures=0)
+        cluster = cluster.with_member(replace(member, wake_s=now.s, is_wanted=True))
+    for name in extra:
+        member = replace(cluster.members[name], is_wanted=False)
+        if member.state is MemberState.WAITING:
+            member = member.moved(MemberState.REMOVED, "scale")
+        cluster = cluster.with_member(member)
+    return _with_order(cluster, at_work=frozenset([*missing, *extra])), []
+
+
+def _begin(cluster: Cluster, name: str) -> Step:
+    """Let a replica finish what it has taken, as the first step to its end."""
+    member = cluster.members[name].moved(MemberState.DRAINING, "order")
+    return cluster.with_member(member), [words.Report(f"{name}: draining"), _drain(cluster, member)]
+
+
+def _drain(cluster: Cluster, member: Member) -> words.DrainReplica:
+    order = cluster.order.order if cluster.order is not None else None
+    grace_s = None if order is None or isinstance(order, ResumeOrder) else order.grace_s
+    return words.DrainReplica(member.name, member.incarnation, grace_s)
+
+
+def _has_failed(cluster: Cluster, name: str) -> bool:
+    """Whether a wanted replica is being ended for a reason of its own."""
+    member = cluster.members[name]
+    return member.state is MemberState.ENDING and member.num_failures > 0 and member.is_wanted
+
+
+def _is_settled(member: Member) -> bool:
+    return member.state is (MemberState.RUNNING if member.is_wanted else MemberState.REMOVED)
+
+
+def _summary(order: OpenOrder) -> str:
+    match order.order:
+        case ScaleOrder():
+            return ", ".join(f"{role}: {number}" for role, number in numbers_of(order.order).items())
+        case _:
+            return "restarted"
+
+
+def _with_order(
+    cluster: Cluster, at_work: frozenset[str] = frozenset(), todo: tuple[str, ...] = (), *, is_waiting: bool = False
+) -> Cluster:
+    assert cluster.order is not None
+    order = replace(cluster.order, at_work=at_work, todo=todo, is_waiting=is_waiting)
+    return replace(cluster, order=order)
+
+
+def _close(cluster: Cluster, line: str, outcome: Outcome = Outcome.DONE) -> Step:
+    assert cluster.order is not None
+    return replace(cluster, order=None), [words.Answer(cluster.order.number, line, outcome)]

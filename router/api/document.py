@@ -1,0 +1,68 @@
+"""What the OpenAPI document says of bodies that routes read and write for themselves."""
+
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from router.api.errors import ErrorBody
+from router.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokensRequest,
+)
+from router.api.response_objects import ResponseObject
+from router.api.response_request import ResponseRequest
+from router.api.responses import ChatChunk, ChatCompletion, Completion
+from router.api.target_request import TargetRequest
+from router.api.token_shape import Generation
+
+_BODIES = (
+    CompletionRequest,
+    ChatRequest,
+    ResponseRequest,
+    TokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    TargetRequest,
+)
+_ANSWERS = (Completion, ChatCompletion, ChatChunk, ResponseObject, Generation, ErrorBody)
+_REF = "#/components/schemas/{name}"
+
+_STREAM = {"type": "string", "description": "Server-sent events, where `stream` is true."}
+
+
+def document(body: type[BaseModel], answer: type[msgspec.Struct] | None = None) -> dict[str, Any]:
+    """For ``openapi_extra``: the route takes this body, and gives this answer, whole or as a stream."""
+    told: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
+    if answer is not None:
+        content = _json(answer) | {"text/event-stream": {"schema": _STREAM}}
+        told["responses"] = {"200": {"description": "The answer.", "content": content}}
+    return told
+
+
+def complete(document: dict[str, Any]) -> dict[str, Any]:
+    """The document of an application, with the schemas that ``document`` refers to, and what errors look like."""
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    _, of_bodies = models_json_schema(
+        [(body, "validation") for body in _BODIES], ref_template=_REF.format(name="{model}")
+    )
+    _, of_answers = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
+    assert of_answers.keys().isdisjoint(of_bodies["$defs"]), "two schemas of one name"
+    schemas |= of_bodies["$defs"] | of_answers
+    failed = {"description": "Why there is no answer.", "content": _json(ErrorBody)}
+    for path in document["paths"].values():
+        for operation in path.values():
+            # No route here answers with what FastAPI says of parameters it checks itself.
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = failed
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    return document
+
+
+def _json(schema: type) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=schema.__name__)}}}

@@ -1,0 +1,150 @@
+"""The chat request that has the same answer as one to ``/v1/responses``; it is what replicas are asked."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from router.api.errors import ApiError, bad_request
+from router.api.requests import ChatRequest
+from router.api.response_request import (
+    ChosenTool,
+    FunctionTool,
+    InputCall,
+    InputCallOutput,
+    InputItem,
+    InputMessage,
+    InputPart,
+    InputThoughts,
+    ResponseRequest,
+    TextFormat,
+)
+from router.api.unsupported import refuse_unsupported
+
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "modalities": (["text"],),
+    "previous_response_id": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+"""By undeclared field, the values besides null that ask for nothing."""
+
+_ADDITIONS = (
+    "cache_salt",
+    "chat_template_kwargs",
+    "ignore_eos",
+    "min_p",
+    "min_tokens",
+    "priority",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "top_k",
+)
+"""Additions to OpenAI's API that mean what they mean in chat."""
+
+_OWN_WORDS = (
+    ("messages", "input"),
+    ("max_tokens", "max_output_tokens"),
+    ("response_format.json_schema.schema", "text.format.schema"),
+    ("response_format", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+)
+"""How the fields of chat are called here."""
+
+
+def chat_of(body: ResponseRequest) -> ChatRequest:
+    """What this asks of a chat.
+
+    Raises:
+        ApiError: 400 that names a field which would change the answer and is not supported.
+    """
+    refuse_unsupported(body.others, _HARMLESS)
+    fields = {
+        "model": body.model,
+        "messages": _messages(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "logprobs": body.wants_logprobs,
+        "top_logprobs": body.top_logprobs,
+        "stream": body.stream,
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _tool_choice(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body.text.format if body.text is not None else None),
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+    }
+    additions = {name: body.others[name] for name in _ADDITIONS if name in body.others}
+    try:
+        return ChatRequest.model_validate(fields | additions)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        name = ".".join(str(step) for step in wrong["loc"][:1])
+        raise bad_request(f"{name}: {wrong['msg']}", name) from None
+
+
+def in_own_words(error: ApiError) -> ApiError:
+    """The same error of a chat request, about the field that this API has in its place."""
+    if error.param is None:
+        return error
+    param = error.param.replace(".function.", ".")
+    own = next((own + param.removeprefix(name) for name, own in _OWN_WORDS if param.startswith(name)), param)
+    message = str(error).replace(f"{error.param}:", f"{own}:", 1)
+    return ApiError(error.status, message, own, error.code, error.headers)
+
+
+def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
+    """The conversation; thoughts, text and calls that follow each other are one message of the assistant."""
+    given = body.input if isinstance(body.input, list) else [InputMessage(role="user", content=body.input)]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    thoughts = ""
+    for item in given:
+        if isinstance(item, InputThoughts):
+            thoughts = "\n".join(thought.text for thought in item.content or ())
+            continue
+        _add(messages, item, thoughts)
+        thoughts = ""
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], item: InputItem, thoughts: str) -> None:
+    thought = {"reasoning_content": thoughts} if thoughts else {}
+    match item:
+        case InputMessage(role="assistant"):
+            messages.append({"role": "assistant", "content": _text(item.content), **thought})
+        case InputMessage():
+            messages.append({"role": item.role, "content": _text(item.content)})
+        case InputCallOutput():
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        case InputCall():
+            if thoughts or not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": "", **thought})
+            function = {"name": item.name, "arguments": item.arguments}
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+
+
+def _text(content: str | Sequence[InputPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _tool_choice(body: ResponseRequest) -> Any:
+    if isinstance(body.tool_choice, ChosenTool):
+        return {"type": "function", "function": {"name": body.tool_choice.name}}
+    return body.tool_choice
+
+
+def _response_format(wanted: TextFormat | None) -> dict[str, Any] | None:
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    return {"type": wanted.type, "json_schema": {"name": wanted.name, "schema": wanted.schema_}}

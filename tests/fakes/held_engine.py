@@ -1,0 +1,196 @@
+"""A prefill and a decode worker, real down to the model, in threads of this process, that can be held at any point."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from cluster.channel import Outbox
+from cluster.spec.config import DeployConfig
+from cluster.spec.ids import Incarnation, replica_id
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Message, StepPlan, TableUpdate
+from cluster.spec.ranks import coords_of, sizes_of
+from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.worker_spec import WorkerSpec
+from workers import worker as worker_module
+from workers.scheduler.leader import Leader
+from workers.worker import Worker
+
+_HOST = "127.0.0.1"
+
+
+class HeldLeader:
+    """A real leader whose steps, or whose messages of some kinds, wait as long as they are held."""
+
+    def __init__(self, leader: Any) -> None:
+        self.real = leader
+        self.num_steps_allowed: int | None = None
+        """Further steps; None for any number."""
+        self.kept_kinds: tuple[type, ...] = ()
+        """Messages that are kept back."""
+        self._kept: list[Message] = []
+
+    @property
+    def outgoing(self) -> list[tuple[str, Message]]:
+        outgoing: list[tuple[str, Message]] = self.real.outgoing
+        return outgoing
+
+    @outgoing.setter
+    def outgoing(self, messages: list[tuple[str, Message]]) -> None:
+        self.real.outgoing = messages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def on_message(self, message: Message, now_s: float) -> None:
+        if isinstance(message, self.kept_kinds):
+            self._kept.append(message)
+        else:
+            self.real.on_message(message, now_s)
+
+    def tick(self, now_s: float) -> None:
+        if not self.kept_kinds:
+            kept, self._kept = self._kept, []
+            for message in kept:
+                self.real.on_message(message, now_s)
+        self.real.tick(now_s)
+
+    def has_work(self) -> bool:
+        return self.num_steps_allowed != 0 and self.real.has_work()
+
+    def next_plan(self) -> StepPlan | None:
+        plan: StepPlan | None = self.real.next_plan() if self.num_steps_allowed != 0 else None
+        if plan is not None and self.num_steps_allowed is not None:
+            self.num_steps_allowed -= 1
+        return plan
+
+    def count(self, state: str) -> int:
+        """Requests in a state of the leader's own."""
+        return sum(request.state.value == state for request in list(self.real._requests.values()))
+
+
+class HeldWriter:
+    """A transfer backend whose writes wait while ``flow`` is clear."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.flow = threading.Event()
+        self.flow.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def write(self, *args: Any) -> None:
+        self.flow.wait()
+        self._backend.write(*args)
+
+
+class HeldEngine:
+    """One replica of each role."""
+
+    def __init__(self, config: DeployConfig, model_folder: Path) -> None:
+        self.leaders: dict[Role, HeldLeader] = {}
+        self._workers = {role: Worker(_spec(config, role), model_folder, None) for role in Role}
+        self._rows = {role: [worker.load(worker.open_store())] for role, worker in self._workers.items()}
+        prefill = self._workers[Role.PREFILL]
+        assert prefill._rank is not None
+        self.writer = HeldWriter(prefill._rank.backend)
+        prefill._rank = replace(prefill._rank, backend=self.writer)
+        self._threads = [
+            threading.Thread(target=worker.run, args=[self._rows[role]], name=role.value)
+            for role, worker in self._workers.items()
+        ]
+        self._outbox = Outbox()
+
+    @contextmanager
+    def running(self) -> Iterator["HeldEngine"]:
+        """Both workers work, and each knows the other."""
+        make = worker_module.make_leader
+        come = threading.Semaphore(0)
+
+        def make_held(spec: WorkerSpec, *args: Any) -> Leader:
+            held = self.leaders[spec.role] = HeldLeader(make(spec, *args))
+            come.release()
+            return held
+
+        with patch.object(worker_module, "make_leader", make_held):
+            for thread in self._threads:
+                thread.start()
+            for _ in self._threads:
+                come.acquire()
+        try:
+            for role in Role:
+                self.show(role, self.table())
+            yield self
+        finally:
+            self.writer.flow.set()
+            for worker in self._workers.values():
+                worker.stop("test over")
+            for thread in self._threads:
+                thread.join()
+            for worker in self._workers.values():
+                worker.close()
+            self._outbox.close()
+
+    def table(self, *roles: Role) -> TableSnapshot:
+        """The replicas of these roles; all by default."""
+        entries = [
+            ReplicaEntry(
+                replica=rows[0].replica,
+                role=role,
+                incarnation=rows[0].incarnation,
+                ready=True,
+                rows=tuple(rows),
+                load=ReplicaLoad(),
+            )
+            for role, rows in self._rows.items()
+            if role in (roles or Role)
+        ]
+        return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
+
+    def show(self, role: Role, table: TableSnapshot) -> None:
+        """Tell a leader what the table is."""
+        self._outbox.send(self._rows[role][0].address, TableUpdate(snapshot=table))
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        for role, leader in self.leaders.items():
+            leader.num_steps_allowed, leader.kept_kinds = None, ()
+            self.show(role, self.table())
+        self.writer.flow.set()
+
+    @property
+    def leftovers(self) -> str:
+        """What is left of any request on either side; empty for nothing."""
+        found = []
+        for role, leader in self.leaders.items():
+            allocator = leader.real._allocator
+            if allocator.num_free != allocator.num_pages:
+                found.append(f"{role} holds {allocator.num_pages - allocator.num_free} pages")
+            if not leader.real.is_idle():
+                found.append(f"{role} knows {len(leader.real._requests)} requests")
+        return ", ".join(found)
+
+    def check_integrity(self) -> None:
+        """Of both leaders, while nothing happens."""
+        for leader in self.leaders.values():
+            leader.real.check_integrity()
+
+
+def _spec(config: DeployConfig, role: Role) -> WorkerSpec:
+    sizes = sizes_of((config.prefill if role is Role.PREFILL else config.decode).parallel)
+    return WorkerSpec(
+        config=config,
+        role=role,
+        replica=replica_id(role, 0),
+        incarnation=Incarnation(1),
+        coords=coords_of(0, sizes),
+        sizes=sizes,
+        global_rank=0,
+        world_size=1,
+        host=_HOST,
+    )

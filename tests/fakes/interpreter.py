@@ -1,0 +1,32 @@
+"""Triton 3.6's interpreter, mended where it differs from a GPU, or from what numpy 2.4 accepts."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from numpy.typing import NDArray
+from triton.runtime import interpreter
+
+
+def mend_interpreter() -> None:
+    """To be called once, before the first launch."""
+    patch_tensor, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+
+    def patch_tensor_too(tensor: Any, scope: Any) -> None:
+        """Numpy makes no number of an array of one element, which a bound of a range is."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def convert_rounding(array: NDArray[Any], source: tl.dtype, target: tl.dtype, mode: Any) -> NDArray[Any]:
+        """A GPU rounds to the nearest bf16; the interpreter cuts off."""
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.ascontiguousarray(array)).bfloat16()
+            return rounded.view(torch.uint16).numpy().reshape(array.shape)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (array.astype(np.uint32) << 16).view(np.float32)
+        converted: NDArray[Any] = convert(array, source, target, mode)
+        return converted
+
+    interpreter._patch_lang_tensor = patch_tensor_too
+    interpreter._convert_float = convert_rounding

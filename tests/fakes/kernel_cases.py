@@ -1,0 +1,117 @@
+"""Shapes for the attention kernels, and the comparison with attention by definition, on any device."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.workers.test_row_attention import masked_attention, seen_by_definition
+from workers.attention.interface import AttentionBackend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.runs import Run
+
+TOLERANCES = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (4e-3, 1e-3)}
+"""Of out and of lse: the norm of the difference, relative to the norm. Rounding to bf16 alone makes 1.2e-3 of out."""
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Runs of requests over pages in any order; ``key_lens`` as for ``prepare``."""
+
+    runs: tuple[Run, ...]
+    page_size: int = 16
+    head_dim: int = 64
+    groups: int = 2
+    kv_heads: int = 1
+    dtype: torch.dtype = torch.float32
+    key_lens: tuple[int, ...] | None = None
+    seed: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request that are in pages."""
+        num_requests = max((run.request for run in self.runs), default=-1) + 1
+        if self.key_lens is not None:
+            return list(self.key_lens)
+        ends = [0] * num_requests
+        for run in self.runs:
+            ends[run.request] = max(ends[run.request], run.last_position + 1)
+        return ends
+
+
+@st.composite
+def paged_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
+    """One to three requests, one run each, with up to ``most`` keys, or prefixes of up to as many."""
+    runs = []
+    for request in range(draw(st.integers(1, 3))):
+        count, step = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (5, 3), (33, 1), (0, 1)]))
+        runs.append(Run(request, draw(st.integers(0, most - 1 - max(count - 1, 0) * step)), count, step))
+    has_lens = draw(st.booleans())
+    lens = tuple(draw(st.integers(0, most)) for _ in runs) if has_lens else None
+    return PagedCase(
+        runs=tuple(draw(st.permutations(runs))),
+        page_size=draw(st.sampled_from([16, 64, 128])),
+        head_dim=draw(st.sampled_from([64, 80, 96, 128, 256])),
+        groups=draw(st.sampled_from([1, 2, 3, 4, 8, 16])),
+        kv_heads=draw(st.sampled_from([1, 2])),
+        dtype=dtype,
+        key_lens=lens,
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None:
+    """Attention over pages of a pool whose other slots are NaN."""
+    torch.manual_seed(case.seed)
+    counts = [-(-length // case.page_size) for length in case.lengths]
+    pool = PagePool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
+    pool.data.fill_(torch.nan)
+    tables = torch.randperm(pool.num_pages)[: sum(counts)].split(counts)
+    kvs = [torch.randn(length, 2, case.kv_heads, case.head_dim).to(case.dtype) for length in case.lengths]
+    for table, kv in zip(tables, kvs, strict=True):
+        positions = torch.arange(len(kv))
+        pool.write(1, table[positions // case.page_size] * case.page_size + positions % case.page_size, kv)
+    num_queries = sum(run.count for run in case.runs)
+    query = torch.randn(num_queries, case.kv_heads * case.groups, case.head_dim).to(case.dtype)
+    expected = [
+        _of_run(part, kvs[run.request], run, case.key_lens)
+        for run, part in zip(case.runs, query.split([run.count for run in case.runs]), strict=True)
+    ]
+    step = backend.prepare(case.runs, [table.to(device) for table in tables], case.page_size, case.key_lens)
+    data = pool.data.to(device)
+    result = step.attend(query.to(device), data[:, :, 1, 0], data[:, :, 1, 1])
+    compare(result, Partial(*(torch.cat(parts) for parts in zip(*expected, strict=True))), case.dtype)
+
+
+def check_rows(
+    backend: AttentionBackend, runs: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype, device: str
+) -> None:
+    """Attention over rows, keys and values with strides of their own."""
+    torch.manual_seed(0)
+    num_queries, num_keys = (sum(run.count for run in part) for part in runs)
+    query = torch.randn(num_queries, 2 * groups, 64).to(dtype)
+    key, value = torch.randn(num_keys, 2, 64).to(dtype), torch.randn(num_keys, 3, 2, 64).to(dtype)[:, 1]
+    result = backend.prepare_rows(*runs).attend(query.to(device), key.to(device), value.to(device))
+    compare(result, masked_attention(query, key, value, seen_by_definition(*runs)), dtype)
+
+
+def compare(result: Partial, expected: Partial, dtype: torch.dtype) -> None:
+    """Rows that saw nothing are exactly empty, the others near."""
+    assert (result.out.dtype, result.lse.dtype) == (dtype, torch.float32)
+    out, lse = (x.cpu().double() for x in result)
+    is_empty = expected.lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, is_empty)
+    assert not out[is_empty].any()
+    for found, wanted, tolerance in zip((out, lse), expected, TOLERANCES[dtype], strict=True):
+        difference = (found - wanted)[~is_empty].norm()
+        assert difference <= tolerance * max(wanted[~is_empty].norm().item(), 1.0), f"{difference}"
+
+
+def _of_run(query: Tensor, kv: Tensor, run: Run, key_lens: tuple[int, ...] | None) -> Partial:
+    positions = run.first_position + np.arange(run.count) * run.step
+    if key_lens is not None:
+        positions = np.full(run.count, key_lens[run.request] - 1)
+    return masked_attention(query, kv[:, 0], kv[:, 1], positions[:, None] >= np.arange(len(kv)))

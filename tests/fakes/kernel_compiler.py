@@ -1,0 +1,101 @@
+"""Compiles kernels for an H200 instead of launching them: nothing but Triton is needed, no driver and no GPU.
+
+To be used in a process of its own: Triton decides whether it interprets when it is imported.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+H200 = GPUTarget("cuda", 90, 32)
+MOST_SHARED_BYTES = 227 << 10
+_TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+_OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one launch."""
+
+    name: str
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    asm: str
+
+
+def compile_launches(launch: Callable[[], object]) -> list[Compiled]:
+    """Compile what ``launch`` would launch on tensors of the CPU."""
+    compiled: list[Compiled] = []
+
+    def compile_instead(self: Any, *args: Any, **kwargs: Any) -> None:
+        compiled.append(_compile(self, args, kwargs))
+
+    run = JITFunction.run
+    JITFunction.run = compile_instead
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    return compiled
+
+
+def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+    options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    given |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(kernel.params):
+        value = given[param.name]
+        if param.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[param.name], constants[(index,)] = "constexpr", value
+            continue
+        signature[param.name] = _type_of(value)
+        parts = enumerate(value) if isinstance(value, tuple) else [(None, value)]
+        for at, part in parts:
+            if isinstance(part, torch.Tensor) or (isinstance(part, int) and part % 16 == 0):
+                attributes[(index,) if at is None else (index, at)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    result = triton.compile(source, target=H200, options=options)
+    registers, spilled = _resources(result.asm["cubin"])
+    return Compiled(kernel.__name__, result.metadata.shared, registers, spilled, result.asm["ptx"])
+
+
+def _type_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_type_of(part) for part in value)
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, where spilled registers go."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", shown), re.search(r"STACK:(\d+)", shown)
+    assert registers is not None, shown
+    assert stack is not None, shown
+    return int(registers[1]), int(stack[1])

@@ -1,0 +1,91 @@
+"""Stores of the ranks of made-up replicas, over any backend, with pages whose bytes say what they are."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from cluster.spec.kv import KvGeometry
+from cluster.spec.lifecycle import Role
+from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.ranks import coords_of, world_size
+from cluster.spec.registry import KvOwnership, RankCoords, RankRow
+from cluster.spec.tiers import TierPage
+from tests.fakes.paged_ranks import row
+from workers.hicache.storage.interface import StorageBackend
+from workers.hicache.storage.objects import Cut, Naming
+from workers.hicache.storage.page_store import PageStore
+from workers.hicache.storage.throttle import Throttle
+
+GEOMETRY = KvGeometry(model="m", num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32", page_size=2)
+FOREVER_S = float("inf")
+
+
+def sizes(cp: int = 1, tp: int = 1, pp: int = 1) -> RankCoords:
+    return RankCoords(dp=1, cp=cp, tp=tp, pp=pp)
+
+
+def rows_of(of: RankCoords, ownership: KvOwnership = KvOwnership.REPLICATED) -> list[RankRow]:
+    """The ranks of a replica of GEOMETRY."""
+    ranks = range(world_size(of))
+    return [
+        msgspec.structs.replace(
+            row(Role.PREFILL, coords_of(rank, of).cp, of.cp, num_pages=1, ownership=ownership),
+            coords=coords_of(rank, of),
+            sizes=of,
+            geometry=GEOMETRY,
+            layout=pool_layout(GEOMETRY, of, coords_of(rank, of), 4096 / GIB),
+        )
+        for rank in ranks
+    ]
+
+
+def page_of(number: int) -> TierPage:
+    return TierPage(key=bytes([number]) * 16, place=number, host=number)
+
+
+def kv_of(page: TierPage) -> np.ndarray:
+    """The KV of a page over the whole model, ``[head, layer, k_or_v, slot, head_dim]``."""
+    shape = (GEOMETRY.num_kv_heads, GEOMETRY.num_layers, 2, GEOMETRY.page_size, GEOMETRY.head_dim)
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * page.key[0]
+
+
+def part_of(page: TierPage, row: RankRow) -> np.ndarray:
+    """What a rank holds of it."""
+    layout = row.layout
+    heads = slice(layout.first_head, layout.first_head + layout.num_heads)
+    layers = slice(layout.first_layer, layout.first_layer + layout.num_layers)
+    return np.ascontiguousarray(kv_of(page)[heads, layers])
+
+
+class RankStore:
+    """One rank's store and host memory."""
+
+    def __init__(self, backend: StorageBackend, row: RankRow, others: Sequence[Cut] = (), weights: str = "w") -> None:
+        self.row = row
+        self.store = PageStore(backend, Naming(GEOMETRY, weights), row, others, Throttle(None), Throttle(None))
+        self.memory: dict[int, bytearray] = {}
+        self.failures: Counter[str] = Counter()
+
+    def write(self, pages: Sequence[TierPage]) -> list[bool]:
+        """Store the pages that this rank owns."""
+        owned = [page for page in pages if page.place % self.row.sizes.cp == self.row.coords.cp]
+        for page in owned:
+            self.buffer(page)[:] = memoryview(part_of(page, self.row)).cast("B")
+        return self.store.store(owned, self.buffer, FOREVER_S, self.failures)
+
+    def read(self, pages: Sequence[TierPage]) -> list[bool]:
+        """Fetch pages; those that come must be right, byte for byte."""
+        self.memory.clear()
+        done = self.store.fetch(pages, self.buffer, FOREVER_S, self.failures)
+        for page, is_done in zip(pages, done, strict=True):
+            if is_done:
+                assert bytes(self.memory[page.place]) == part_of(page, self.row).tobytes(), f"foreign bytes: {page}"
+        return done
+
+    def look_up(self, pages: Sequence[TierPage]) -> list[bool]:
+        return self.store.look_up(pages, FOREVER_S, self.failures)
+
+    def buffer(self, page: TierPage) -> memoryview:
+        return memoryview(self.memory.setdefault(page.place, bytearray(self.row.layout.page_bytes)))

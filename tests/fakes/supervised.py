@@ -1,0 +1,52 @@
+"""The supervisor's rules with a clock of their own, for tests that go event by event."""
+
+from collections.abc import Iterable
+
+from cluster.spec.errors import BatonError
+from cluster.spec.ids import Incarnation
+from cluster.supervisor.events import Action, Event, Failed, Ordered, Report, Started, Tick
+from cluster.supervisor.orders import Order
+from cluster.supervisor.reconcile import reconcile
+from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
+
+NAMES = ("bootstrap", "router", "prefill-0", "decode-0")
+UNIX_MS = 1_000_000
+ERROR = BatonError("rank 1: no memory")
+
+
+class Run:
+    """A cluster and the clock it lives by."""
+
+    def __init__(self, names: Iterable[str] = NAMES) -> None:
+        self.cluster = Cluster(members={name: Member(name=name) for name in names}, backoff_s=1.0)
+        self.now_s = 0.0
+        self._num_orders = 0
+
+    def step(self, event: Event) -> list[Action]:
+        """Handle one event; the lines for the user are left out of the answer."""
+        now = Now(s=self.now_s, unix_ms=UNIX_MS + int(self.now_s * 1000))
+        self.cluster, actions = reconcile(self.cluster, event, now)
+        self.lines = [action.line for action in actions if isinstance(action, Report)]
+        return [action for action in actions if not isinstance(action, Report)]
+
+    def incarnation(self, name: str) -> Incarnation:
+        return self.cluster.members[name].incarnation
+
+    def state(self, name: str) -> MemberState:
+        return self.cluster.members[name].state
+
+    def serve(self) -> "Run":
+        """Bring everything up."""
+        self.step(Tick())
+        for name in self.cluster.members:
+            self.step(Started(name, self.incarnation(name)))
+        assert self.cluster.phase is Phase.SERVING
+        return self
+
+    def order(self, order: Order) -> list[Action]:
+        """Give an order."""
+        self._num_orders += 1
+        return self.step(Ordered(self._num_orders, order))
+
+    def fail(self, name: str) -> list[Action]:
+        return self.step(Failed(name, self.incarnation(name), ERROR))

@@ -1,0 +1,180 @@
+"""A leader's caches and the memory of its ranks, which run at their own pace. A page holds the key of its tokens."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cluster.spec.config import HicacheConfig
+from cluster.spec.lifecycle import Role
+from cluster.spec.page_key import owner_base, page_keys
+from cluster.spec.registry import KvOwnership, RankRow
+from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierPage
+from tests.fakes.paged_ranks import row
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.hicache.tiers import Tiers
+
+PAGE_SIZE = 2
+
+
+@dataclass
+class Step:
+    """What ranks compute of one request: it reads the first pages and writes the others."""
+
+    pages: list[int]
+    keys: list[bytes]
+    first: int
+
+
+@dataclass
+class FakeRank:
+    """One rank: steps and orders come in one queue, copies wait in another."""
+
+    cp_rank: int
+    cp: int
+    ownership: KvOwnership
+    device: dict[int, bytes] = field(default_factory=dict)
+    host: dict[int, bytes] = field(default_factory=dict)
+    inbox: deque[Step | MovePages] = field(default_factory=deque)
+    copies: deque[MovePages] = field(default_factory=deque)
+
+    def has(self, page: int) -> bool:
+        return self.ownership is KvOwnership.REPLICATED or page % self.cp == self.cp_rank
+
+    def compute(self, step: Step) -> None:
+        for number, (page, key) in enumerate(zip(step.pages, step.keys, strict=True)):
+            if not self.has(page):
+                continue
+            if number >= step.first:
+                self.device[page] = key
+            assert self.device.get(page) == key, f"rank {self.cp_rank} attends to a page with other tokens"
+
+
+class TierWorld:
+    """Requests come and go, ranks go on one piece at a time; what they do may fail."""
+
+    def __init__(
+        self,
+        *,
+        pages_per_owner: int,
+        host_pages: int,
+        cp: int,
+        ownership: KvOwnership,
+        config: HicacheConfig,
+        seed: int,
+    ) -> None:
+        self.random = random.Random(seed)
+        num_owners = ownership.num_owners(cp)
+        self.num_owners = num_owners
+        self.tree = PrefixTree(num_owners)
+        self.allocator = PageAllocator(pages_per_owner, self.tree, num_owners)
+        self.ranks = [FakeRank(rank, cp, ownership) for rank in range(cp)]
+        self.tiers = Tiers(config, self.tree, host_pages, rows_of(cp, ownership))
+        self.requests: list[tuple[list[int], list[bytes]]] = []
+        self.loading: list[tuple[list[int], list[bytes]]] = []
+        self.num_loaded = 0
+
+    def start(self, tokens: list[int]) -> None:
+        """A request gets its pages, and is computed as soon as what other tiers have of it is there."""
+        keys = page_keys(tokens, PAGE_SIZE)
+        base = owner_base(tokens, PAGE_SIZE, self.num_owners)
+        cached = self.allocator.find(keys)
+        if not keys or not self.allocator.can_allocate(len(keys), cached, base):
+            return
+        pages = self.allocator.allocate(len(keys), cached, base)
+        self.tiers.note_hits(keys[: len(cached)])
+        request, num_cached = (pages, keys), len(cached)
+        if self.tiers.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded.num_pages)):
+            self.loading.append(request)
+        else:
+            self._compute(request, num_cached)
+        self.advance()
+
+    def finish(self, number: int) -> None:
+        if self.requests:
+            pages, keys = self.requests.pop(number % len(self.requests))
+            self.allocator.keep(pages, keys)
+            self.advance()
+
+    def step(self, number: int, *, fails: bool) -> None:
+        """One rank takes its next message, or makes its next copy."""
+        rank = self.ranks[number % len(self.ranks)]
+        if rank.inbox and (not rank.copies or self.random.random() < 0.5):
+            message = rank.inbox.popleft()
+            if isinstance(message, Step):
+                rank.compute(message)
+            else:
+                rank.copies.append(message)
+        elif rank.copies:
+            order = rank.copies.popleft()
+            is_done = [self._move(rank, order.kind, page, fails=fails) for page in order.pages]
+            answer = PagesMoved(number=order.number, global_rank=rank.cp_rank, done=is_done)
+            assert self.tiers.on_answer(answer, 0.0)
+            self.advance()
+
+    def drain(self) -> None:
+        while any(rank.inbox or rank.copies for rank in self.ranks):
+            for number in range(len(self.ranks)):
+                self.step(number, fails=False)
+
+    def advance(self) -> None:
+        for address, message in self.tiers.advance(0.0):
+            assert isinstance(message, MovePages)
+            self.ranks[int(address)].inbox.append(message)
+        self.check()
+
+    def check(self) -> None:
+        """Every id is where it should be, and every host page that can be found has its bytes."""
+        self.allocator.check_integrity([page for pages, _ in (*self.requests, *self.loading) for page in pages])
+        self.tiers.check_integrity()
+        for key in self.tiers.host.filled_keys():
+            page = self.tiers.host.page_of(key)
+            assert page is not None
+            owner = self.ranks[page % len(self.ranks)]
+            assert owner.host.get(page) == key, "a host page is found that holds other tokens"
+
+    def check_device(self) -> None:
+        """Once everything has been done: every cached page is right on every rank that has it."""
+        for key in self.allocator.cached_keys():
+            page = self.tree.page_of(key)
+            assert page is not None
+            assert all(rank.device.get(page) == key for rank in self.ranks if rank.has(page))
+
+    def _loaded(self, request: tuple[list[int], list[bytes]], num_cached: int, count: int) -> None:
+        self.loading.remove(request)
+        self.num_loaded += count
+        self._compute(request, num_cached + count)
+
+    def _compute(self, request: tuple[list[int], list[bytes]], first: int) -> None:
+        """The leader's own rank has computed a step before the leader goes on."""
+        pages, keys = request
+        for rank in self.ranks:
+            rank.inbox.append(Step(pages, keys, first))
+        while self.ranks[0].inbox:
+            message = self.ranks[0].inbox.popleft()
+            if isinstance(message, Step):
+                self.ranks[0].compute(message)
+            else:
+                self.ranks[0].copies.append(message)
+        self.requests.append(request)
+        self.allocator.share(pages, keys)
+
+    def _move(self, rank: FakeRank, kind: MoveKind, page: TierPage, *, fails: bool) -> bool:
+        """One rank's part of one page; where it fails, the target holds nonsense."""
+        assert page.host is not None
+        assert page.device is not None
+        assert page.host % rank.cp == page.place % rank.cp, "a host page with a foreign owner"
+        is_owner = page.place % rank.cp == rank.cp_rank
+        if kind is MoveKind.SAVE and is_owner:
+            rank.host[page.host] = b"torn" if fails else rank.device.get(page.device, b"")
+        elif kind is MoveKind.LOAD and rank.has(page.device):
+            rank.device[page.device] = b"torn" if fails else self.ranks[page.host % rank.cp].host[page.host]
+        return not fails
+
+
+def rows_of(cp: int, ownership: KvOwnership) -> list[RankRow]:
+    """As much of the rows of a replica as its leader looks at; the address of a rank is its number."""
+    rows = [row(Role.PREFILL, rank, cp, num_pages=1, ownership=ownership) for rank in range(cp)]
+    return [msgspec.structs.replace(row, address=str(row.global_rank)) for row in rows]

@@ -1,0 +1,258 @@
+"""Everything that reads bytes from outside: inputs to begin with, and what it may answer to any bytes at all.
+
+A target returns, or raises only what its decoder promises; anything else, a hang and endless memory are finds.
+"""
+
+import atexit
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import yaml
+from fastapi import HTTPException
+from pydantic import BaseModel, ValidationError
+from safetensors.torch import save
+
+from cluster.bench.sse import error_message, parse_line
+from cluster.bench.trace import read_trace
+from cluster.bootstrap.service import decode_body
+from cluster.bootstrap.table import BootstrapTable, TableRefusedError
+from cluster.channel import decode, encode
+from cluster.cli.control import decode_order
+from cluster.spec.config import RouterConfig
+from cluster.spec.errors import ConfigError, UserError
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
+from cluster.spec.messages import Admit, CheckPages, Done, Message, Output, PageDigests, Peer, Row, StepPlan, Submit
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
+from cluster.spec.strategy import Strategy
+from cluster.supervisor.orders import RestartOrder, ScaleOrder
+from router.api.body import problem_of
+from router.api.errors import ApiError
+from router.api.requests import ChatRequest, CompletionRequest, TokensRequest
+from router.api.response_request import ResponseRequest
+from router.key_ring import read_keys
+from tests.fakes.rows import make_row, make_rows, sizes
+from tests.fuzz.mutate import Codec
+from tests.readme import ROOT
+from tests.unit.transfer.samples import PREFILL, ticket
+from workers.engine.weights import CheckpointError, stored_tensors
+from workers.models.config import ModelConfig
+from workers.models.rope_config import UnsupportedModelError
+
+JSON = Codec(json.loads, lambda tree: json.dumps(tree).encode())
+JSON_LINES = Codec(
+    lambda data: [json.loads(line) for line in data.splitlines()],
+    lambda tree: b"\n".join(json.dumps(line).encode() for line in tree),
+)
+MSGPACK = Codec(msgspec.msgpack.decode, msgspec.msgpack.encode)
+YAML = Codec(yaml.safe_load, lambda tree: yaml.safe_dump(tree).encode())
+
+
+@dataclass(frozen=True)
+class Target:
+    """One decoder."""
+
+    seeds: Callable[[], list[bytes]]
+    feed: Callable[[bytes], None]
+    codec: Codec | None = None
+
+
+# ---- frames of the channel
+
+
+def _messages() -> list[Message]:
+    me = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://r:1")
+    submit = Submit(
+        room=Room(7),
+        prompt_ids=[1, 2, 70_000],
+        sampling=Sampling(temperature=0.7, logit_bias={3: 1.5}),
+        stopping=Stopping(max_tokens=9, stop_token_ids=frozenset({1})),
+        prefill=PREFILL,
+        decode=me,
+        router=me,
+    )
+    plan = StepPlan(
+        step=3,
+        strategy=Strategy.ZIGZAG,
+        admits=[Admit(room=Room(7), prompt_len=3, owner_base=0, sampling=Sampling(), target=None)],
+        rows=[Row(room=Room(7), first_position=0, token_ids=[1, 2], new_pages=[0], samples=True, output_position=0)],
+        releases=[Room(5)],
+    )
+    told = PageDigests(rank=0, spans=[(0, 64)], pages=[1, 2], digests=[b"a" * 16, b"b" * 16])
+    done = Done(
+        room=Room(7), generation=1, prefill=PREFILL, decode_incarnation=Incarnation(1), sender_rank=0, num_pages=2,
+        num_bytes=128, digests=[told],
+    )  # fmt: skip
+    output = Output(
+        room=Room(7),
+        replica=ReplicaId("decode-1"),
+        incarnation=Incarnation(1),
+        first_index=0,
+        token_ids=[5],
+        logprobs=[TokenLogprobs(logprob=-0.5, top_ids=[5], top_logprobs=[-0.5])],
+    )
+    return [submit, plan, done, output, ticket([1, 2, 3]), CheckPages(room=Room(7), told=[told])]
+
+
+def _feed_frame(data: bytes) -> None:
+    with contextlib.suppress(msgspec.DecodeError):
+        frame = encode(decode(data))
+        assert encode(decode(frame)) == frame, "read again it is another message"
+
+
+# ---- bodies of the bootstrap service
+
+
+def _feed_row(data: bytes) -> None:
+    table = BootstrapTable(lease_s=3.0)
+    with contextlib.suppress(HTTPException, TableRefusedError):
+        row = decode_body(data, RankRow)
+        table.register(row)
+        table.register(row)
+    assert isinstance(table.snapshot(0.0), TableSnapshot)
+
+
+def _feed_heartbeat(data: bytes) -> None:
+    table = BootstrapTable(lease_s=3.0)
+    table.register(make_row("prefill-0", 0, sizes()))
+    with contextlib.suppress(HTTPException, TableRefusedError):
+        table.heartbeat(decode_body(data, Heartbeat), 0.0)
+
+
+def _heartbeats() -> list[bytes]:
+    beat = Heartbeat(
+        replica=ReplicaId("prefill-0"), incarnation=Incarnation(1), rows_digest="x", load=ReplicaLoad(num_running=3)
+    )
+    return [msgspec.json.encode(beat)]
+
+
+# ---- bodies of the router
+
+_SCHEMAS: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokensRequest, ResponseRequest)
+_BODIES = (
+    {"model": "m", "prompt": "abc", "max_tokens": 3, "stop": ["a"], "logit_bias": {"3": 1}, "stream": True, "n": 2},
+    {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    },
+    {"prompt_ids": [1, 2, 3], "max_tokens": 4},
+    {"model": "m", "input": [{"role": "user", "content": "hello"}]},
+)
+
+
+def _feed_body(data: bytes) -> None:
+    for schema in _SCHEMAS:
+        try:
+            schema.model_validate_json(data)
+        except ValidationError as error:
+            problem = problem_of(error.errors(include_url=False)[0])
+            assert isinstance(problem, ApiError)
+
+
+# ---- files
+
+
+@cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="baton-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _file(name: str, data: bytes) -> Path:
+    path = _folder() / name
+    path.write_bytes(data)
+    return path
+
+
+def _feed_yaml(data: bytes) -> None:
+    from cluster.spec.loader import load_config
+
+    with contextlib.suppress(ConfigError):
+        load_config(_file("deploy.yaml", data))
+
+
+def _feed_keys(data: bytes) -> None:
+    with contextlib.suppress(UserError):
+        read_keys(RouterConfig(api_keys_file=str(_file("keys.yaml", data))), {})
+
+
+def _feed_trace(data: bytes) -> None:
+    with contextlib.suppress(UserError):
+        read_trace(_file("trace.jsonl", data))
+
+
+def _feed_config(data: bytes) -> None:
+    _file("config.json", data)
+    with contextlib.suppress(UnsupportedModelError):
+        ModelConfig.from_folder(_folder())
+
+
+def _feed_weights(data: bytes) -> None:
+    path = _file("model.safetensors", data)
+    try:
+        with contextlib.suppress(CheckpointError):
+            stored_tensors(_folder())
+    finally:
+        path.unlink()
+
+
+def _feed_index(data: bytes) -> None:
+    _file("model.safetensors.index.json", data)
+    with contextlib.suppress(CheckpointError):
+        stored_tensors(_folder())
+
+
+def _weights() -> list[bytes]:
+    import torch
+
+    return [save({"a.weight": torch.zeros(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)})]
+
+
+_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 99, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "eos_token_id": [1, 2], "layer_types": ["full_attention"],
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}, "quantization_config": None,
+}  # fmt: skip
+_TRACE = b'{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}\n' * 2
+
+
+# ---- streams
+
+
+def _feed_sse(data: bytes) -> None:
+    text = data.decode(errors="replace")
+    error_message(text)
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            parse_line(line)
+
+
+TARGETS: dict[str, Target] = {
+    "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
+    "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
+    "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
+    "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),
+    "orders": Target(
+        lambda: [msgspec.json.encode(order) for order in (ScaleOrder(prefill=2), RestartOrder(is_rolling=True))],
+        decode_order,
+        JSON,
+    ),
+    "yaml": Target(lambda: [path.read_bytes() for path in sorted(ROOT.glob("deploy/local-*.yaml"))], _feed_yaml, YAML),
+    "keys": Target(lambda: [b"- {name: a, key: a-long-secret, priority: 5}\n"], _feed_keys, YAML),
+    "trace": Target(lambda: [_TRACE], _feed_trace, JSON_LINES),
+    "sse": Target(lambda: [b'data: {"choices": [{"delta": {"content": "x"}}]}\n\n: c\n\ndata: [DONE]\n'], _feed_sse),
+    "config": Target(lambda: [json.dumps(_CONFIG).encode()], _feed_config, JSON),
+    "weights": Target(_weights, _feed_weights),
+    "index": Target(lambda: [b'{"weight_map": {"a": "model-1.safetensors", "b": "x"}}'], _feed_index, JSON),
+}

@@ -1,0 +1,148 @@
+"""Tools, structured output and thoughts over ``/v1/responses``, as the openai client sees them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from cluster.grammar import Grammars
+from tests.fakes.model_folder import VOCAB_SIZE, write_model_folder
+from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+from tests.integration.router.test_tool_calls import ANSWER, ARGUMENTS, CALL, TEMPLATE
+
+pytestmark = pytest.mark.integration
+
+TOOLS: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}]
+CALLS_BEFORE_IT = "{% for call in message.tool_calls or [] %}[{{ call.function.arguments | tojson }}]{% endfor %}"
+THOUGHTS_BEFORE_IT = "({{ message.reasoning_content or '' }})"
+SHOWN = TEMPLATE.replace("{{ message.content }}", f"{THOUGHTS_BEFORE_IT}{{{{ message.content }}}}{CALLS_BEFORE_IT}")
+
+
+class Place(pydantic.BaseModel):
+    city: str
+    days: list[int]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("forms"), template=SHOWN, max_context=1024)
+
+
+@pytest.fixture(scope="module")
+def cluster(model_folder: Path) -> Iterator[RouterCluster]:
+    yield from run_cluster(model_folder)
+
+
+@pytest.fixture
+def client(cluster: RouterCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    cluster.decode.says = None
+
+
+def check_answer(response: Any) -> None:
+    thoughts, said, *calls = response.output
+    assert (response.status, [item.status for item in response.output]) == ("completed", ["completed"] * 4)
+    assert [part.text for part in thoughts.content] == ["They ask\nfor weather."]
+    assert said.content[0].text == response.output_text == "Let me see."
+    assert [(call.type, call.name, call.arguments) for call in calls] == [("function_call", "weather", ARGUMENTS)] * 2
+    assert calls[0].call_id != calls[1].call_id
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    assert (response.tool_choice, response.tools[0].name) == ("auto", "weather")
+
+
+def test_thoughts_text_and_calls_are_items(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = ANSWER.encode()
+    check_answer(client.responses.create(model=MODEL, input="hi", tools=TOOLS))
+
+
+def test_the_clients_own_accumulator_builds_the_same(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = ANSWER.encode()
+    with client.responses.stream(model=MODEL, input="hi", tools=TOOLS) as stream:
+        kinds = {event.type for event in stream}
+        check_answer(stream.get_final_response())
+    assert {
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.output_text.delta",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+    } <= kinds
+
+
+def test_the_items_go_back_into_the_conversation(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = ANSWER.encode()
+    answer = client.responses.create(model=MODEL, input="hi", tools=TOOLS)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
+        for item in answer.output
+        if item.type == "function_call"
+    ]
+    conversation: Any = [{"role": "user", "content": "hi"}, *answer.output, *results]
+    cluster.decode.says = b"It rains."
+    assert client.responses.create(model=MODEL, input=conversation, tools=TOOLS).output_text == "It rains."
+    parsed = json.dumps(json.loads(ARGUMENTS), ensure_ascii=False)
+    expected = f"<assistant>(They ask\nfor weather.)Let me see.[{parsed}][{parsed}]<tool>()rain<tool>()rain<assistant>"
+    assert bytes(cluster.last_submit().prompt_ids).decode().endswith(expected)
+
+
+def test_the_prompt_and_the_grammar_are_those_of_the_same_chat(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = CALL.encode()
+    chosen: Any = {"type": "function", "name": "weather"}
+    client.responses.create(model=MODEL, input="hi", tools=TOOLS, tool_choice=chosen, parallel_tool_calls=False)
+    submit = cluster.last_submit()
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+        tool_choice=named,
+        parallel_tool_calls=False,
+    )
+    same = cluster.last_submit()
+    assert submit.sampling.grammar
+    assert (submit.prompt_ids, submit.sampling.grammar) == (same.prompt_ids, same.sampling.grammar)
+
+
+def test_a_structured_answer_is_parsed(cluster: RouterCluster, client: openai.OpenAI, model_folder: Path) -> None:
+    cluster.decode.says = b'<think>so</think>{"city": "Bern", "days": [1]}'
+    response = client.responses.parse(model=MODEL, input="hi", text_format=Place)
+    assert response.output_parsed == Place(city="Bern", days=[1])
+    grammars = Grammars(model_folder, VOCAB_SIZE)
+    try:
+        matcher = grammars.matcher(cluster.last_submit().sampling.grammar)
+        matcher.advance([*cluster.decode.says])
+        assert (matcher.is_whole, matcher.problem) == (True, "")
+    finally:
+        grammars.close()
+
+
+def test_json_without_a_schema(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = b"{}"
+    response = client.responses.create(model=MODEL, input="hi", text={"format": {"type": "json_object"}})
+    assert (response.output_text, response.text.format.type) == ("{}", "json_object")  # type: ignore[union-attr]
+    assert cluster.last_submit().sampling.grammar
+
+
+@pytest.mark.parametrize(("effort", "is_off"), [("none", True), ("high", False)])
+def test_effort_switches_thoughts(cluster: RouterCluster, client: openai.OpenAI, effort: Any, is_off: bool) -> None:
+    cluster.decode.says = b"plain"
+    response = client.responses.create(model=MODEL, input="hi", reasoning={"effort": effort})
+    assert response.output_text == "plain"
+    assert response.reasoning is not None
+    assert response.reasoning.effort == effort
+    assert bytes(cluster.last_submit().prompt_ids).endswith(b"<think>\n\n</think>\n\n") is is_off
+    messages: Any = [{"role": "user", "content": "hi"}]
+    client.chat.completions.create(model=MODEL, messages=messages, reasoning_effort=effort)
+    assert bytes(cluster.last_submit().prompt_ids).endswith(b"<think>\n\n</think>\n\n") is is_off
+
+
+def test_an_answer_that_is_cut_off_says_so_in_every_part(client: openai.OpenAI) -> None:
+    response = client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
+    (message,) = response.output
+    assert (response.status, message.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]

@@ -1,0 +1,138 @@
+"""Messages over real sockets: who has the key gets in, nobody else does, and what is no message harms nothing."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import zmq
+
+from cluster.channel import MAX_FRAME_BYTES, AsyncInbox, Inbox, Outbox, draw_key, encode
+from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.messages import Drain, Message, Shutdown
+from cluster.spec.worker_spec import ChannelKey, Rendezvous
+
+pytestmark = pytest.mark.integration
+
+HOST = "127.0.0.1"
+WAIT_S = 60.0
+KEY = draw_key()
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    with closing(Inbox(HOST, KEY)) as inbox:
+        yield inbox
+
+
+def send(address: str, message: Message, key: ChannelKey | None) -> None:
+    with closing(Outbox(key)) as outbox:
+        outbox.send(address, message)
+
+
+def receive(inbox: Inbox, count: int) -> list[Message]:
+    messages: list[Message] = []
+    while len(messages) < count:
+        arrived = inbox.receive(WAIT_S)
+        assert arrived, f"{len(messages)} of {count} messages came"
+        messages += arrived
+    return messages
+
+
+def wait_dropped(inbox: Inbox, why: str) -> None:
+    """Until something was dropped for a reason; what else comes is no message."""
+    for _ in range(int(WAIT_S * 10)):
+        if inbox.dropped[why]:
+            return
+        assert inbox.receive(0.1) == []
+    raise AssertionError(f"nothing {why} was dropped: {inbox.dropped}")
+
+
+def raw_sender(
+    address: str, key: ChannelKey | None, context: "zmq.Context[zmq.Socket[bytes]]", server: bytes | None = None
+) -> "zmq.Socket[bytes]":
+    """A socket like an outbox's, that sends anything; ``server`` is the public key that it expects there."""
+    pusher = context.socket(zmq.PUSH)
+    pusher.linger = 0
+    if key is not None:
+        pusher.curve_publickey, pusher.curve_secretkey = key.public, key.secret
+        pusher.curve_serverkey = server or key.public
+    pusher.connect(address)
+    return pusher
+
+
+def test_members_reach_each_other(inbox: Inbox) -> None:
+    with closing(Outbox(KEY)) as outbox:
+        for number in range(100):
+            outbox.send(inbox.address, Shutdown(reason=str(number)))
+        assert receive(inbox, 100) == [Shutdown(reason=str(number)) for number in range(100)]
+    assert not +inbox.dropped
+
+
+def test_an_event_loop_takes_messages_of_members() -> None:
+    async def talk() -> Message:
+        async with AsyncInbox(HOST, KEY) as inbox:
+            await asyncio.to_thread(send, inbox.address, Drain(), KEY)
+            return await asyncio.wait_for(inbox.receive(), WAIT_S)
+
+    assert asyncio.run(talk()) == Drain()
+
+
+def test_a_stranger_with_a_key_of_its_own_is_turned_away_and_counted(inbox: Inbox) -> None:
+    """Even one that knows the public half."""
+    stranger = draw_key()
+    with zmq.Context() as context, raw_sender(inbox.address, stranger, context, KEY.public) as pusher:
+        pusher.send(encode(Shutdown(reason="evil")))
+        wait_dropped(inbox, "stranger")
+    send(inbox.address, Drain(), KEY)
+    assert receive(inbox, 1) == [Drain()]
+
+
+@pytest.mark.parametrize("key", [None, draw_key()])
+def test_who_does_not_know_the_key_gets_nothing_in(inbox: Inbox, key: ChannelKey | None) -> None:
+    with zmq.Context() as context, raw_sender(inbox.address, key, context) as pusher:
+        pusher.send(encode(Shutdown(reason="evil")))
+        send(inbox.address, Drain(), KEY)
+        assert receive(inbox, 1) == [Drain()]
+        assert inbox.receive(0.2) == []
+
+
+def test_a_port_scanner_harms_nothing(inbox: Inbox) -> None:
+    host, _, port = inbox.address.removeprefix("tcp://").partition(":")
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b""):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(sent)
+    send(inbox.address, Drain(), KEY)
+    assert receive(inbox, 1) == [Drain()]
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\xa4type\xa4Evil", b"\x91" * 100_000])
+def test_a_frame_that_is_no_message_is_dropped_and_counted(inbox: Inbox, frame: bytes) -> None:
+    with zmq.Context() as context, raw_sender(inbox.address, KEY, context) as pusher:
+        pusher.send(frame)
+        wait_dropped(inbox, "malformed")
+        pusher.send(encode(Drain()))
+        assert receive(inbox, 1) == [Drain()]
+
+
+def test_a_frame_over_the_limit_is_dropped_and_counted(inbox: Inbox) -> None:
+    with zmq.Context() as context, raw_sender(inbox.address, KEY, context) as pusher:
+        pusher.send(encode(Shutdown(reason="x" * MAX_FRAME_BYTES)))
+        wait_dropped(inbox, "large")
+        pusher.send(encode(Drain()))
+        assert receive(inbox, 1) == [Drain()]
+
+
+def test_a_message_over_the_limit_is_not_sent(inbox: Inbox) -> None:
+    with closing(Outbox(KEY)) as outbox:
+        with pytest.raises(PeerUnreachableError, match=f"^Shutdown of .* bytes; allowed: {MAX_FRAME_BYTES}"):
+            outbox.send(inbox.address, Shutdown(reason="x" * MAX_FRAME_BYTES))
+        outbox.send(inbox.address, Drain())
+        assert receive(inbox, 1) == [Drain()]
+
+
+def test_secrets_are_not_shown_by_what_holds_them() -> None:
+    shown = repr(Rendezvous(bootstrap_url="http://nowhere", token="hush", channel_key=KEY))
+    assert "hush" not in shown
+    assert KEY.secret.decode() not in shown

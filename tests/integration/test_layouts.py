@@ -1,0 +1,128 @@
+"""Greedy fp32 tokens equal transformers' own for every legal way to cut prefill and decode, dense and with experts."""
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cluster.spec.config import DeployConfig, ParallelConfig
+from cluster.spec.strategy import MoeDispatch, Strategy
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.layouts import covering_pairs, legal_layouts, needs_experts
+from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
+
+NUM_TOKENS = 12
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {"num_hidden_layers": 3},
+    "llama": {"num_hidden_layers": 3, "mlp_bias": True},
+}
+"""Three layers, so that stages are unequal."""
+LENGTHS = (1, 33, 90, 5)
+STRATEGIES = (Strategy.ZIGZAG, Strategy.INTERLEAVE, Strategy.NONE, Strategy.WHOLE_REQUEST, Strategy.CONTIGUOUS)
+
+
+class Case(NamedTuple):
+    """One cluster."""
+
+    family: str
+    prefill: ParallelConfig
+    decode: ParallelConfig
+    kv: KvWay
+    strategy: Strategy
+    chunk_tokens: int
+    dispatch: MoeDispatch
+
+    def __str__(self) -> str:
+        ways = (self.kv, self.strategy, self.chunk_tokens, self.dispatch)
+        return f"{self.family}-{_name(self.prefill)}-to-{_name(self.decode)}-{'-'.join(map(str, ways))}"
+
+
+def _name(parallel: ParallelConfig) -> str:
+    return "_".join(f"{axis}{size}" for axis, size in parallel if size > 1) or "one"
+
+
+def cases_of(layouts: list[ParallelConfig], families: tuple[str, ...], decodes: list[ParallelConfig]) -> list[Case]:
+    """Each layout once for each family that can be cut so, everything else taking turns."""
+    wanted = [(layout, family) for family in families for layout in layouts]
+    wanted = [(layout, family) for layout, family in wanted if family != "llama" or not needs_experts(layout)]
+    cases = []
+    for turn, (layout, family) in enumerate(wanted):
+        fitting = [decode for decode in decodes if family != "llama" or not needs_experts(decode)]
+        cases.append(
+            Case(
+                family=family,
+                prefill=layout,
+                decode=fitting[turn % len(fitting)],
+                kv=KV_WAYS[turn % len(KV_WAYS)],
+                strategy=STRATEGIES[turn // 2 % len(STRATEGIES)],
+                chunk_tokens=(37, 4096)[turn // 3 % 2],
+                dispatch=tuple(MoeDispatch)[turn % 3],
+            )
+        )
+    return sorted(cases, key=lambda case: (case.family, _name(case.prefill), _name(case.decode)))
+
+
+def config_of(case: Case) -> DeployConfig:
+    return DeployConfig.model_validate(
+        {
+            "model": {"served_name": case.family},
+            "kv": {"page_size": 16, "memory_gib": 0.01},
+            "prefill": {
+                "parallel": case.prefill,
+                "strategy": case.strategy,
+                "mode": case.kv.mode,
+                "passing": case.kv.passing,
+                "chunk_tokens": case.chunk_tokens,
+                "moe_dispatch": case.dispatch,
+            },
+            "decode": {"parallel": case.decode, "moe_dispatch": case.dispatch},
+            "transfer": {"mode": case.kv.sends, "page_filter": case.kv.page_filter},
+            "resources": {"check_collectives": True},
+        }
+    )
+
+
+class Both:
+    """Our engine and the oracle."""
+
+    def __init__(self, root: Path) -> None:
+        self.engine = LocalEngine()
+        self._folder = cache(lambda family: make_checkpoint(root / family, family, seed=11, **MODELS[family]))
+        self._oracle = cache(lambda family: Oracle(self._folder(family), NUM_TOKENS))
+
+    def check(self, case: Case) -> None:
+        """All prompts at once, twice: the second time their pages are cached on both sides."""
+        rng = random.Random(11)
+        prompts = [[rng.randrange(3, 250) for _ in range(length)] for length in LENGTHS]
+        theirs = [self._oracle(case.family).tokens(prompt) for prompt in prompts]
+        with self.engine.running(self._folder(case.family), config_of(case)) as cluster:
+            assert cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
+            assert cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120) == theirs
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    both = Both(tmp_path_factory.mktemp("checkpoints"))
+    yield both
+    both.engine.close()
+
+
+SOME = cases_of(covering_pairs(legal_layouts(4)), ("qwen3_moe",), covering_pairs(legal_layouts(4, is_decode=True)))
+ALL = cases_of(legal_layouts(8), tuple(MODELS), legal_layouts(4, is_decode=True))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_tokens_equal_transformers_where_any_two_axes_meet(both: Both, case: Case) -> None:
+    both.check(case)
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_tokens_equal_transformers_for_every_layout(both: Both, case: Case) -> None:
+    both.check(case)

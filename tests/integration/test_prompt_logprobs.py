@@ -1,0 +1,135 @@
+"""Log-probabilities of prompts equal transformers', however a prompt is cut and whatever is cached of it."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.strategy import CpMode, PassingSetting, Strategy
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_engine import KvWay, LocalEngine
+from tests.fakes.pairwise import Case, all_pairs
+from tests.integration.test_engine_matrix import prompts_of
+from workers.local import Answer, Prompt
+
+pytestmark = pytest.mark.integration
+
+NUM_TOP = 5
+LENGTHS = (1, 33, 130, 2)
+FACTORS: dict[str, list[Any]] = {
+    "strategy": list(Strategy),
+    "kv": [KvWay(), KvWay(CpMode.RING, PassingSetting.PASS_KV), KvWay(CpMode.RING, PassingSetting.PASS_Q)],
+    "chunk_tokens": [4096, 37],
+}
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)]
+"""cp and tp."""
+
+
+def in_loading_order(cases: Sequence[Case]) -> list[Case]:
+    return sorted(cases, key=lambda case: (case["layout"], case["kv"].mode))
+
+
+def name_of(case: Case) -> str:
+    cp, tp = case["layout"]
+    return f"cp{cp}-tp{tp}-{case['strategy']}-{case['kv']}-{case['chunk_tokens']}"
+
+
+class Both:
+    """Our engine and transformers' log-probabilities."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = LocalEngine()
+        self.folder = folder
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.oracle = cache(self._logprobs)
+
+    def check(self, case: Case) -> None:
+        """Each prompt is asked about twice, the second time when it is cached; then without a word about it."""
+        prompts = prompts_of(LENGTHS)
+        asked = [Prompt(prompt, Stopping(max_tokens=3), Sampling(num_prompt_logprobs=NUM_TOP)) for prompt in prompts]
+        plain = [Prompt(prompt, Stopping(max_tokens=3)) for prompt in prompts]
+        with self.engine.running(self.folder, config_of(case)) as cluster:
+            answers = [cluster.answer(batch, timeout_s=120) for batch in (asked, plain, asked)]
+        assert all(not answer.prompt_logprobs for answer in answers[1])
+        for answer, others in zip(answers[1], zip(answers[0], answers[2], strict=True), strict=True):
+            assert all(other.token_ids == answer.token_ids for other in others)
+        for prompt, answer in zip(prompts * 2, answers[0] + answers[2], strict=True):
+            assert answer.cached.total == 0
+            compare(answer, prompt, self.oracle(tuple(prompt)))
+
+    def _logprobs(self, prompt: tuple[int, ...]) -> Tensor:
+        with torch.inference_mode():
+            logprobs: Tensor = self._model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        return logprobs
+
+
+def compare(answer: Answer, prompt: list[int], expected: Tensor) -> None:
+    """``expected [tokens, vocabulary]``: of what follows each token."""
+    assert len(answer.prompt_logprobs) == len(prompt) - 1
+    for place, told in enumerate(answer.prompt_logprobs):
+        row = expected[place]
+        own = row[prompt[place + 1]]
+        assert told.logprob == pytest.approx(float(own), abs=1e-3)
+        assert told.top_logprobs == pytest.approx(row[told.top_ids].tolist(), abs=1e-3)
+        assert told.top_logprobs == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=1e-3)
+        assert int((row > own + 1e-3).sum()) < told.rank <= int((row >= own - 1e-3).sum())
+
+
+def config_of(case: Case) -> DeployConfig:
+    kv: KvWay = case["kv"]
+    cp, tp = case["layout"]
+    return DeployConfig.model_validate(
+        {
+            "model": {"served_name": "qwen3"},
+            "kv": {"page_size": 16, "memory_gib": 0.01},
+            "prefill": {
+                "parallel": {"cp": cp, "tp": tp},
+                "strategy": case["strategy"],
+                "mode": kv.mode,
+                "passing": kv.passing,
+                "chunk_tokens": case["chunk_tokens"],
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    both = Both(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=11))
+    yield both
+    both.engine.close()
+
+
+SELECTION = [
+    *({**case, "layout": (2, 1)} for case in all_pairs(FACTORS)),
+    {"layout": (2, 2), "strategy": Strategy.ZIGZAG, "kv": KvWay(), "chunk_tokens": 37},
+]
+
+
+@pytest.mark.parametrize("case", in_loading_order(SELECTION), ids=name_of)
+def test_prompt_logprobs_equal_transformers(both: Both, case: Case) -> None:
+    both.check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    in_loading_order(
+        [
+            {**dict(zip(FACTORS, values, strict=True)), "layout": layout}
+            for layout in LAYOUTS
+            for values in product(*FACTORS.values())
+        ]
+    ),
+    ids=name_of,
+)
+def test_prompt_logprobs_equal_transformers_for_the_whole_matrix(both: Both, case: Case) -> None:
+    both.check(case)

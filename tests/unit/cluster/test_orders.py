@@ -1,0 +1,319 @@
+"""What an operator orders, event by event: who is drained, ended and started when; what is refused; that all ends."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.errors import ConfigError, Problem
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.supervisor.events import (
+    Action,
+    Answer,
+    DrainReplica,
+    End,
+    Ended,
+    Failed,
+    MarkReaped,
+    Outcome,
+    Place,
+    Placed,
+    ReplicaDrained,
+    ResumeReplica,
+    Start,
+    Started,
+    StopRequested,
+    TableSeen,
+    Tick,
+)
+from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
+from cluster.supervisor.state import MemberState, Phase
+from tests.fakes.supervised import ERROR, Run
+
+TWO_OF_EACH = ("bootstrap", "router", "prefill-0", "prefill-1", "decode-0", "decode-1")
+ONE_OF_EACH = ("bootstrap", "router", "prefill-0", "decode-0")
+
+
+def answers(actions: list[Action]) -> list[tuple[Outcome, str]]:
+    return [(action.outcome, action.line) for action in actions if isinstance(action, Answer)]
+
+
+def go_on(run: Run, action: Action) -> list[Action]:
+    """Answer an action as the processes would if nothing went wrong."""
+    match action:
+        case DrainReplica(name, incarnation):
+            return run.step(ReplicaDrained(name, incarnation, True))
+        case End(name, incarnation):
+            return run.step(Ended(name, incarnation, True)) + run.step(Tick())
+        case Start(name, incarnation):
+            return run.step(Started(name, incarnation))
+        case Place():
+            return run.step(Placed(None)) + run.step(Tick())
+        case _:
+            return []
+
+
+def carry_out(run: Run, order: Order) -> list[Action]:
+    """Give an order and see it through; every action on the way."""
+    actions = run.order(order)
+    for action in actions:  # grows while it is walked
+        actions += go_on(run, action)
+    return actions
+
+
+def begun(actions: list[Action]) -> list[str]:
+    return [f"{type(action).__name__} {action.name}" for action in actions if isinstance(action, DrainReplica | Start)]
+
+
+def test_a_drain_is_over_when_the_replica_is_empty_and_leaves_it_running() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    incarnation = run.incarnation("decode-0")
+    assert run.order(DrainOrder(replica=ReplicaId("decode-0"), grace_s=3.0)) == [
+        DrainReplica("decode-0", incarnation, 3.0)
+    ]
+    assert answers(run.step(ReplicaDrained("decode-0", incarnation, True))) == [(Outcome.DONE, "decode-0: drained")]
+    assert run.state("decode-0") is MemberState.RUNNING
+    actions = run.order(ResumeOrder(replica=ReplicaId("decode-0")))
+    assert actions[0] == ResumeReplica("decode-0")
+    assert answers(actions)[0][0] is Outcome.DONE
+
+
+def test_a_drain_that_takes_too_long_is_told_and_the_replica_stays_as_it_is() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.order(DrainOrder(replica=ReplicaId("decode-0")))
+    (answer,) = answers(run.step(ReplicaDrained("decode-0", run.incarnation("decode-0"), False)))
+    assert answer == (Outcome.FAILED, "decode-0: not every open request has ended in time; it takes no new ones")
+    assert run.state("decode-0") is MemberState.RUNNING
+
+
+def test_a_rolling_restart_takes_one_replica_at_a_time() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    before = {name: run.incarnation(name) for name in TWO_OF_EACH}
+    actions = carry_out(run, RestartOrder(is_rolling=True))
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    assert begun(actions) == [line for name in names for line in (f"DrainReplica {name}", f"Start {name}")]
+    assert answers(actions)[-1] == (Outcome.DONE, "restarted")
+    assert [name for name in TWO_OF_EACH if run.incarnation(name) > before[name]] == names
+    assert [action.name for action in actions if isinstance(action, MarkReaped)] == names
+    assert run.cluster.members["decode-1"].num_failures == 0
+
+
+def test_a_restart_at_once_drains_all_before_any_starts() -> None:
+    actions = carry_out(Run(ONE_OF_EACH).serve(), RestartOrder())
+    assert begun(actions) == ["DrainReplica prefill-0", "DrainReplica decode-0", "Start prefill-0", "Start decode-0"]
+    assert answers(actions)[-1] == (Outcome.DONE, "restarted")
+
+
+def test_a_restart_begins_at_once_however_often_the_replica_has_failed() -> None:
+    run = Run(ONE_OF_EACH).serve()
+    run.fail("decode-0")
+    run.step(Ended("decode-0", run.incarnation("decode-0"), True))
+    run.now_s = 1.0
+    run.step(Tick())
+    run.step(Started("decode-0", run.incarnation("decode-0")))
+    carry_out(run, RestartOrder(replicas=(ReplicaId("decode-0"),)))
+    assert run.state("decode-0") is MemberState.RUNNING
+    assert run.now_s == 1.0
+
+
+def test_a_replica_whose_drain_takes_too_long_is_restarted_all_the_same() -> None:
+    run = Run(ONE_OF_EACH).serve()
+    incarnation = run.incarnation("decode-0")
+    run.order(RestartOrder(replicas=(ReplicaId("decode-0"),)))
+    assert run.step(ReplicaDrained("decode-0", incarnation, False)) == [End("decode-0", incarnation)]
+    assert run.lines == ["decode-0: not every open request has ended in time"]
+
+
+def test_a_failure_ends_a_rolling_restart_and_names_who_is_left() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.order(RestartOrder(is_rolling=True))
+    run.step(ReplicaDrained("prefill-0", run.incarnation("prefill-0"), True))
+    run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
+    run.step(Tick())
+    (answer,) = answers(run.fail("prefill-0"))
+    assert answer == (
+        Outcome.FAILED,
+        "prefill-0: failed, and is started again: rank 1: no memory; not restarted: prefill-1, decode-0, decode-1",
+    )
+    assert run.cluster.order is None
+    assert run.state("prefill-0") is MemberState.ENDING
+
+
+def test_a_rolling_restart_does_not_take_the_last_one_when_the_other_was_lost_on_the_way() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.order(RestartOrder(is_rolling=True, replicas=(ReplicaId("decode-0"), ReplicaId("prefill-0"))))
+    run.fail("prefill-1")
+    run.step(ReplicaDrained("decode-0", run.incarnation("decode-0"), True))
+    run.step(Ended("decode-0", run.incarnation("decode-0"), True))
+    run.step(Tick())
+    (answer,) = answers(run.step(Started("decode-0", run.incarnation("decode-0"))))
+    assert answer[0] is Outcome.FAILED
+    assert answer[1].startswith("prefill-0: no other prefill replica takes requests;")
+    assert run.state("prefill-0") is MemberState.RUNNING
+
+
+def test_more_replicas_are_placed_then_started() -> None:
+    run = Run(ONE_OF_EACH).serve()
+    actions = carry_out(run, ScaleOrder(prefill=3, decode=2))
+    assert actions[0] == Place(["prefill-1", "prefill-2", "decode-1"])
+    assert begun(actions) == ["Start prefill-1", "Start prefill-2", "Start decode-1"]
+    assert answers(actions) == [(Outcome.DONE, "prefill: 3, decode: 2")]
+
+
+def test_without_room_nothing_changes() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    before = run.cluster
+    assert run.order(ScaleOrder(prefill=9, decode=1))[0] == Place([f"prefill-{index}" for index in range(2, 9)])
+    refusal = ConfigError([Problem("resources", "wanted: 7 workers; room for 2 workers")])
+    (answer,) = answers(run.step(Placed(refusal)))
+    assert answer == (Outcome.REFUSED, "resources: wanted: 7 workers; room for 2 workers")
+    assert run.cluster == before
+
+
+def test_fewer_replicas_drain_before_they_go_and_come_back_as_later_starts() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    first = run.incarnation("decode-1")
+    actions = carry_out(run, ScaleOrder(decode=1))
+    assert begun(actions) == ["DrainReplica decode-1"]
+    assert MarkReaped("decode-1", first) in actions
+    assert answers(actions) == [(Outcome.DONE, "decode: 1")]
+    assert run.state("decode-1") is MemberState.REMOVED
+    assert run.cluster.next_wake_s() is None
+    carry_out(run, ScaleOrder(decode=2))
+    assert run.incarnation("decode-1") > first
+    assert run.state("decode-1") is MemberState.RUNNING
+
+
+def test_a_replica_that_waits_to_start_again_goes_at_once() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.fail("decode-1")
+    run.step(Ended("decode-1", run.incarnation("decode-1"), True))
+    assert answers(run.order(ScaleOrder(decode=1))) == [(Outcome.DONE, "decode: 1")]
+    assert run.state("decode-1") is MemberState.REMOVED
+
+
+def test_a_replica_that_is_starting_goes_once_it_runs() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.fail("decode-1")
+    run.step(Ended("decode-1", run.incarnation("decode-1"), True))
+    run.now_s = 1.0
+    run.step(Tick())
+    assert run.order(ScaleOrder(decode=1)) == []
+    started = run.step(Started("decode-1", run.incarnation("decode-1")))
+    assert begun(started) == ["DrainReplica decode-1"]
+
+
+def test_a_replica_that_dies_while_it_drains_is_gone_all_the_same() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.order(ScaleOrder(decode=1))
+    incarnation = run.incarnation("decode-1")
+    assert run.fail("decode-1") == [End("decode-1", incarnation)]
+    assert run.step(ReplicaDrained("decode-1", incarnation, False)) == []
+    assert answers(run.step(Ended("decode-1", incarnation, True))) == [(Outcome.DONE, "decode: 1")]
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        (DrainOrder(replica=ReplicaId("decode-7")), "there is no 'decode-7'; there are: prefill-0, decode-0, decode-1"),
+        (RestartOrder(replicas=(ReplicaId("router"),)), "there is no 'router'"),
+        (DrainOrder(replica=ReplicaId("prefill-0")), "prefill-0: no other prefill replica takes requests"),
+        (RestartOrder(is_rolling=True), "prefill-0: no other prefill replica takes requests"),
+        (ScaleOrder(decode=0), "got decode=0; allowed: prefill and decode from 1 to 4096"),
+        (ScaleOrder(), "got nothing"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_line(order: Order, reason: str) -> None:
+    run = Run(("bootstrap", "router", "prefill-0", "decode-0", "decode-1")).serve()
+    before = run.cluster
+    ((outcome, line),) = answers(run.order(order))
+    assert outcome is Outcome.REFUSED
+    assert reason in line
+    assert "\n" not in line
+    assert run.cluster == before
+
+
+def test_a_replica_that_drains_does_not_count_and_its_next_start_does() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.step(TableSeen(frozenset({("decode-0", run.incarnation("decode-0"))})))
+    ((outcome, _),) = answers(run.order(DrainOrder(replica=ReplicaId("decode-1"))))
+    assert outcome is Outcome.REFUSED
+    ((outcome, line),) = answers(run.order(ScaleOrder(decode=1)))
+    assert (outcome, "decode-1" in line) == (Outcome.REFUSED, True)
+    carry_out(run, RestartOrder(replicas=(ReplicaId("decode-0"),)))
+    assert begun(run.order(DrainOrder(replica=ReplicaId("decode-1")))) == ["DrainReplica decode-1"]
+
+
+def test_one_order_at_a_time_and_only_while_serving() -> None:
+    run = Run(TWO_OF_EACH)
+    run.step(Tick())
+    assert answers(run.order(ScaleOrder(decode=1)))[0][0] is Outcome.REFUSED
+    run.serve()
+    run.order(DrainOrder(replica=ReplicaId("decode-0")))
+    ((outcome, line),) = answers(run.order(ResumeOrder(replica=ReplicaId("decode-0"))))
+    assert (outcome, line) == (Outcome.REFUSED, "another order is being carried out; try again when it is over")
+
+
+def test_a_stop_ends_the_order_at_hand() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.order(RestartOrder(is_rolling=True))
+    assert answers(run.step(StopRequested("SIGINT"))) == [(Outcome.FAILED, "the cluster stops")]
+    assert run.cluster.phase is Phase.DRAINING
+
+
+ORDERS = st.one_of(
+    st.builds(DrainOrder, replica=st.sampled_from(TWO_OF_EACH[2:])),
+    st.builds(ResumeOrder, replica=st.sampled_from(TWO_OF_EACH[2:])),
+    st.builds(
+        RestartOrder,
+        replicas=st.lists(st.sampled_from(TWO_OF_EACH[2:]), max_size=3).map(tuple),
+        is_rolling=st.booleans(),
+    ),
+    st.builds(ScaleOrder, prefill=st.none() | st.integers(1, 3), decode=st.none() | st.integers(1, 3)),
+)
+
+
+@given(st.lists(ORDERS | st.sampled_from(TWO_OF_EACH), max_size=8), st.randoms(use_true_random=False))
+def test_whatever_is_ordered_and_fails_every_order_has_one_last_answer_and_no_member_lives_twice(
+    what: list[Order | str], random: object
+) -> None:
+    run = Run(TWO_OF_EACH).serve()
+    alive = {(name, run.incarnation(name)) for name in TWO_OF_EACH}
+    pending: list[Action] = []
+    last_answers = 0
+
+    def take(actions: list[Action]) -> None:
+        nonlocal last_answers
+        for action in actions:
+            if isinstance(action, Start):
+                assert action.name not in {name for name, _ in alive}
+                alive.add((action.name, action.incarnation))
+            if isinstance(action, End):
+                alive.discard((action.name, action.incarnation))
+            last_answers += isinstance(action, Answer) and action.outcome is not Outcome.GOING_ON
+            pending.append(action)
+
+    def settle(number: int) -> None:
+        for _ in range(number):
+            if pending:
+                take(go_on(run, pending.pop(random.randrange(len(pending)))))  # type: ignore[attr-defined]
+            run.now_s += 1.0
+            take(run.step(Tick()))
+
+    for item in what:
+        if isinstance(item, str):
+            name = item if item in run.cluster.members else "decode-0"
+            take(run.step(Failed(name, run.incarnation(name), ERROR)))
+        else:
+            take(run.order(item))
+        settle(random.randrange(4))  # type: ignore[attr-defined]
+    settle(400)
+    assert run.cluster.order is None
+    assert last_answers == sum(not isinstance(item, str) for item in what)
+    assert all(
+        member.state is (MemberState.RUNNING if member.is_wanted else MemberState.REMOVED)
+        for member in run.cluster.members.values()
+    )
+    assert {name for name, _ in alive} == {
+        member.name for member in run.cluster.members.values() if member.state is MemberState.RUNNING
+    }
+    assert all(incarnation > Incarnation(0) for _, incarnation in alive)

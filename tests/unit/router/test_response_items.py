@@ -1,0 +1,98 @@
+"""The items of a response and the events that tell of them, for answers that come in pieces cut anywhere."""
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.api.response_items import Event, OutputItems
+from router.api.response_objects import OutputCall, OutputItem, OutputMessage, OutputThoughts
+from router.api.responses import ChosenLogprob
+from router.message import MessageReader
+from router.reasoning import Thinking
+from router.tool_calls.hermes import HermesParser
+
+CALLS = [("get", '{"a": [1, "}"]}'), ("stop", "{}")]
+WRITTEN = [f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in CALLS]
+ANSWER = f"<think>\nHm.\n</think>\n\nLet me see.\n{WRITTEN[0]}\n{WRITTEN[1]}\nThat is all."
+
+
+def run(pieces: list[str]) -> tuple[list[OutputItem], list[Event]]:
+    reader = MessageReader(Thinking.OPTIONAL, HermesParser([]))
+    items = OutputItems("x")
+    events: list[Event] = []
+    for place, piece in enumerate(pieces, start=1):
+        events += items.push(reader.read(piece, is_end=place == len(pieces)))
+    whole, last = items.end("completed")
+    return whole, events + last
+
+
+def told_by(events: list[Event]) -> list[Any]:
+    """The items that a client builds from the events, each whole at its end."""
+    growing: dict[int, Any] = {}
+    ended: list[Any] = []
+    for kind, fields in events:
+        index, item = fields["output_index"], growing.get(fields["output_index"])
+        match kind.removeprefix("response."):
+            case "output_item.added":
+                assert index == len(growing), "items follow each other"
+                growing[index] = msgspec.to_builtins(fields["item"])
+            case "content_part.added":
+                item["content"].append(msgspec.to_builtins(fields["part"]))
+            case "output_text.delta" | "reasoning_text.delta":
+                item["content"][fields["content_index"]]["text"] += fields["delta"]
+            case "function_call_arguments.delta":
+                item["arguments"] += fields["delta"]
+            case "output_text.done" | "reasoning_text.done":
+                assert item["content"][0]["text"] == fields["text"]
+            case "function_call_arguments.done":
+                assert item["arguments"] == fields["arguments"]
+            case "content_part.done":
+                assert item["content"][0] == msgspec.to_builtins(fields["part"])
+            case "output_item.done":
+                ended.append(msgspec.to_builtins(fields["item"]))
+                assert item | {"status": "completed"} == ended[-1]
+            case other:
+                raise AssertionError(other)
+    return ended
+
+
+@given(st.lists(st.integers(0, len(ANSWER)), max_size=20))
+def test_how_an_answer_is_cut_makes_no_difference(cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), len(ANSWER)]
+    items, events = run([ANSWER[start:end] for start, end in pairwise(edges)])
+    assert told_by(events) == [msgspec.to_builtins(item) for item in items]
+    thoughts, said, get, stop, end = items
+    assert isinstance(thoughts, OutputThoughts)
+    assert [part.text for part in thoughts.content] == ["Hm."]
+    for item, text in ((said, "Let me see."), (end, "That is all.")):
+        assert isinstance(item, OutputMessage)
+        assert [part.text for part in item.content] == [text]
+    for call, expected in ((get, CALLS[0]), (stop, CALLS[1])):
+        assert isinstance(call, OutputCall)
+        assert (call.name, call.arguments) == expected
+        assert call.call_id.startswith("call_")
+    assert len({item.id for item in items}) == 5
+
+
+def test_an_empty_answer_is_an_empty_message() -> None:
+    items, events = run([""])
+    (message,) = items
+    assert isinstance(message, OutputMessage)
+    assert [part.text for part in message.content] == [""]
+    assert told_by(events) == [msgspec.to_builtins(message)]
+
+
+def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
+    tokens = ["<think>", "Hm", "</think>", "<tool", "s>", "yes", '<tool_call>{"name": "f"', "}</tool_call>"]
+    reader, items = MessageReader(Thinking.OPTIONAL, HermesParser([])), OutputItems("x")
+    for place, token in enumerate(tokens, start=1):
+        logprob = ChosenLogprob(token=token, logprob=0.0, bytes=[], top_logprobs=[])
+        items.push(reader.read(token, is_end=place == len(tokens)), [logprob])
+    _, said, _ = items.end("completed")[0]
+    assert isinstance(said, OutputMessage)
+    (part,) = said.content
+    assert part.text == "<tools>yes"
+    assert [told.token for told in part.logprobs] == ["</think>", "<tool", "s>", "yes"]

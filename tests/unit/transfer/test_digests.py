@@ -1,0 +1,92 @@
+"""Digests of pages: whatever two layouts are, a flipped bit that was sent is found, and nothing else is."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from cluster.spec.messages import PageDigests
+from cluster.spec.registry import RankCoords
+from tests.fakes.rows import LAYOUT, make_row
+from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
+from transfer.digests import coverage_problem, digest_pages, wrong_pages
+from transfer.plan import make_spans, receivers
+
+POOL = replace(LAYOUT, num_pages=NUM_PAGES)
+ONE_RANK = RankCoords(dp=1, cp=1, tp=1, pp=1)
+SIMPLE = Pair([make_row("prefill-0", 0, ONE_RANK, layout=POOL)], [make_row("decode-0", 0, ONE_RANK, layout=POOL)], 0)
+PAGES = [4, 0, 2, 5, 1, 3]
+"""Where decode keeps the request's pages."""
+
+
+def handoff(pair: Pair, seed: int) -> tuple[list[bytearray], list[PageDigests]]:
+    """Every decode rank's pool after all senders have written, and what they told."""
+    rng = random.Random(seed)
+    pools = [bytearray(row.layout.pool_bytes) for row in pair.decode]
+    told = []
+    for mine in pair.prefill:
+        pool = rng.randbytes(mine.layout.pool_bytes)
+        targets = receivers(mine.transfer_mode, mine.coords, mine.sizes, pair.decode)
+        owned = [(pair.page(mine, position), PAGES[position]) for position in pair.owned(mine)] if targets else []
+        for target in targets:
+            told.append(digest_pages(memoryview(pool), mine.layout, target, owned))
+            for source, at, length in make_spans(mine.layout, target.layout, owned):
+                pools[target.global_rank][at : at + length] = pool[source : source + length]
+    return pools, told
+
+
+def wrong(pair: Pair, pools: list[bytearray], told: list[PageDigests]) -> dict[int, list[int]]:
+    """Pages that each rank finds wrong."""
+    found = {}
+    for row in pair.decode:
+        mine = [part for part in told if part.rank == row.global_rank]
+        if pages := wrong_pages(memoryview(pools[row.global_rank]), row.layout, mine):
+            found[row.global_rank] = pages
+    return found
+
+
+@given(pairs(), st.integers(0, 2**32), st.data())
+def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: int, data: st.DataObject) -> None:
+    pools, told = handoff(pair, seed)
+    num_bytes = NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode)
+    assert coverage_problem(told, PAGES, num_bytes) is None
+    assert wrong(pair, pools, told) == {}
+    rank = data.draw(st.integers(0, len(pools) - 1))
+    page_bytes = pair.decode[rank].layout.page_bytes
+    place = data.draw(st.integers(0, len(pools[rank]) - 1))
+    pools[rank][place] ^= 1 << data.draw(st.integers(0, 7))
+    page = place // page_bytes
+    assert wrong(pair, pools, told) == ({rank: [page]} if page < NUM_PAGES else {})
+
+
+def test_pages_that_changed_places_are_wrong() -> None:
+    pair = SIMPLE
+    pools, told = handoff(pair, seed=1)
+    size = pair.decode[0].layout.page_bytes
+    pages = np.frombuffer(pools[0], np.uint8).reshape(-1, size)
+    pages[[0, 3]] = pages[[3, 0]]
+    assert wrong(pair, pools, told) == {0: [0, 3]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda told: told[:-1], "they speak for "),
+        (lambda told: [*told, told[0]], "they speak for "),
+        (
+            lambda told: [replace(told[0], pages=[99, *told[0].pages[1:]]), *told[1:]],
+            "pages [99] are not in the ticket",
+        ),
+        (lambda told: [replace(told[0], digests=[]), *told[1:]], "their number is not that of their pages"),
+    ],
+)
+def test_digests_that_do_not_speak_for_every_byte_once_are_refused(change: object, reason: str) -> None:
+    pair = SIMPLE
+    _, told = handoff(pair, seed=1)
+    num_bytes = NUM_PAGES * pair.decode[0].layout.page_bytes
+    problem = coverage_problem(change(told), PAGES, num_bytes)  # type: ignore[operator]
+    assert problem is not None
+    assert problem.startswith(reason)

@@ -1,0 +1,106 @@
+"""The attention kernel, through its backend, against attention by definition in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.kernel_cases import PagedCase, check_paged, check_rows, compare, paged_cases
+from tests.unit.workers.test_row_attention import rank_pairs
+from workers.attention.triton import backend as triton_backend
+from workers.attention.triton import tiling
+from workers.attention.triton.backend import TritonAttention
+from workers.context_parallel.merge import Partial, merge
+from workers.context_parallel.runs import Run
+from workers.kernels.merge import merge_partials
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_pages(data: st.DataObject) -> None:
+    check_paged(TritonAttention(), data.draw(paged_cases(150, data.draw(DTYPES))), "cpu")
+
+
+@pytest.mark.full
+@settings(max_examples=150)
+@given(st.data())
+def test_pages_of_any_length(data: st.DataObject) -> None:
+    check_paged(TritonAttention(), data.draw(paged_cases(4097, data.draw(DTYPES))), "cpu")
+
+
+@settings(max_examples=5)
+@given(paged_cases(150, torch.float32), st.sampled_from([32, 64]))
+def test_keys_that_are_split(case: PagedCase, least_keys: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "LEAST_KEYS", least_keys)
+        check_paged(TritonAttention(), case, "cpu")
+
+
+@settings(max_examples=12)
+@given(rank_pairs(), st.sampled_from([1, 3, 4]), DTYPES)
+def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype) -> None:
+    check_rows(TritonAttention(), case, groups, dtype, "cpu")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PagedCase((Run(0, 0, 1, 1),)),
+        PagedCase((Run(0, 129, 40, 1), Run(1, 64, 1, 1)), page_size=128, groups=5, head_dim=80),
+        PagedCase((Run(0, 3, 30, 4), Run(0, 127, 1, 1)), page_size=64, groups=4, dtype=torch.bfloat16),
+        PagedCase((Run(0, 0, 3, 1), Run(1, 0, 2, 1)), key_lens=(0, 17), head_dim=96),
+    ],
+    ids=["first token", "mixed", "interleave", "a prefix of nothing"],
+)
+def test_examples(case: PagedCase) -> None:
+    check_paged(TritonAttention(), case, "cpu")
+
+
+def test_queries_of_no_run_are_empty() -> None:
+    step = TritonAttention().prepare([Run(0, 1, 1, 1)], [torch.tensor([0])], 16)
+    pages = torch.ones(1, 1, 16, 64)
+    out, lse = step.attend(torch.ones(3, 1, 64), pages, pages)
+    assert torch.equal(out[0, 0], torch.ones(64))
+    assert not out[1:].any()
+    assert lse[1:].eq(-torch.inf).all()
+
+
+def test_no_queries() -> None:
+    step = TritonAttention().prepare([], [], 16)
+    pages = torch.ones(1, 2, 16, 64)
+    assert step.attend(torch.empty(0, 4, 64), pages, pages).out.shape == (0, 4, 64)
+
+
+def test_a_nan_that_is_seen_stays_one() -> None:
+    step = TritonAttention().prepare([Run(0, 0, 3, 1)], [torch.tensor([0])], 16)
+    pages = torch.ones(1, 1, 16, 64)
+    keys = pages.clone()
+    keys[0, 0, 1] = torch.nan
+    out, lse = step.attend(torch.ones(3, 1, 64), keys, pages)
+    assert not out[0].isnan().any()
+    assert out[1:].isnan().all()
+    assert lse[1:].isnan().all()
+
+
+def test_pages_of_another_size_are_our_own_bug() -> None:
+    step = TritonAttention().prepare([Run(0, 0, 1, 1)], [torch.tensor([0])], 16)
+    with pytest.raises(AssertionError, match="pages of 8 tokens"):
+        step.attend(torch.ones(1, 1, 64), torch.ones(1, 1, 8, 64), torch.ones(1, 1, 8, 64))
+    with pytest.raises(AssertionError, match="ends past its pages"):
+        triton_backend.paged_items([Run(0, 16, 1, 1)], [1], 16, None)
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 6), st.sampled_from([(0, 1), (1, 3), (9, 2)]), st.sampled_from([64, 80]), st.data())
+def test_merging_partials(num: int, shape: tuple[int, int], head_dim: int, data: st.DataObject) -> None:
+    dtype = data.draw(DTYPES)
+    torch.manual_seed(0)
+    outs = [torch.randn(*shape, head_dim).to(dtype) for _ in range(num)]
+    lses = [torch.randn(shape) for _ in range(num)]
+    for out, lse in zip(outs, lses, strict=True):
+        is_empty = torch.rand(shape) < data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+        out[is_empty], lse[is_empty] = 0, -torch.inf
+    expected = merge([Partial(out.double(), lse.double()) for out, lse in zip(outs, lses, strict=True)])
+    compare(Partial(*merge_partials(outs, lses)), expected, dtype)

@@ -1,0 +1,41 @@
+"""Every kernel compiles for an H200, fits its shared memory, and spills no registers. Needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.kernel_compiler import MOST_SHARED_BYTES
+from tests.fakes.kernel_launches import LAUNCHES
+
+ORDINARY = {"attention"}
+
+
+def compiled(name: str) -> list[dict[str, Any]]:
+    """In a process that does not interpret."""
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.fakes.kernel_launches", name]
+    run = subprocess.run(
+        command, cwd=Path(__file__).parents[4], env=environ, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    launches: list[dict[str, Any]] = json.loads(run.stdout)[name]
+    return launches
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ORDINARY else pytest.mark.full) for n in LAUNCHES])
+def test_launch(name: str) -> None:
+    launches = compiled(name)
+    assert launches
+    for launch in launches:
+        assert launch["shared_bytes"] <= MOST_SHARED_BYTES, launch["name"]
+        assert launch["spilled_bytes"] == 0, launch["name"]
+
+
+@pytest.mark.full
+def test_prompts_are_multiplied_by_the_units_that_hopper_has_for_it() -> None:
+    assert any("wgmma" in launch["asm"] for launch in compiled("attention"))

@@ -1,0 +1,93 @@
+"""The flash_attn backend over a stand-in that does what the package says it does, and counts."""
+
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from tests.fakes.kernel_cases import PagedCase, check_paged, check_rows
+from tests.unit.workers.test_row_attention import masked_attention, rank_pairs
+from workers.attention.interface import AttentionBackend
+from workers.context_parallel.runs import Run
+
+
+class Package(ModuleType):
+    """The one function that is used; causal runs end with the same token, tables hold pages ``[page, slot, H, D]``."""
+
+    calls = 0
+
+    def flash_attn_varlen_func(
+        self, q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, most_q: int, most_k: int, **options: Any
+    ) -> tuple[Tensor, Tensor, None]:
+        self.calls += 1
+        parts = []
+        for number, (queries, keys) in enumerate(
+            zip(pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True)
+        ):
+            num_queries, num_keys = queries[1] - queries[0], keys[1] - keys[0]
+            assert num_queries <= most_q
+            assert num_keys <= most_k
+            seen = np.ones((num_queries, num_keys), dtype=np.bool_)
+            if options["causal"]:
+                seen = np.tril(seen, num_keys - num_queries)
+            table = options["block_table"]
+            mine = [
+                x[slice(*keys)] if table is None else x[table[number].long()].flatten(0, 1)[:num_keys] for x in (k, v)
+            ]
+            parts.append(masked_attention(q[slice(*queries)], *mine, seen))
+        out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return out.to(q.dtype), lse.float().T, None
+
+
+@pytest.fixture(scope="module")
+def package() -> Iterator[Package]:
+    with pytest.MonkeyPatch.context() as patch:
+        fake = Package("flash_attn")
+        patch.setitem(sys.modules, "flash_attn", fake)
+        patch.delitem(sys.modules, "workers.attention.flash_attn_backend", raising=False)
+        yield fake
+    sys.modules.pop("workers.attention.flash_attn_backend", None)
+
+
+@pytest.fixture(scope="module")
+def backend(package: Package) -> AttentionBackend:  # noqa: ARG001 - it must be there first
+    from workers.attention.flash_attn_backend import FlashAttention
+
+    return FlashAttention()
+
+
+@pytest.mark.parametrize(
+    ("case", "calls"),
+    [
+        (PagedCase((Run(1, 300, 1, 1), Run(0, 37, 5, 1)), page_size=256), 1),
+        (PagedCase((Run(0, 3, 5, 4), Run(1, 1, 1, 1)), page_size=256, key_lens=(20, 260)), 1),
+        (PagedCase((Run(0, 3, 5, 4),), page_size=256), 0),
+        (PagedCase((Run(0, 3, 5, 1),), page_size=64), 0),
+        (PagedCase((Run(0, 3, 5, 1), Run(1, 0, 1, 1)), page_size=256, key_lens=(20, 0)), 0),
+    ],
+    ids=["causal", "prefixes", "in steps", "small pages", "a prefix of nothing"],
+)
+def test_pages(backend: AttentionBackend, package: Package, case: PagedCase, calls: int) -> None:
+    before = package.calls
+    check_paged(backend, case, "cpu")
+    assert package.calls - before == calls
+
+
+def test_own_rows_are_one_call(backend: AttentionBackend, package: Package) -> None:
+    before = package.calls
+    runs = [Run(0, 5, 7, 1), Run(0, 30, 4, 1), Run(1, 2, 1, 1)]
+    check_rows(backend, (runs[:1] + runs[2:], runs[:1] + runs[2:]), 2, torch.float32, "cpu")
+    assert package.calls == before + 1
+
+
+@settings(max_examples=8)
+@given(rank_pairs())
+def test_rows(backend: AttentionBackend, case: tuple[list[Run], list[Run]]) -> None:
+    check_rows(backend, case, 2, torch.float32, "cpu")

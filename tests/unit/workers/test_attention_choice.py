@@ -1,0 +1,45 @@
+"""Which backend a setting means on which device, in words where it cannot be had."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from cluster.spec.config import AttentionSetting
+from cluster.spec.errors import UserError
+from workers.attention.registry import choose_backend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_auto_goes_by_the_device() -> None:
+    assert choose_backend(AttentionSetting.AUTO, CUDA, torch.bfloat16).name == "triton"
+    choice = choose_backend(AttentionSetting.AUTO, CPU, torch.float32)
+    assert (choice.name, choice.reason) == ("torch", "the CPU, in fp32")
+
+
+def test_what_is_asked_for() -> None:
+    for setting, device in ((AttentionSetting.TORCH, CPU), (AttentionSetting.TRITON, CUDA)):
+        choice = choose_backend(setting, device, torch.bfloat16)
+        assert (choice.name, choice.reason) == (setting.value, "asked for")
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "message"),
+    [
+        ("triton", CPU, torch.bfloat16, "got triton; allowed on cpu in bfloat16: auto, native, torch"),
+        ("native", CPU, torch.float32, "got native; allowed on cpu in float32: auto, torch"),
+        ("native", CUDA, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, torch, triton"),
+    ],
+)
+def test_what_is_not_for_this_device(setting: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(UserError, match=f"resources.attention: {message}"):
+        choose_backend(AttentionSetting(setting), device, dtype)
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "workers.attention.flash_attn_backend", raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    with pytest.raises(UserError, match="'flash_attn' cannot be loaded"):
+        choose_backend(AttentionSetting.FLASH_ATTN, CUDA, torch.bfloat16)

@@ -1,0 +1,182 @@
+"""Feed-forward halves of a layer on every layout: each rank gets what one rank with everything computes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from cluster.spec.config import ParallelConfig
+from cluster.spec.ranks import axis_problems
+from cluster.spec.strategy import MoeDispatch
+from tests.fakes.thread_layout import on_thread_layout
+from workers.expert_parallel.choice import BlockShape, fewer_rows
+from workers.expert_parallel.seats import ExpertSeats
+from workers.layers import moe_block
+from workers.layers.gated_mlp import GatedMLP
+from workers.layers.moe_block import MoeBlock
+from workers.models.config import ExpertNames, MoeConfig
+from workers.parallel.model_groups import ModelGroups
+
+HIDDEN, WIDTH, NUM_EXPERTS = 6, 9, 4
+MOE = MoeConfig(
+    num_experts=NUM_EXPERTS,
+    num_chosen=2,
+    intermediate_size=WIDTH,
+    sum_to_one=True,
+    dense_layers=frozenset(),
+    names=ExpertNames("mlp", "gate", "up", "down"),
+)
+LAYOUTS = [
+    layout
+    for dp, cp, tp, ep, copies in [
+        (1, 1, 1, 1, False),
+        (1, 1, 2, 1, False),
+        (1, 1, 4, 2, False),
+        (1, 2, 1, 1, False),
+        (1, 2, 1, 2, False),
+        (1, 2, 2, 2, False),
+        (1, 2, 2, 4, False),
+        (1, 2, 2, 2, True),
+        (2, 1, 1, 1, False),
+        (2, 1, 2, 4, False),
+        (2, 2, 1, 2, False),
+        (2, 2, 1, 2, True),
+        (2, 2, 2, 4, True),
+    ]
+    if not axis_problems(layout := ParallelConfig(dp=dp, cp=cp, tp=tp, ep=ep, moe_dp=cp if copies else 1), "")
+]
+
+
+class Step(NamedTuple):
+    """The tokens of each attention shard, or those that all have."""
+
+    tokens: Sequence[Tensor]
+    is_same: bool
+
+    @property
+    def lens(self) -> tuple[int, ...] | None:
+        return None if self.is_same else tuple(map(len, self.tokens))
+
+
+def step_of(parallel: ParallelConfig, lens: Sequence[int]) -> Step:
+    """Shards with the given lengths, in turn; without any, all have the same tokens."""
+    num_shards = parallel.dp * parallel.cp
+    generator = torch.Generator().manual_seed(num_shards)
+    if not lens:
+        return Step([torch.randn(7, HIDDEN, generator=generator)] * num_shards, is_same=True)
+    return Step(
+        [torch.randn(lens[shard % len(lens)], HIDDEN, generator=generator) for shard in range(num_shards)], False
+    )
+
+
+def filled(block: nn.Module) -> nn.Module:
+    """Weights as a checkpoint would give them: drawn whole, by name, and cut for this rank."""
+    parts = {
+        f"{path}.{name}": part
+        for path, module in block.named_modules()
+        if hasattr(module, "stored_parts")
+        for name, part in module.stored_parts()
+    }
+    for name, part in parts.items():
+        whole = torch.randn(part.whole, generator=torch.Generator().manual_seed(sum(name.encode())))
+        part.fill(whole[part.index])
+    return block
+
+
+def moe(groups: ModelGroups) -> nn.Module:
+    return filled(MoeBlock(HIDDEN, MOE, groups))
+
+
+def dense(groups: ModelGroups) -> nn.Module:
+    return filled(GatedMLP(HIDDEN, WIDTH, groups, bias=True))
+
+
+def check(
+    make: Callable[[ModelGroups], nn.Module], parallel: ParallelConfig, step: Step, dispatch: MoeDispatch
+) -> list[nn.Module]:
+    """Every rank's block, after each was found to answer as one rank alone does."""
+
+    def run(groups: ModelGroups) -> tuple[nn.Module, Tensor]:
+        block, shard = make(groups), groups.global_rank // parallel.tp
+        return block, block(step.tokens[shard], step.lens)
+
+    with torch.inference_mode():
+        answers = on_thread_layout(parallel, run, dispatch)
+        alone = make(ModelGroups())
+        for rank, (_, answer) in enumerate(answers):
+            expected = alone(step.tokens[rank // parallel.tp], None)
+            torch.testing.assert_close(answer, expected, atol=1e-5, rtol=1e-5)
+    return [block for block, _ in answers]
+
+
+@pytest.fixture(params=[(3, 5, 0, 2), (4,), (0, 1), ()], ids=str)
+def lens(request: pytest.FixtureRequest) -> Any:
+    """Unequal, equal, some idle; and the same tokens everywhere."""
+    return request.param
+
+
+@pytest.mark.parametrize("dispatch", MoeDispatch)
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_experts_answer_as_one_rank_does(parallel: ParallelConfig, dispatch: MoeDispatch, lens: Any) -> None:
+    if lens or parallel.dp == 1:
+        check(moe, parallel, step_of(parallel, lens), dispatch)
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(tp=2), ParallelConfig(dp=3), ParallelConfig(dp=2, cp=2, tp=2)], ids=str
+)
+def test_a_dense_mlp_is_divided_over_dp_and_tp(parallel: ParallelConfig, lens: Any) -> None:
+    if lens or parallel.dp == 1:
+        blocks = check(dense, parallel, step_of(parallel, lens), MoeDispatch.AUTO)
+        width = -(-WIDTH // (parallel.dp * parallel.tp))
+        assert {block.down_proj.weight.shape[1] for block in blocks} == {width}
+
+
+@pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])
+def test_experts_may_sit_in_any_order(monkeypatch: pytest.MonkeyPatch, dispatch: MoeDispatch) -> None:
+    monkeypatch.setattr(moe_block, "in_order", lambda _, ranks: ExpertSeats((2, 0, 3, 1), ranks))
+    parallel = ParallelConfig(cp=2, tp=2, ep=2)
+    blocks = check(moe, parallel, step_of(parallel, (3, 5)), dispatch)
+    assert [block.experts.held for block in blocks] == [[1, 3], [1, 3], [0, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])
+def test_loads_count_every_choice_once_for_each_copy(dispatch: MoeDispatch) -> None:
+    parallel, lens = ParallelConfig(cp=2, tp=2, ep=4), (3, 5)
+    blocks = check(moe, parallel, step_of(parallel, lens), dispatch)
+    assert sum(sum(block.experts.loads) for block in blocks) == sum(lens) * MOE.num_chosen
+
+
+def test_weights_need_not_add_up_to_one() -> None:
+    block = filled(MoeBlock(HIDDEN, replace(MOE, sum_to_one=False), ModelGroups()))
+    assert isinstance(block, MoeBlock)
+    weights = block.gate(torch.randn(20, HIDDEN)).weights
+    assert (weights.sum(-1) < 0.999).any()
+
+
+@given(
+    st.builds(
+        BlockShape,
+        shards=st.integers(1, 8),
+        tp=st.integers(1, 4),
+        ep=st.integers(1, 8),
+        moe_tp=st.just(1),
+        top_k=st.integers(1, 8),
+    )
+)
+@settings(max_examples=50)
+def test_a_choice_is_made_for_any_lengths(shape: BlockShape) -> None:
+    for lens in (None, [5] * shape.shards, [0] * shape.shards):
+        assert fewer_rows(shape, lens) is not MoeDispatch.AUTO
+
+
+def test_wide_experts_are_sent_and_narrow_ones_gathered() -> None:
+    wide = BlockShape(shards=8, tp=1, ep=8, moe_tp=1, top_k=2)
+    narrow = BlockShape(shards=1, tp=4, ep=4, moe_tp=1, top_k=4)
+    assert fewer_rows(wide, [100] * 8) is MoeDispatch.ALL_TO_ALL
+    assert fewer_rows(narrow, [100]) is MoeDispatch.GATHER

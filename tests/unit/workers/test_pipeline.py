@@ -1,0 +1,112 @@
+"""A pipeline of stages: hidden states pass through it, weights are read in parts, and it waits no more than it must."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.config import ParallelConfig
+from cluster.spec.ids import Room
+from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.strategy import StrategySetting
+from tests.fakes.checkpoints import FAMILIES, make_checkpoint
+from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.pipeline_replay import bubble, least_bubble
+from tests.fakes.thread_group import on_thread_ranks
+from workers.cache.page_allocator import PageAllocator
+from workers.context_parallel.cost_model import StrategyChooser
+from workers.context_parallel.rates import ModelShape, Rates
+from workers.engine.weights import load_model, stored_parts
+from workers.parallel.collectives import Communicator
+from workers.parallel.model_groups import ModelGroups
+from workers.parallel.pipeline import Pipeline
+from workers.scheduler.sequence import Sequence
+from workers.scheduler.step_time import even_chunk
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+TOKENS = torch.arange(3, 40)
+PAGE_SIZE = 64
+SHAPE = ModelShape(
+    num_layers=16,
+    linear_flops=2 * 10**8,
+    kv_flops=10**7,
+    attention_flops=16384,
+    kv_row_bytes=4096,
+    q_row_bytes=8192,
+)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_one_after_another_are_the_whole_model(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = make_checkpoint(tmp_path, family, num_hidden_layers=3, tie_word_embeddings=tied)
+    stages = [
+        load_model(folder, groups=ModelGroups(parallel=ParallelConfig(pp=2), global_rank=rank)) for rank in (0, 1)
+    ]
+    assert [list(stage.layers) for stage in stages] == [["0", "1"], ["2"]]
+    whole, hidden = load_model(folder), None
+    with torch.inference_mode():
+        for stage in stages:
+            hidden = stage(TOKENS, TOKENS, DenseAttention(), hidden)
+        assert hidden is not None
+        assert torch.equal(stages[-1].logits(hidden), whole.logits(whole(TOKENS, TOKENS, DenseAttention())))
+    held = [stored_parts(stage).keys() for stage in stages]
+    assert held[0] | held[1] == stored_parts(whole).keys()
+    assert held[0] & held[1] == ({"model.embed_tokens.weight"} if tied else set())
+
+
+def test_hidden_states_reach_the_next_stage_in_order() -> None:
+    def run(link: Communicator) -> list[torch.Tensor]:
+        sent = [torch.full((length, 4), float(length)) for length in (3, 0, 5)]
+        if link.rank == 0:
+            for hidden in sent:
+                Pipeline(after=link).send(hidden)
+            return sent
+        return [Pipeline(before=link).receive(torch.empty_like(hidden)) for hidden in sent]
+
+    for sent, received in zip(*on_thread_ranks(2, run), strict=True):
+        assert torch.equal(sent, received)
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(2, 8), (4, 16), (3, 6)])
+def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
+    num_stages: int, num_chunks: int
+) -> None:
+    depth, rates = num_stages + 1, Rates()
+    chooser = StrategyChooser(setting=StrategySetting.AUTO, cp=1, shape=SHAPE, rates=rates)
+    chunk = even_chunk(SHAPE, rates, 1, 2048)
+    prompt_len = 0
+    for _ in range(num_chunks):
+        prompt_len += chunk(prompt_len)
+    limits = StepLimits(PAGE_SIZE, 2048, 8, depth=depth)
+    steps = StepScheduler(PageAllocator(prompt_len // PAGE_SIZE + 2), limits, chooser, chunk)
+    steps.add(_sequence(prompt_len))
+    times_s = []
+    while (plan := steps.next_plan()) is not None:
+        assert plan.estimate_s is not None
+        times_s.append([plan.estimate_s] * num_stages)
+        steps.commit(plan, {row.room: Sampled(token_id=1) for row in plan.rows if row.samples})
+        if plan.rows[0].samples:
+            break
+    assert abs(len(times_s) - num_chunks) <= 1
+    assert max(times_s)[0] < 1.1 * min(times_s[:-1])[0], "chunks of equal time, but for what is left at the end"
+    assert abs(bubble(times_s, depth) - least_bubble(num_stages, num_chunks)) < 0.03
+
+
+@given(st.integers(1, 4), st.integers(1, 10), st.integers(0, 3))
+def test_equal_steps_leave_the_least_bubble_once_enough_are_under_way(stages: int, steps: int, more: int) -> None:
+    assert bubble([[1.0] * stages] * steps, stages + more) == pytest.approx(least_bubble(stages, steps))
+    assert bubble([[1.0] * stages] * steps, 1) == pytest.approx(1 - 1 / stages)
+
+
+def _sequence(prompt_len: int) -> Sequence:
+    return Sequence(
+        room=Room(1),
+        tokens=[1] * prompt_len,
+        prompt_len=prompt_len,
+        sampling=Sampling(),
+        stopping=Stopping(max_tokens=1),
+        max_len=prompt_len + 1,
+    )

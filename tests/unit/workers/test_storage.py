@@ -1,0 +1,158 @@
+"""Stored pages: whole and right, or not there; under every cut of a model, and whatever is done to the files."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from cluster.spec.errors import UserError
+from cluster.spec.registry import KvOwnership
+from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from workers.hicache.breaker import Breaker
+from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.interface import CorruptObjectError, StorageError
+from workers.hicache.storage.objects import HEADER_BYTES, Cut
+from workers.hicache.storage.throttle import Throttle
+
+PAGES = [page_of(number) for number in range(7)]
+CUTS = [
+    (sizes(cp=cp, tp=tp, pp=pp), ownership) for cp, tp, pp, ownership in product((1, 2), (1, 2, 8), (1, 2), KvOwnership)
+]
+
+
+def files(folder: Path, max_bytes: int = 1 << 20) -> FileStorage:
+    return FileStorage(folder, max_bytes, fsync=False)
+
+
+def objects(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(("of", "ownership"), CUTS)
+def test_a_replica_keeps_one_copy_and_every_other_reads_what_it_needs_of_it(
+    tmp_path: Path, of: object, ownership: KvOwnership
+) -> None:
+    backend = files(tmp_path)
+    writers = [RankStore(backend, row) for row in rows_of(of, ownership)]
+    for writer in writers:
+        assert all(writer.write(PAGES))
+    pages_bytes = sum(path.stat().st_size - HEADER_BYTES for path in objects(tmp_path))
+    assert pages_bytes == len(PAGES) * RankStore(backend, rows_of(sizes())[0]).row.layout.page_bytes
+    cut = Cut.of(ownership, of)
+    for reader_sizes, reader_ownership in CUTS:
+        for row in rows_of(reader_sizes, reader_ownership):
+            knows, ignores = RankStore(backend, row, [cut]), RankStore(backend, row)
+            assert knows.look_up(PAGES) == knows.read(PAGES) == [True] * len(PAGES)
+            assert any(ignores.look_up(PAGES)) == (cut == Cut.of(reader_ownership, reader_sizes))
+
+
+def test_other_weights_and_other_keys_find_nothing(tmp_path: Path) -> None:
+    backend, (row,) = files(tmp_path), rows_of(sizes())
+    RankStore(backend, row).write(PAGES[:3])
+    assert RankStore(backend, row, weights="other").look_up(PAGES) == [False] * 7
+    assert RankStore(backend, row).look_up(PAGES) == [True] * 3 + [False] * 4
+    assert RankStore(backend, row).read(PAGES) == [True] * 3 + [False] * 4
+
+
+def test_no_byte_of_an_object_may_change(tmp_path: Path) -> None:
+    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    store.write(PAGES[:1])
+    (path,) = objects(tmp_path)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        assert store.read(PAGES[:1]) == [False]
+        assert not path.exists()
+    for wrong in (whole[:-1], whole + b"\0", whole[:HEADER_BYTES], b""):
+        path.write_bytes(wrong)
+        assert store.read(PAGES[:1]) == [False]
+    assert store.failures["corrupt"] == len(whole) + 4
+    path.write_bytes(whole)
+    assert store.read(PAGES[:1]) == [True]
+
+
+def test_an_object_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    store.write(PAGES[:1])
+    (mine,) = objects(tmp_path)
+    store.write(PAGES[1:2])
+    (other,) = [path for path in objects(tmp_path) if path != mine]
+    other.write_bytes(mine.read_bytes())
+    assert store.read(PAGES[:2]) == [True, False]
+
+
+def test_the_least_recently_used_files_go_when_the_folder_is_full(tmp_path: Path) -> None:
+    backend = files(tmp_path, max_bytes=1000)
+    data = memoryview(bytes(100))
+    for number in range(9):
+        backend.write(f"n/{number}", [data])
+    buffer = memoryview(bytearray(100))
+    assert backend.read("n/0", [buffer])
+    for number in range(9, 12):
+        backend.write(f"n/{number}", [data])
+    assert backend.stats().num_bytes <= 1000
+    assert backend.count_leading(["n/0"]) == 1
+    assert backend.count_leading(["n/1"]) == 0
+    assert backend.count_leading(["n/11", "n/10", "n/1", "n/9"]) == 2
+
+
+def test_two_backends_on_one_folder_write_the_same_object(tmp_path: Path) -> None:
+    one, other = files(tmp_path), files(tmp_path)
+    one.write("n/a", [memoryview(b"abc"), memoryview(b"d")])
+    other.write("n/a", [memoryview(b"abcd")])
+    buffer = memoryview(bytearray(4))
+    assert other.read("n/a", [buffer])
+    assert bytes(buffer) == b"abcd"
+    one.delete("n/a")
+    one.delete("n/a")
+    assert not other.read("n/a", [buffer])
+    assert other.count_leading(["n/a"]) == 0
+
+
+def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be used"):
+        FileStorage(tmp_path / "file" / "folder", 1, fsync=False)
+    backend = FileStorage(tmp_path / "kv", 1 << 20, fsync=True)
+    backend.write("n/aa", [memoryview(b"1")])
+    with pytest.raises(CorruptObjectError, match="has 1 bytes, not 2"):
+        backend.read("n/aa", [memoryview(bytearray(2))])
+    (tmp_path / "kv" / "n" / "bb").write_text("a file where a folder should be")
+    with pytest.raises(StorageError, match="cannot be written"):
+        backend.write("n/bb", [memoryview(b"1")])
+
+
+def test_a_throttle_lets_no_more_through_than_its_rate() -> None:
+    now, slept = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    throttle = Throttle(100.0, lambda: now[0], sleep)
+    for _ in range(5):
+        throttle.wait(50)
+    assert now[0] == pytest.approx(2.0)
+    now[0] += 10
+    throttle.wait(1000)
+    assert now[0] == pytest.approx(12.0)
+    Throttle(None, lambda: 0.0, sleep).wait(10**9)
+    assert len(slept) == 4
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_longer_each_time() -> None:
+    breaker = Breaker()
+    for _ in range(2):
+        breaker.note(0.0, is_success=False)
+    breaker.note(0.0, is_success=True)
+    for _ in range(2):
+        breaker.note(0.0, is_success=False)
+    assert not breaker.is_open(0.0)
+    breaker.note(0.0, is_success=False)
+    assert (breaker.is_open(0.9), breaker.is_open(1.0)) == (True, False)
+    breaker.note(1.0, is_success=False)
+    assert (breaker.is_open(2.9), breaker.is_open(3.0)) == (True, False)
+    for _ in range(20):
+        breaker.note(100.0, is_success=False)
+    breaker.note(3.0, is_success=True)
+    assert not breaker.is_open(3.0)

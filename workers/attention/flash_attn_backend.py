@@ -1,0 +1,107 @@
+"""Attention by the flash_attn package, for the calls that it can do; the others go to the Triton backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from flash_attn import flash_attn_varlen_func
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from workers.attention.interface import RowAttention, StepAttention
+from workers.attention.triton.backend import TritonAttention, row_items
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.runs import Run
+
+PAGE_MULTIPLE = 256
+"""Page sizes that the package's paged kernels take are multiples of this."""
+
+
+class FlashAttention:
+    """For bf16 and fp16, positions in steps of one, and keys of each run that are one range up to its last query."""
+
+    def __init__(self) -> None:
+        self._triton = TritonAttention()
+
+    def prepare(
+        self,
+        runs: Sequence[Run],
+        page_tables: Sequence[Tensor],
+        page_size: int,
+        key_lens: Sequence[int] | None = None,
+    ) -> StepAttention:
+        """See AttentionBackend."""
+        num_keys = [run.last_position + 1 if key_lens is None else key_lens[run.request] for run in runs]
+        is_regular = all(run.count and (run.step == 1 or key_lens is not None) for run in runs) and all(num_keys)
+        if not runs or not is_regular or page_size % PAGE_MULTIPLE:
+            return self._triton.prepare(runs, page_tables, page_size, key_lens)
+        tables = pad_sequence([page_tables[run.request] for run in runs], batch_first=True).int()
+        ranges = _Ranges([run.count for run in runs], num_keys, is_causal=key_lens is None)
+        return _FlashStep(ranges, tables)
+
+    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
+        """See AttentionBackend."""
+        items = row_items(query_runs, key_runs)
+        segments = [item.segments[0] for item in items if len(item.segments) == 1]
+        follows = list(accumulate((segment.stop for segment in segments), initial=0))
+        is_regular = items and len(segments) == len(items) and all(item.num_queries for item in items)
+        if is_regular and all(
+            segment.first_key == first
+            and (segment.step == 1 or item.num_queries == 1)
+            and segment.ahead + item.num_queries == segment.stop
+            for item, segment, first in zip(items, segments, follows, strict=False)
+        ):
+            lens = [item.num_queries for item in items], [segment.stop for segment in segments]
+            return _FlashRows(_Ranges(*lens, is_causal=True))
+        return self._triton.prepare_rows(query_runs, key_runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranges:
+    """Queries and keys of each run; causal ones end with the same token."""
+
+    num_queries: Sequence[int]
+    num_keys: Sequence[int]
+    is_causal: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, tables: Tensor | None = None) -> Partial:
+        ends = [
+            torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=query.device)
+            for lens in (self.num_queries, self.num_keys)
+        ]
+        out, lse, _ = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *ends,
+            max(self.num_queries),
+            max(self.num_keys),
+            causal=self.is_causal,
+            block_table=tables,
+            return_attn_probs=True,
+        )
+        return Partial(out, lse.T.contiguous())
+
+
+class _FlashStep:
+    """Queries over pages."""
+
+    def __init__(self, ranges: _Ranges, tables: Tensor) -> None:
+        self._ranges, self._tables = ranges, tables
+
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
+        """See StepAttention."""
+        return self._ranges.attend(query, key_pages.transpose(1, 2), value_pages.transpose(1, 2), self._tables)
+
+
+class _FlashRows:
+    """Queries over rows."""
+
+    def __init__(self, ranges: _Ranges) -> None:
+        self._ranges = ranges
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+        """See RowAttention."""
+        num_keys = sum(self._ranges.num_keys)
+        return self._ranges.attend(query, key[:num_keys], value[:num_keys])

@@ -1,0 +1,77 @@
+"""How likely the model found the tokens of prompts. Each rank looks at the tokens it computes, a few at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.spec.sampling import TokenLogprobs
+from workers.context_parallel.gather import join_rows
+from workers.engine.batch import StepBatch
+from workers.models.decoder import DecoderModel
+from workers.parallel.collectives import Communicator
+
+_MAX_LOGITS = 2**23
+"""Logits that exist at once: 32 MiB of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one row of a step is asked."""
+
+    targets: Sequence[int]
+    """The tokens that follow its first ones; none where nothing is asked."""
+    num_top: int
+
+
+def prompt_logprobs(
+    model: DecoderModel, group: Communicator, batch: StepBatch, hidden: Tensor, rows: Sequence[Asked]
+) -> list[list[TokenLogprobs]]:
+    """Of every row, one entry for each target, on every rank that is the first of its CP group.
+
+    All ranks call it. ``hidden [tokens, hidden]`` is this rank's, after the final norm.
+    """
+    plan = batch.plan
+    if plan.replicated and batch.cp_rank > 0:
+        return []
+    targets = np.full(plan.num_tokens, -1, dtype=np.int64)
+    for start, row in zip(plan.starts, rows, strict=False):
+        targets[start : start + len(row.targets)] = row.targets
+    local = torch.from_numpy(targets[plan.local(batch.cp_rank)]).to(hidden.device)
+    scores = join_rows(group, plan, _scores(model, hidden, local, max(row.num_top for row in rows)))
+    if batch.cp_rank > 0:
+        return []
+    ends = [(start, start + len(row.targets)) for start, row in zip(plan.starts, rows, strict=False)]
+    return [
+        [_told(entry, row.num_top) for entry in scores[start:end].tolist()]
+        for (start, end), row in zip(ends, rows, strict=True)
+    ]
+
+
+def _scores(model: DecoderModel, hidden: Tensor, targets: Tensor, num_top: int) -> Tensor:
+    """``[tokens, 2 + 2 * num_top]`` fp32: log-probability and rank of each target; the likeliest tokens, and theirs.
+
+    Token ids are exact in fp32 up to 2^24. Rows without a target, which is then -1, hold zeros.
+    """
+    vocab_size = model.config.vocab_size
+    num_top = min(num_top, vocab_size)
+    scores = torch.zeros(len(hidden), 2 + 2 * num_top, device=hidden.device)
+    for part in torch.split((targets >= 0).nonzero().squeeze(-1), max(1, _MAX_LOGITS // vocab_size)):
+        logprobs = model.logits(hidden[part]).log_softmax(dim=-1)
+        own = logprobs.gather(-1, targets[part][:, None])
+        rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
+        top = logprobs.topk(num_top, dim=-1)
+        scores[part] = torch.cat([own, rank, top.indices, top.values], dim=-1)
+    return scores
+
+
+def _told(entry: list[float], num_top: int) -> TokenLogprobs:
+    middle = 2 + (len(entry) - 2) // 2
+    return TokenLogprobs(
+        logprob=entry[0],
+        rank=int(entry[1]),
+        top_ids=[int(token_id) for token_id in entry[2:middle][:num_top]],
+        top_logprobs=entry[middle:][:num_top],
+    )

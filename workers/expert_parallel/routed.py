@@ -1,0 +1,34 @@
+"""Tokens with the experts chosen for them: what goes from rank to rank before the experts."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routed(NamedTuple):
+    """Any number of tokens, none included; k experts each."""
+
+    hidden: Tensor
+    """``[tokens, hidden]``."""
+    experts: Tensor
+    """``[tokens, k]`` int32, physical."""
+    weights: Tensor
+    """``[tokens, k]`` fp32."""
+
+    def packed(self) -> Tensor:
+        """One row of bytes a token, so that one collective moves everything."""
+        return torch.cat([_bytes_of(part) for part in self], dim=1)
+
+    def unpack(self, rows: Tensor) -> "Routed":
+        """Rows that were packed from others of this shape."""
+        widths = [part.shape[1] * part.element_size() for part in self]
+        hidden, experts, weights = (
+            columns.contiguous().view(part.dtype)
+            for columns, part in zip(torch.split(rows, widths, dim=1), self, strict=True)
+        )
+        return Routed(hidden, experts, weights)
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    return part.contiguous().view(torch.uint8)

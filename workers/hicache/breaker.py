@@ -1,0 +1,31 @@
+"""Leaves a failing backend alone for a while, longer each time. Sans I/O."""
+
+_THRESHOLD = 3
+"""Failures in a row that open it."""
+_FIRST_S = 1.0
+_LONGEST_S = 60.0
+
+
+class Breaker:
+    """Open after several failures in a row; then one failed attempt opens it anew, and a success closes it."""
+
+    def __init__(self) -> None:
+        self._num_failures = 0
+        self._open_until_s = 0.0
+        self.num_opened = 0
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether the backend is to be left alone."""
+        return now_s < self._open_until_s
+
+    def note(self, now_s: float, *, is_success: bool) -> None:
+        """An attempt is over."""
+        if is_success:
+            self._num_failures = 0
+            self._open_until_s = 0.0
+            return
+        self._num_failures += 1
+        if self._num_failures >= _THRESHOLD and not self.is_open(now_s):
+            wait_s = _FIRST_S * 2.0 ** min(self._num_failures - _THRESHOLD, 10)
+            self._open_until_s = now_s + min(_LONGEST_S, wait_s)
+            self.num_opened += 1

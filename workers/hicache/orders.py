@@ -1,0 +1,73 @@
+"""Orders to the ranks, and what they have come to when every rank has answered. Sans I/O."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierPage
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An order is over: no rank touches its pages any more."""
+
+    done: list[bool]
+    """For each page, whether every rank has done its part."""
+    failures: Counter[str]
+    """What went wrong, over all ranks."""
+    now_s: float
+    """When the last rank answered."""
+
+    @property
+    def num_leading(self) -> int:
+        """Pages before the first one that is not done."""
+        return next((number for number, is_done in enumerate(self.done) if not is_done), len(self.done))
+
+
+@dataclass(slots=True)
+class _Open:
+    kind: MoveKind
+    done: list[bool]
+    on_end: Callable[[Outcome], None]
+    failures: Counter[str] = field(default_factory=Counter)
+    answered: set[int] = field(default_factory=set)
+
+
+class Orders:
+    """Every rank answers every order once, so that nothing waits for what only one rank knows."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._number = 0
+        self._open: dict[int, _Open] = {}
+        self.outgoing: list[MovePages] = []
+        """For all ranks; the caller takes them away."""
+
+    def give(
+        self,
+        kind: MoveKind,
+        pages: Sequence[TierPage],
+        on_end: Callable[[Outcome], None],
+        patience_s: float | None = None,
+    ) -> None:
+        """Order something; ``on_end`` is called with what all ranks made of it."""
+        self._number += 1
+        self._open[self._number] = _Open(kind, [True] * len(pages), on_end)
+        self.outgoing.append(MovePages(number=self._number, kind=kind, pages=list(pages), patience_s=patience_s))
+
+    def num_open(self, kind: MoveKind) -> int:
+        """Orders of a kind that are not over."""
+        return sum(order.kind is kind for order in self._open.values())
+
+    def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
+        """Take in one rank's answer; False for one that belongs to nothing."""
+        order = self._open.get(answer.number)
+        if order is None or answer.global_rank in order.answered:
+            return False
+        order.answered.add(answer.global_rank)
+        order.done = [ours and theirs for ours, theirs in zip(order.done, answer.done, strict=True)]
+        order.failures.update(answer.failures)
+        if len(order.answered) == self._num_ranks:
+            del self._open[answer.number]
+            order.on_end(Outcome(order.done, order.failures, now_s))
+        return True

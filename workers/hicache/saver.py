@@ -1,0 +1,110 @@
+"""Copies of device pages in host memory: when they are made. Sans I/O.
+
+A copy holds nothing on the device and delays no eviction: where the page was given up before every rank had answered,
+the copy is thrown away.
+"""
+
+from collections import Counter, deque
+from functools import partial
+
+from cluster.spec.config import WritePolicy
+from cluster.spec.tiers import MoveKind, TierPage
+from workers.cache.page_journal import PageJournal
+from workers.cache.prefix_tree import PrefixTree
+from workers.hicache.host_index import HostIndex
+from workers.hicache.orders import Orders, Outcome
+
+BATCH_PAGES = 64
+"""Most pages of one order."""
+MAX_OPEN = 4
+"""Most orders under way; the rest waits as keys, which hold nothing."""
+MARGIN = 1024
+"""Pages of each owner that are saved ahead of their eviction under ``write_back``."""
+
+
+class Saver:
+    """One replica's. ``advance`` is called after everything that may have changed the device cache."""
+
+    def __init__(
+        self, policy: WritePolicy, selective_hits: int, tree: PrefixTree, host: HostIndex, orders: Orders
+    ) -> None:
+        self._policy = policy
+        self._selective_hits = selective_hits
+        self._tree = tree
+        self._host = host
+        self._orders = orders
+        self._journal = PageJournal()
+        tree.journals.append(self._journal)
+        self._waiting: deque[bytes] = deque()
+        self._hits: Counter[bytes] = Counter()
+        self.num_lost = 0
+        """Pages that were to be saved and were given up before."""
+        self._saved: list[bytes] = []
+
+    def note_hits(self, keys: list[bytes]) -> None:
+        """Device pages were found by a request."""
+        if self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            for key in keys:
+                self._hits[key] += 1
+                if self._hits[key] == self._selective_hits:
+                    self._waiting.append(key)
+
+    def advance(self) -> None:
+        """Order the copies that are due, as far as there is room for them."""
+        stored, removed = self._journal.take()
+        for key in removed:
+            self._hits.pop(key, None)
+        if self._policy is WritePolicy.WRITE_THROUGH:
+            self._waiting += stored
+        elif self._policy is WritePolicy.WRITE_BACK and self._orders.num_open(MoveKind.SAVE) == 0:
+            self._waiting += self._next_to_go()
+        while self._waiting and self._orders.num_open(MoveKind.SAVE) < MAX_OPEN:
+            pages = self._next_batch()
+            if pages:
+                stays = [self._tree.stay(page.key) for page in pages]
+                self._orders.give(MoveKind.SAVE, pages, partial(self._on_saved, pages, stays))
+
+    def take_saved(self) -> list[bytes]:
+        """Keys of the copies made since the last call."""
+        saved, self._saved = self._saved, []
+        return saved
+
+    def _next_to_go(self) -> list[bytes]:
+        """Not more than host memory holds, and those it has are renewed, or copies would push each other out."""
+        room = [self._host.num_pages // self._host.num_owners] * self._host.num_owners
+        wanted = []
+        for owner in range(self._tree.num_owners):
+            for key in self._tree.oldest_idle(owner, MARGIN):
+                host_owner = self._tree.place_of(key) % self._host.num_owners
+                if room[host_owner]:
+                    room[host_owner] -= 1
+                    wanted.append(key)
+        self._host.touch([key for key in wanted if key in self._host])
+        return [key for key in wanted if key not in self._host]
+
+    def _next_batch(self) -> list[TierPage]:
+        pages: list[TierPage] = []
+        while self._waiting and len(pages) < BATCH_PAGES:
+            key = self._waiting.popleft()
+            device = self._tree.page_of(key)
+            if key in self._host:
+                continue
+            if device is None:
+                self.num_lost += 1
+                continue
+            place = self._tree.place_of(key)
+            host = self._host.reserve(key, place)
+            if host is None:
+                self.num_lost += 1
+                continue
+            pages.append(TierPage(key=key, place=place, device=device, host=host))
+        return pages
+
+    def _on_saved(self, pages: list[TierPage], stays: list[object], outcome: Outcome) -> None:
+        for page, stay, is_done in zip(pages, stays, outcome.done, strict=True):
+            if is_done and self._tree.stay(page.key) is stay:
+                self._host.fill(page.key)
+                self._saved.append(page.key)
+            else:
+                self._host.drop(page.key)
+                self.num_lost += 1

@@ -1,0 +1,164 @@
+"""Objects as files of one folder, which any number of processes may share.
+
+A file is written under a name of its own and then renamed, so that it is there whole or not at all. Which files to give
+up is told by their modification times, which reading renews.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cluster.spec.errors import UserError
+from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageStats
+
+_UNFINISHED = ".unfinished-"
+_UNFINISHED_S = 3600.0
+"""Age at which nobody writes to an unfinished file any more."""
+_LOCK = ".lock"
+_SLACK = 16
+"""A folder is looked through when a process has written a part of its size; it may exceed its limit by one for each."""
+_FILL = 0.9
+"""Of the limit, what is left after old files were given up."""
+
+
+class FileStorage:
+    """See the module's first lines; the methods are those of ``StorageBackend``."""
+
+    def __init__(self, folder: Path, max_bytes: int, *, fsync: bool) -> None:
+        """Make the folder.
+
+        Raises:
+            UserError: it cannot be made, or written to.
+        """
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._fsync = fsync
+        self._me = secrets.token_hex(8)
+        """In the names of unfinished files: processes of several hosts may share the folder."""
+        self._numbers = itertools.count()
+        self._known_bytes = 0
+        """As of the last look through the folder, and what this process has written since."""
+        self._unseen_bytes = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _LOCK).touch()
+            self._make_room()
+        except OSError as error:
+            raise UserError(f"hicache.storage.folder: {folder} cannot be used ({error.strerror})") from error
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        """How many files are there before the first that is not."""
+        return next((number for number, name in enumerate(names) if not self._path(name).exists()), len(names))
+
+    def read(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Read a file, and note that it is in use."""
+        wanted = sum(len(part) for part in parts)
+        try:
+            with self._path(name).open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != wanted or any(file.readinto(part) != len(part) for part in parts):
+                    raise CorruptObjectError(f"{name} has {size} bytes, not {wanted}")
+                os.utime(file.fileno())
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StorageError(f"{name} cannot be read: {error.strerror}") from error
+        return True
+
+    def write(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Write a file, then give it its name."""
+        path = self._path(name)
+        if path.exists():
+            return
+        unfinished = path.with_name(f"{_UNFINISHED}{self._me}-{next(self._numbers)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("xb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), part)
+                if self._fsync:
+                    os.fsync(file.fileno())
+            unfinished.rename(path)
+            if self._fsync:
+                _fsync_folder(path.parent)
+            self._note_written(sum(len(part) for part in parts))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise StorageError(f"{name} cannot be written: {error.strerror}") from error
+
+    def delete(self, name: str) -> None:
+        """Remove a file."""
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"{name} cannot be deleted: {error.strerror}") from error
+
+    def stats(self) -> StorageStats:
+        """As of the last look through the folder, and what this process has written since."""
+        return StorageStats(num_bytes=self._known_bytes, max_bytes=self._max_bytes)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _path(self, name: str) -> Path:
+        """Files of one namespace are spread over folders, since very large ones are slow."""
+        namespace, _, file = name.rpartition("/")
+        return self._folder / namespace / file[:2] / file
+
+    def _note_written(self, num_bytes: int) -> None:
+        self._known_bytes += num_bytes
+        self._unseen_bytes += num_bytes
+        if self._unseen_bytes > self._max_bytes // _SLACK:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Look through the folder, and give up the files that were used least recently while it is too large."""
+        self._unseen_bytes = 0
+        with (self._folder / _LOCK).open("r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # another process is at it
+            files = sorted(_files(self._folder))
+            total = sum(size for _, size, _ in files)
+            limit = self._max_bytes if total <= self._max_bytes else int(self._max_bytes * _FILL)
+            for _, size, path in files:
+                if total <= limit:
+                    break
+                path.unlink(missing_ok=True)
+                total -= size
+            self._known_bytes = total
+
+
+def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
+    """Time of last use, size and path of every object; removes what killed processes have left unfinished."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue  # another process was faster
+            if not name.startswith("."):
+                yield stat.st_mtime, stat.st_size, path
+            elif name.startswith(_UNFINISHED) and stat.st_mtime < time.time() - _UNFINISHED_S:
+                path.unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,29 @@
+"""At most so many bytes a second."""
+
+import time
+from collections.abc import Callable
+
+
+class Throttle:
+    """Makes one thread wait, so that over any time it moves no more than the rate allows and one piece."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        now_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Without a rate nothing waits."""
+        self._bytes_per_s = bytes_per_s
+        self._now_s = now_s
+        self._sleep = sleep
+        self._free_at_s = 0.0
+
+    def wait(self, num_bytes: int) -> None:
+        """Before so many bytes are moved."""
+        if self._bytes_per_s is None:
+            return
+        now_s = self._now_s()
+        if self._free_at_s > now_s:
+            self._sleep(self._free_at_s - now_s)
+        self._free_at_s = max(now_s, self._free_at_s) + num_bytes / self._bytes_per_s

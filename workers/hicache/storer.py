@@ -1,0 +1,70 @@
+"""Copies of host pages in storage: when they are made. Sans I/O."""
+
+from collections import deque
+from functools import partial
+
+from cluster.spec.config import WritePolicy
+from cluster.spec.tiers import MoveKind, TierPage
+from workers.hicache.breaker import Breaker
+from workers.hicache.host_index import HostIndex
+from workers.hicache.orders import Orders, Outcome
+
+BATCH_PAGES = 16
+"""Most pages of one order."""
+MAX_OPEN = 2
+"""Most orders under way; their pages stay in host memory meanwhile."""
+MARGIN = 1024
+"""Pages of each owner that are stored ahead of being given up under ``write_back``."""
+PATIENCE_S = 60.0
+"""An order that has waited so long for its turn is dropped: pages come faster than storage takes them."""
+
+
+class Storer:
+    """One replica's. A page that cannot be written is counted, and not tried again."""
+
+    def __init__(self, policy: WritePolicy, host: HostIndex, orders: Orders, breaker: Breaker) -> None:
+        self._policy = policy
+        self._host = host
+        self._orders = orders
+        self._breaker = breaker
+        self._waiting: deque[bytes] = deque()
+        self.num_stored = 0
+        """Pages that every rank has written, or found there."""
+        self.num_lost = 0
+        """Pages that were to be stored and are not."""
+
+    def note_saved(self, key: bytes) -> None:
+        """A page has come to host memory from the device."""
+        if self._policy is not WritePolicy.WRITE_BACK:
+            self._waiting.append(key)
+
+    def advance(self, now_s: float) -> None:
+        """Order the copies that are due."""
+        if self._policy is WritePolicy.WRITE_BACK and not self._waiting:
+            oldest = (self._host.oldest(owner, MARGIN) for owner in range(self._host.num_owners))
+            self._waiting += [key for keys in oldest for key in keys if not self._host.is_offered(key)]
+        while self._waiting and self._orders.num_open(MoveKind.STORE) < MAX_OPEN:
+            pages = self._next_batch()
+            if self._breaker.is_open(now_s):
+                self.num_lost += len(pages)
+            elif pages:
+                self._host.hold(page.key for page in pages)
+                self._orders.give(MoveKind.STORE, pages, partial(self._on_stored, pages), PATIENCE_S)
+
+    def _next_batch(self) -> list[TierPage]:
+        pages: list[TierPage] = []
+        while self._waiting and len(pages) < BATCH_PAGES:
+            key = self._waiting.popleft()
+            host = self._host.page_of(key)
+            if host is None:
+                self.num_lost += 1
+            elif not self._host.is_offered(key):
+                self._host.note_offered(key)
+                pages.append(TierPage(key=key, place=self._host.place_of(key), host=host))
+        return pages
+
+    def _on_stored(self, pages: list[TierPage], outcome: Outcome) -> None:
+        self._host.release(page.key for page in pages)
+        self._breaker.note(outcome.now_s, is_success=not outcome.failures["error"])
+        self.num_stored += sum(outcome.done)
+        self.num_lost += len(pages) - sum(outcome.done)

@@ -1,0 +1,95 @@
+"""The tiers below the device cache of one replica, as its leader sees them. Sans I/O.
+
+A page may be in device memory, in host memory and in storage at once; it has the same key everywhere. The leader
+decides what is copied where, and every rank does its part of it.
+"""
+
+from collections.abc import Callable, Sequence
+
+from cluster.spec.config import HicacheConfig, StorageBackendName
+from cluster.spec.ids import Room
+from cluster.spec.messages import Message
+from cluster.spec.page_key import first_place
+from cluster.spec.registry import RankRow
+from cluster.spec.tiers import PagesMoved
+from workers.cache.prefix_tree import PrefixTree
+from workers.hicache.breaker import Breaker
+from workers.hicache.host_index import HostIndex
+from workers.hicache.loader import Loaded, Loader
+from workers.hicache.orders import Orders
+from workers.hicache.prefetcher import Prefetcher
+from workers.hicache.saver import Saver
+from workers.hicache.storer import Storer
+
+
+class Tiers:
+    """What a leader asks of the tiers, and tells them."""
+
+    def __init__(self, config: HicacheConfig, tree: PrefixTree, host_pages: int, rows: Sequence[RankRow]) -> None:
+        """``host_pages`` are those of one rank, ``rows`` all ranks of the replica."""
+        self.host = HostIndex(host_pages, rows[0].sizes.cp)
+        self._tree = tree
+        self._addresses = [row.address for row in rows]
+        self._orders = Orders(len(rows))
+        self._loader = Loader(self.host, self._orders)
+        self._saver = Saver(config.write, config.selective_hits, tree, self.host, self._orders)
+        self._storer = Storer(config.write, self.host, self._orders, Breaker())
+        page_size = rows[0].layout.page_size
+        self._prefetcher = Prefetcher(config.storage, page_size, self.host, self._orders, Breaker())
+        self.has_storage = config.storage.backend is not StorageBackendName.NONE
+
+    def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
+        """Take in what one rank made of an order; False for one that belongs to nothing."""
+        return self._orders.on_answer(answer, now_s)
+
+    def advance(self, now_s: float) -> list[tuple[str, Message]]:
+        """Go on after anything that happened; what is to be sent, as (address, message)."""
+        self._saver.advance()
+        saved = self._saver.take_saved()
+        if self.has_storage:
+            for key in saved:
+                self._storer.note_saved(key)
+            self._storer.advance(now_s)
+        orders, self._orders.outgoing = self._orders.outgoing, []
+        return [(address, order) for order in orders for address in self._addresses]
+
+    def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
+        """A request has come that will begin with these pages: have them read from storage, as far as that helps."""
+        if not self.has_storage:
+            return
+        num_here = self._tree.count(keys)
+        num_here += len(self.host.find(keys[num_here:]))
+        if num_here < len(keys):
+            self._prefetcher.expect(room, keys[num_here:], first_place(keys[0]) + num_here, now_s)
+
+    def is_waiting(self, room: Room, now_s: float) -> bool:
+        """Whether a request is to wait for pages that are read from storage."""
+        return self._prefetcher.is_waiting(room, now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """When a request will wait no longer, if any waits."""
+        return self._prefetcher.next_deadline_s()
+
+    def forget(self, room: Room, now_s: float) -> None:
+        """A request starts, or will not."""
+        self._prefetcher.forget(room, now_s)
+
+    def note_hits(self, keys: list[bytes]) -> None:
+        """Device pages were found by a request."""
+        self._saver.note_hits(keys)
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether the page is on its way to the device."""
+        return self._loader.is_coming(key)
+
+    def load(self, keys: Sequence[bytes], pages: Sequence[int], first: int, on_end: Callable[[Loaded], None]) -> int:
+        """See ``Loader.load``."""
+        return self._loader.load(keys, pages, first, on_end)
+
+    def flush(self) -> None:
+        """Forget what host memory holds, as far as nobody needs it."""
+        self.host.flush()
+
+    def check_integrity(self) -> None:
+        """Prove that no host page is lost."""
+        self.host.check_integrity()

@@ -1,0 +1,230 @@
+"""Attention of tiles of queries over segments of keys, in pages or rows, with its log-sum-exp.
+
+One pass with a running maximum (Milakov and Gimelshein, arXiv:1805.02867; Dao, arXiv:2307.08691). The G query heads
+of a kv head are rows of one tile, so that each key is read once for all of them. The reference is
+workers.attention.torch_backend.
+"""
+
+import math
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.kernels.launch import block_of, operand_type
+
+TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", "target_row", "place")
+"""A program's queries: rows of ``query``, the first of them being query ``first_index`` of its run; a tile of no
+queries does nothing. What it finds goes to rows of ``out`` from ``target_row`` on, at ``place``."""
+
+SEGMENT_FIELDS = ("table", "first_key", "begin", "stop", "ahead", "step")
+"""Keys ``begin`` to ``stop`` of which query i of a run sees those up to ``ahead + i * step``. Key k is in page
+``tables[table + k / page_size]``, or, without pages, in row ``first_key + k``."""
+
+_NUM_TILE_FIELDS = tl.constexpr(len(TILE_FIELDS))
+_NUM_SEGMENT_FIELDS = tl.constexpr(len(SEGMENT_FIELDS))
+_LN_2 = tl.constexpr(math.log(2.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How much a program holds at once."""
+
+    rows: int
+    """Queries times G."""
+    keys: int
+    warps: int
+    stages: int
+
+
+def blocks_for(rows: int, head_dim: int, itemsize: int) -> Blocks:
+    """For tiles of up to ``rows`` rows."""
+    if itemsize > 2:
+        return Blocks(block_of(min(rows, 32), 16), 32, 8, 2)
+    is_large = head_dim > 128
+    most_rows = 64 if is_large else 128
+    return Blocks(block_of(min(rows, most_rows), 16), 32 if is_large else 64, 4 if rows <= 16 else 8, 3)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    tiles: Tensor,
+    segments: Tensor,
+    tables: Tensor,
+    page_size: int,
+    blocks: Blocks,
+) -> None:
+    """Queries ``[T, H * G, D]`` over ``key`` and ``value [page, H, slot, D]``, or ``[1, H, row, D]`` for page size 0.
+
+    Writes ``out [places, rows, H * G, D]`` and ``lse [places, rows, H * G]`` fp32, both contiguous, at the rows of
+    the ``tiles [n, 7]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides are any, but the elements of
+    a head are adjacent. Scale is 1/sqrt(D).
+    """
+    num_kv_heads, head_dim = key.shape[1], query.shape[2]
+    if not len(tiles):
+        return
+    _attend_kernel[(len(tiles), num_kv_heads)](
+        query,
+        key,
+        value,
+        out,
+        lse,
+        tiles,
+        segments,
+        tables,
+        *query.stride()[:2],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        out.stride(0),
+        lse.stride(0),
+        math.log2(math.e) / math.sqrt(head_dim),
+        GROUPS=query.shape[1] // num_kv_heads,
+        NUM_HEADS=query.shape[1],
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK_ROWS=blocks.rows,
+        BLOCK_KEYS=blocks.keys,
+        BLOCK_DIM=block_of(head_dim, 16),
+        OPERAND=operand_type(query.dtype),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+
+
+@triton.jit
+def _attend_kernel(
+    query,
+    key,
+    value,
+    out,
+    lse,
+    tiles,
+    segments,
+    tables,
+    query_row_stride,
+    query_head_stride,
+    key_page_stride,
+    key_head_stride,
+    key_slot_stride,
+    value_page_stride,
+    value_head_stride,
+    value_slot_stride,
+    out_place_stride,
+    lse_place_stride,
+    scale,
+    GROUPS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * _NUM_TILE_FIELDS
+    kv_head = tl.program_id(1)
+    first_row, num_queries, first_index = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if num_queries == 0:
+        return
+    first_segment, num_segments = tl.load(tile + 3), tl.load(tile + 4)
+    target_row, place = tl.load(tile + 5).to(tl.int64), tl.load(tile + 6).to(tl.int64)
+
+    rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
+    queries, heads = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
+    is_held = (queries < num_queries)[:, None] & (dims < HEAD_DIM)[None, :]
+    query_rows = (first_row + queries) * query_row_stride + heads * query_head_stride
+    asked = tl.load(query + query_rows[:, None] + dims[None, :], mask=is_held, other=0.0).to(OPERAND)
+    indices = first_index + queries
+    last_index = first_index + num_queries - 1
+
+    found = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    key += kv_head.to(tl.int64) * key_head_stride
+    value += kv_head.to(tl.int64) * value_head_stride
+    for at in range(first_segment, first_segment + num_segments):
+        segment = segments + at * _NUM_SEGMENT_FIELDS
+        table, first_key = tables + tl.load(segment), tl.load(segment + 1)
+        begin, stop = tl.load(segment + 2), tl.load(segment + 3)
+        ahead, step = tl.load(segment + 4), tl.load(segment + 5)
+        last_seen = ahead + indices * step
+        # Blocks that every query of the tile sees whole need no mask.
+        whole = tl.maximum(tl.minimum(ahead + first_index * step + 1, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
+        stop = tl.minimum(ahead + last_index * step + 1, stop)
+        for start in range(begin, begin + whole, BLOCK_KEYS):
+            found, peak, total = _attend_block(
+                asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
+                HEAD_DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, OPERAND, False,
+            )  # fmt: skip
+        for start in range(begin + whole, stop, BLOCK_KEYS):
+            found, peak, total = _attend_block(
+                asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+                key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
+                HEAD_DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, OPERAND, True,
+            )  # fmt: skip
+
+    # Not "total > 0", which would hide a NaN.
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    targets = (target_row + queries) * NUM_HEADS + heads
+    found_lse = tl.where(is_empty, float("-inf"), (tl.log2(total) + peak) * _LN_2)
+    tl.store(lse + place * lse_place_stride + targets, found_lse, mask=queries < num_queries)
+    places = place * out_place_stride + targets[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + places, (found / total[:, None]).to(out.dtype.element_ty), mask=is_held)
+
+
+@triton.jit
+def _attend_block(
+    asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    OPERAND: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a tile has found (relative to ``peak``, in powers of two), and a block of keys more."""
+    keys = start + tl.arange(0, BLOCK_KEYS)
+    if PAGE_SIZE == 0:
+        pages, slots = tl.zeros((BLOCK_KEYS,), tl.int64), first_key + keys
+    elif PAGE_SIZE % BLOCK_KEYS == 0:
+        pages, slots = tl.load(table + start // PAGE_SIZE), keys % PAGE_SIZE
+    else:
+        pages, slots = tl.load(table + keys // PAGE_SIZE, mask=keys < stop, other=0), keys % PAGE_SIZE
+    slots = slots.to(tl.int64)
+    key_block = _load_block(
+        key, pages * key_page_stride + slots * key_slot_stride, keys < stop, dims, HEAD_DIM, BLOCK_DIM, IS_MASKED
+    )
+    scores = tl.dot(asked, tl.trans(key_block.to(OPERAND)), input_precision="ieee") * scale
+    if IS_MASKED:
+        scores = tl.where((keys[None, :] <= last_seen[:, None]) & (keys < stop)[None, :], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - reference[:, None])
+    decay = tl.exp2(peak - reference)
+    value_block = _load_block(
+        value, pages * value_page_stride + slots * value_slot_stride, keys < stop, dims, HEAD_DIM, BLOCK_DIM, IS_MASKED
+    )
+    rounded = weights.to(value_block.dtype).to(OPERAND)
+    found = tl.dot(rounded, value_block.to(OPERAND), found * decay[:, None], input_precision="ieee")
+    return found, new_peak, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def _load_block(
+    memory, offsets, is_there, dims,
+    HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``memory``; those that are not there are zeros, whatever is in memory: it may be NaN."""
+    places = memory + offsets[:, None] + dims[None, :]
+    if IS_MASKED:
+        block = tl.load(places, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == BLOCK_DIM:
+        block = tl.load(places)
+    else:
+        block = tl.load(places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return block

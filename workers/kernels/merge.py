@@ -1,0 +1,110 @@
+"""Joining partials of attention; the formula and the reference are workers.context_parallel.merge."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.kernels.launch import block_of
+
+
+def merge_places(found: Tensor, found_lse: Tensor, counts: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Join what was found at the first ``counts [R]`` places of each row, into rows ``rows [R]`` of ``out``.
+
+    ``found [places, R, heads, D]`` and ``found_lse [places, R, heads]`` are fp32, ``out [T, heads, D]``,
+    ``lse [T, heads]``; all are contiguous, indices int32. A row of a negative number is left out.
+    """
+    num_places, num_rows, num_heads, head_dim = found.shape
+    if num_rows:
+        _merge_places_kernel[(num_rows, num_heads)](
+            found,
+            found_lse,
+            counts,
+            rows,
+            out,
+            lse,
+            found.stride(0),
+            found_lse.stride(0),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_PLACES=block_of(num_places),
+            BLOCK_DIM=block_of(head_dim),
+        )
+
+
+def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join partials ``[T, heads, D]`` with log-sum-exps ``[T, heads]`` fp32; see merge."""
+    outs, lses = tuple(out.contiguous() for out in outs), tuple(lse.contiguous() for lse in lses)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    block_rows = 8
+    if lse.numel():
+        _merge_partials_kernel[(triton.cdiv(lse.numel(), block_rows),)](
+            outs,
+            lses,
+            out,
+            lse,
+            lse.numel(),
+            HEAD_DIM=out.shape[-1],
+            BLOCK_ROWS=block_rows,
+            BLOCK_DIM=block_of(out.shape[-1]),
+        )
+    return out, lse
+
+
+@triton.jit
+def _merge_places_kernel(
+    found, found_lse, counts, rows, out, lse, found_stride, lse_stride,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PLACES: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    row = tl.load(rows + tl.program_id(0))
+    if row < 0:
+        return
+    source = tl.program_id(0) * NUM_HEADS + tl.program_id(1)
+    places, dims = tl.arange(0, BLOCK_PLACES).to(tl.int64), tl.arange(0, BLOCK_DIM)
+    is_there = places < tl.load(counts + tl.program_id(0))
+    lses = tl.load(found_lse + places * lse_stride + source, mask=is_there, other=float("-inf"))
+    peak = tl.max(lses, 0)
+    weights = tl.exp(lses - tl.where(peak == float("-inf"), 0.0, peak))
+    is_held = is_there[:, None] & (dims < HEAD_DIM)[None, :]
+    outs = tl.load(
+        found + (places * found_stride + source.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :],
+        mask=is_held,
+        other=0.0,
+    )
+    total = tl.sum(weights, 0)
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    target = row.to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    tl.store(lse + target, tl.where(is_empty, float("-inf"), tl.log(total) + peak))
+    joined = tl.sum(outs * weights[:, None], 0) / total
+    tl.store(out + target * HEAD_DIM + dims, joined.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def _merge_partials_kernel(
+    outs, lses, out, lse, num_rows,
+    HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    is_row = rows < num_rows
+    is_held = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    places = rows[:, None] * HEAD_DIM + dims[None, :]
+    joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    for at in tl.static_range(len(outs)):
+        part_lse = tl.load(lses[at] + rows, mask=is_row, other=float("-inf"))
+        part = tl.load(outs[at] + places, mask=is_held, other=0.0).to(tl.float32)
+        new_peak = tl.maximum(peak, part_lse)
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay, weight = tl.exp(peak - reference), tl.exp(part_lse - reference)
+        joined = joined * decay[:, None] + part * weight[:, None]
+        total = total * decay + weight
+        peak = new_peak
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    tl.store(lse + rows, tl.where(is_empty, float("-inf"), tl.log(total) + peak), mask=is_row)
+    tl.store(out + places, (joined / total[:, None]).to(out.dtype.element_ty), mask=is_held)

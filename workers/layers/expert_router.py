@@ -1,0 +1,35 @@
+"""Chooses the experts of each token: the likeliest k of a softmax over all (Shazeer et al., 2017)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.expert_parallel.routed import Routed
+from workers.expert_parallel.seats import ExpertSeats
+from workers.layers.cut import StoredPart, uncut
+from workers.models.config import MoeConfig
+
+
+class ExpertRouter(nn.Module):
+    """Held whole by every rank. The order of computing, softmax first, is the one that checkpoints are trained with."""
+
+    def __init__(self, hidden_size: int, moe: MoeConfig, seats: ExpertSeats) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size), requires_grad=False)
+        # A plain attribute, as rotary frequencies are: no parameter, and never cast.
+        self._physical = torch.tensor(seats.physical, dtype=torch.int32, device="cpu")
+        self._moe = moe
+
+    def forward(self, hidden: Tensor) -> Routed:
+        """hidden [tokens, hidden] -> the same with experts and weights."""
+        likelihoods = functional.linear(hidden, self.weight).softmax(dim=-1, dtype=torch.float32)
+        weights, experts = likelihoods.topk(self._moe.num_chosen, dim=-1)
+        if self._moe.sum_to_one:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return Routed(hidden, self._physical.to(hidden.device)[experts], weights)
+
+    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
+        """The table under its checkpoint name."""
+        yield "weight", StoredPart(self.weight, tuple(uncut(size) for size in self.weight.shape))

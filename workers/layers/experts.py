@@ -1,0 +1,56 @@
+"""The experts of one rank: gated MLPs side by side, each multiplied with all of its tokens at once."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.expert_parallel.routed import Routed
+from workers.expert_parallel.seats import ExpertSeats
+from workers.layers.cut import Cut, StoredPart, uncut
+from workers.models.config import ExpertNames
+
+
+class Experts(nn.Module):
+    """Those in the seats of one EP rank, with a part of each one's width."""
+
+    def __init__(self, hidden_size: int, inner: Cut, seats: ExpertSeats, ep_rank: int, names: ExpertNames) -> None:
+        super().__init__()
+        num_local = seats.num_local
+        self.gate_up = nn.Parameter(torch.empty(num_local, 2 * inner.size, hidden_size), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(num_local, hidden_size, inner.size), requires_grad=False)
+        self.loads = [0] * num_local
+        """Tokens that each seat has computed since the start."""
+        self.held: Sequence[int] = seats.held(ep_rank)
+        """The logical expert at each seat."""
+        self._first = ep_rank * num_local
+        self._inner, self._names = inner, names
+
+    def forward(self, routed: Routed) -> Tensor:
+        """What these experts add, weighted, for each token: ``[tokens, hidden]``."""
+        chosen_seats = routed.experts.long() - self._first
+        tokens, choices = ((chosen_seats >= 0) & (chosen_seats < len(self.loads))).nonzero(as_tuple=True)
+        chosen = chosen_seats[tokens, choices]
+        order = chosen.argsort(stable=True)
+        tokens, weights = tokens[order], routed.weights[tokens, choices][order]
+        counts = chosen.bincount(minlength=len(self.loads)).tolist()
+        out = torch.zeros(routed.hidden.shape, dtype=torch.float32, device=routed.hidden.device)
+        for seat, (mine, weight) in enumerate(
+            zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True)
+        ):
+            if len(mine):
+                gate, up = functional.linear(routed.hidden[mine], self.gate_up[seat]).chunk(2, dim=-1)
+                answer = functional.linear(functional.silu(gate) * up, self.down[seat])
+                out.index_add_(0, mine, answer.float() * weight[:, None])
+                self.loads[seat] += len(mine)
+        return out.to(routed.hidden.dtype)
+
+    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
+        """Every expert's projections under their checkpoint names."""
+        hidden = uncut(self.gate_up.shape[2])
+        for seat, expert in enumerate(self.held):
+            gate, up = self.gate_up[seat].chunk(2)
+            yield f"{expert}.{self._names.gate}.weight", StoredPart(gate, (self._inner, hidden))
+            yield f"{expert}.{self._names.up}.weight", StoredPart(up, (self._inner, hidden))
+            yield f"{expert}.{self._names.down}.weight", StoredPart(self.down[seat], (hidden, self._inner))

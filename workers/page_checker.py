@@ -1,0 +1,44 @@
+"""The thread that compares received pages with what their senders told of them, while the main thread computes."""
+
+import queue
+import threading
+
+from cluster.spec.messages import CheckPages, PagesChecked
+from cluster.spec.registry import RankRow
+from transfer.digests import wrong_pages
+from workers.kv_sender import Post
+
+
+class PageChecker:
+    """Answers the leader one CheckPages after the other; until then the request's pages stay as they are."""
+
+    def __init__(self, row: RankRow, pool: memoryview, leader_address: str, outbox: Post) -> None:
+        """Takes the outbox over, and starts the thread.
+
+        Args:
+            row: of this rank.
+            pool: memory of its pages.
+        """
+        self._row = row
+        self._pool = pool
+        self._leader_address = leader_address
+        self._outbox = outbox
+        self._queue: queue.SimpleQueue[CheckPages | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="page-checker", daemon=True)
+        self._thread.start()
+
+    def check(self, message: CheckPages) -> None:
+        """Queue one message."""
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """Let what is queued be answered, and wait for the thread."""
+        self._queue.put(None)
+        self._thread.join()
+        self._outbox.close()
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            wrong = wrong_pages(self._pool, self._row.layout, message.told)
+            answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
+            self._outbox.send(self._leader_address, answer)

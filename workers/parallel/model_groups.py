@@ -1,0 +1,85 @@
+"""The groups of ranks that the layers of one rank's model meet in, and where this rank stands in them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from cluster.spec.config import ParallelConfig
+from cluster.spec.ranks import Position, moe_tp_size, positions, stage_layers
+from cluster.spec.strategy import MoeDispatch
+from workers.parallel.collectives import Communicator
+
+
+class Part(NamedTuple):
+    """One of several equal parts."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGroups:
+    """By default those of a rank that has the whole model."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    global_rank: int = 0
+    tp: Communicator = field(default_factory=partial(Communicator, "attn_tp"))
+    dp: Communicator = field(default_factory=partial(Communicator, "attn_dp"))
+    """Attention shards that share a dense MLP."""
+    moe_shards: Communicator = field(default_factory=partial(Communicator, "moe_shards"))
+    """Attention shards that share experts."""
+    moe_block: Communicator = field(default_factory=partial(Communicator, "moe_block"))
+    """All ranks that share experts."""
+    moe_dispatch: MoeDispatch = MoeDispatch.AUTO
+
+    @classmethod
+    def of_tp(cls, tp: Communicator) -> "ModelGroups":
+        """Of one attention shard."""
+        return cls(parallel=ParallelConfig(tp=tp.size), global_rank=tp.rank, tp=tp, moe_block=tp)
+
+    @property
+    def position(self) -> Position:
+        """Where this rank stands on every axis."""
+        return positions(self.parallel)[self.global_rank]
+
+    def layers(self, num_layers: int) -> range:
+        """Those of this rank's pipeline stage."""
+        return stage_layers(num_layers, self.parallel.pp, self.position.pp)
+
+    @property
+    def dense_width(self) -> Part:
+        """This rank's part of a dense MLP, which dp * tp ranks share."""
+        at = self.position
+        return Part(at.dp * self.parallel.tp + at.tp, self.parallel.dp * self.parallel.tp)
+
+    @property
+    def dense_shards(self) -> range:
+        """The attention shards in ``dp``, by dp * cp_size + cp."""
+        cp = self.parallel.cp
+        return range(self.position.cp, self.parallel.dp * cp, cp)
+
+    @property
+    def expert_shards(self) -> range:
+        """The attention shards in ``moe_shards``, by dp * cp_size + cp."""
+        num = self.parallel.dp * self.parallel.cp // self.parallel.moe_dp
+        return range(self.position.moe_dp * num, (self.position.moe_dp + 1) * num)
+
+    @property
+    def expert_width(self) -> Part:
+        """This rank's part of the width of each of its experts."""
+        return Part(self.position.moe_tp, moe_tp_size(self.parallel))
+
+    @property
+    def all(self) -> tuple[Communicator, ...]:
+        """Each group once."""
+        return tuple({id(group): group for group in (self.tp, self.dp, self.moe_shards, self.moe_block)}.values())
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, this rank passes for the only one, so that its own work can be timed. Nothing is sent."""
+        with ExitStack() as stack:
+            for group in self.all:
+                stack.enter_context(group.alone())
+            yield

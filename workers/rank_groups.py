@@ -1,0 +1,80 @@
+"""The groups of ranks that one rank is in, joined in one order by all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cluster.spec.ranks import GroupName, stage_links
+from cluster.spec.ranks import groups as rank_groups
+from cluster.spec.worker_spec import WorkerSpec
+from workers.parallel.collectives import Communicator
+from workers.parallel.groups import ReplicaStore, join_group
+from workers.parallel.model_groups import ModelGroups
+from workers.parallel.pipeline import Pipeline
+
+COLLECTIVE_TIMEOUT_S = 3600.0
+"""A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
+
+CHECKED_TIMEOUT_S = 60.0
+"""The same while collectives are checked: a rank that does not come at all is what is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """Those that attention splits tokens over, those that weights are divided over, and the neighbouring stages."""
+
+    cp: Communicator
+    model: ModelGroups
+    pipeline: Pipeline
+
+    def leave(self) -> None:
+        """Leave all; peers that wait for this rank fail."""
+        for group in (self.cp, *self.model.all, *self.pipeline.links):
+            group.destroy()
+
+
+def join_groups(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
+    """Meet the other ranks of a replica, as every model needs them."""
+    cp, tp, dp = (_join(spec, store, name) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP))
+    model = ModelGroups(
+        parallel=spec.pool.parallel,
+        global_rank=spec.global_rank,
+        tp=tp,
+        dp=dp,
+        moe_dispatch=spec.pool.moe_dispatch,
+    )
+    return RankGroups(cp, model, _join_stages(spec, store))
+
+
+def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
+    links = {
+        sender == spec.global_rank: _join_members(spec, store, "stages", [sender, receiver])
+        for sender, receiver in stage_links(spec.pool.parallel, spec.global_rank)
+    }
+    return Pipeline(before=links.get(False), after=links.get(True))
+
+
+def join_expert_groups(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
+    """The same with the ranks that share experts."""
+    model = groups.model
+    shards = _join(spec, store, GroupName.MOE_SHARDS)
+    block = model.tp if shards.size == 1 else _join(spec, store, GroupName.MOE_BLOCK)
+    return replace(groups, model=replace(model, moe_shards=shards, moe_block=block))
+
+
+def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:
+    members = next(group for group in rank_groups(spec.pool.parallel)[name] if spec.global_rank in group)
+    return _join_members(spec, store, name, members)
+
+
+def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Sequence[int]) -> Communicator:
+    check = spec.config.resources.check_collectives
+    return join_group(
+        store,
+        f"{name}/{members[0]}",
+        members,
+        spec.global_rank,
+        host=spec.host,
+        timeout_s=CHECKED_TIMEOUT_S if check else COLLECTIVE_TIMEOUT_S,
+        collectives=spec.config.resources.collectives,
+        check=check,
+    )
