@@ -13,7 +13,7 @@ import httpx
 from tests.terminal import Terminal
 
 CTRL_C = b"\x03"
-START_S = 120.0
+START_S = 240.0
 STOP_S = 60.0
 
 
