@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
 	@echo "make test       the whole test suite"
-	@echo "make test-full  the same with every combination of the engine matrix"
+	@echo "make test-full  the same with every combination of the matrices"
 	@echo "make lint       formatting, lint, types and import rules"
 	@echo "make bench      measure the cluster that make serve started"
 	@echo "make venv       only install, with the development tools"

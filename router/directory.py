@@ -83,9 +83,11 @@ class Directory:
 
     @property
     def pool_tokens(self) -> int | None:
-        """Tokens that every replica which takes new requests has room for; None while no such replica has said."""
+        """Tokens of one request that every replica which takes new ones has room for; None while no such has said."""
         loads = [
-            (entry.load.total_pages, entry.leader.layout.page_size) for role in Role for entry in self._usable(role)
+            (entry.load.total_pages // entry.leader.sizes.dp, entry.leader.layout.page_size)
+            for role in Role
+            for entry in self._usable(role)
         ]
         return min((pages * page_size for pages, page_size in loads if pages), default=None)
 

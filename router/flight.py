@@ -55,6 +55,8 @@ class Ask:
     """Lower values have their turn earlier."""
     timed: bool = False
     """Every rank keeps a timeline of it."""
+    dp_rank: int | None = None
+    """The DP rank that the client wants; None for any."""
     session: str = ""
     """What the client calls the conversation it belongs to; empty for none."""
     page_keys: Sequence[bytes] = ()
@@ -175,6 +177,7 @@ class Flight:
             cache_salt=ask.cache_salt,
             priority=ask.priority,
             timed=ask.timed,
+            dp_rank=ask.dp_rank,
         )
 
     def problem(self, output: Output) -> str | None:

@@ -17,6 +17,7 @@ from router.dispatch import Dispatch
 from router.flight import ENDS
 from router.gate import Gate
 from router.page_index import PageIndex
+from router.tier_metrics import tier_metrics
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -105,6 +106,7 @@ class _Counts(Collector):
         yield _wrong_pages(watched.directory.snapshot)
         yield _retractions(watched.directory.snapshot)
         yield from _step_metrics(watched.directory.snapshot)
+        yield from tier_metrics(watched.directory.snapshot)
 
 
 def _request_metrics(dispatch: Dispatch, gate: Gate) -> Iterator[Metric]:

@@ -8,7 +8,6 @@ from cluster.spec.config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer, Timeline
-from cluster.spec.ranks import sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock
@@ -20,7 +19,7 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
 from workers.hicache.copier import Copier
 from workers.hicache.mover import Mover, NoMover, PageMover
-from workers.hicache.storage.objects import Cut, Naming
+from workers.hicache.storage.objects import Naming
 from workers.hicache.storage.page_store import PageStore
 from workers.hicache.storage.registry import make_storage
 from workers.hicache.storage.throttle import Throttle
@@ -34,6 +33,7 @@ from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
+from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -59,70 +59,76 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
     )
 
 
-def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> Leader:
+def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLeader:
     """The control state of the replica whose rank 0 this is."""
-    config = spec.config
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
-    num_owners = rows[0].num_owners
-    tree = PrefixTree(num_owners) if config.kv.prefix_cache else None
-    # Stages differ in layers, and so in pages.
-    num_pages = min(row.layout.num_pages for row in rows)
-    allocator = PageAllocator(num_pages, tree, num_owners)
-    tiers = make_tiers(config.hicache, tree, rows) if tree else None
-    if spec.role is Role.DECODE:
-        limits = StepLimits(
-            rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests, depth=spec.sizes.pp
-        )
-        settings = DecodeSettings(
-            me=me,
-            geometry=rank.geometry,
-            layout=rank.layout,
-            page_bytes=sum(row.layout.page_bytes for row in rows),
-            transfer_timeout_s=config.transfer.transfer_timeout_s,
-            quarantine_limit=config.transfer.quarantine_limit,
-            rank_addresses=tuple(row.address for row in rows),
-            verify=config.transfer.verify,
-            settle_s=rank.backend.settle_s,
-        )
-        keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
-        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper, tiers=tiers)
-        return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
-    prefill = config.prefill
-    limits = StepLimits(
-        rank.layout.page_size,
-        prefill.chunk_tokens,
-        prefill.max_requests,
-        prefill.oldest_share,
+    depth, make = spec.sizes.pp, _make_decode_leader
+    if spec.role is Role.PREFILL:
         # One more than stages, so that none waits for the word that a step has ended.
-        depth=spec.sizes.pp + (spec.sizes.pp > 1),
+        depth, make = depth + (depth > 1), _make_prefill_leader
+    leaders = [make(spec, rank, me, rows, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
+    return ReplicaLeader(leaders, cp=spec.sizes.cp, depth=depth, policy=spec.pool.dp_policy)
+
+
+def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:
+    """With the tiers below it, if there are any."""
+    num_owners = rows[0].num_owners
+    tree = PrefixTree(num_owners) if spec.config.kv.prefix_cache else None
+    # Stages differ in layers, and so in pages.
+    allocator = PageAllocator(min(row.layout.num_pages for row in rows), tree, num_owners)
+    return allocator, make_tiers(spec.config.hicache, tree, rows) if tree else None
+
+
+def _make_decode_leader(
+    spec: WorkerSpec, rank: Rank, me: Peer, rows: list[RankRow], dp_rank: int, depth: int
+) -> Leader:
+    config, own = spec.config, [row for row in rows if row.coords.dp == dp_rank]
+    allocator, tiers = _make_allocator(spec, own)
+    limits = StepLimits(rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests, depth=depth)
+    settings = DecodeSettings(
+        me=me,
+        dp_rank=dp_rank,
+        geometry=rank.geometry,
+        layout=rank.layout,
+        page_bytes=sum(row.layout.page_bytes for row in own),
+        transfer_timeout_s=config.transfer.transfer_timeout_s,
+        quarantine_limit=config.transfer.quarantine_limit,
+        rank_addresses=tuple(row.address for row in rows),
+        verify=config.transfer.verify,
+        settle_s=rank.backend.settle_s,
+    )
+    keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
+    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper, tiers=tiers)
+    return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
+
+
+def _make_prefill_leader(
+    spec: WorkerSpec, rank: Rank, me: Peer, rows: list[RankRow], dp_rank: int, depth: int
+) -> Leader:
+    config, prefill, own = spec.config, spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
+    allocator, tiers = _make_allocator(spec, own)
+    limits = StepLimits(
+        rank.layout.page_size, prefill.chunk_tokens, prefill.max_requests, prefill.oldest_share, depth=depth
     )
     choose = StrategyChooser(
-        setting=config.prefill.strategy,
+        setting=prefill.strategy,
         cp=spec.sizes.cp,
         shape=rank.model_shape,
         rates=rank.rates,
-        mode=config.prefill.mode,
-        passing=config.prefill.passing,
+        mode=prefill.mode,
+        passing=prefill.passing,
     )
-    return PrefillLeader(
-        PrefillSettings(
-            row=rows[0],
-            rank_addresses=tuple(row.address for row in rows),
-            ticket_timeout_s=config.transfer.ticket_timeout_s,
-            settle_s=rank.backend.settle_s,
-            request_timeout_s=config.router.request_timeout_s,
-        ),
-        StepScheduler(
-            allocator,
-            limits,
-            choose,
-            even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens),
-            tiers=tiers,
-        ),
-        allocator,
-        rank.step_recorder.recorder,
-        tiers,
+    settings = PrefillSettings(
+        me=me,
+        row=own[0],
+        rank_addresses=tuple(row.address for row in own),
+        ticket_timeout_s=config.transfer.ticket_timeout_s,
+        settle_s=rank.backend.settle_s,
+        request_timeout_s=config.router.request_timeout_s,
     )
+    chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens)
+    steps = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)
+    return PrefillLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
 
 
 def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]) -> Mover:
@@ -137,15 +143,13 @@ def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: C
 def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
     """This rank's pages in storage, if there is any."""
     config = spec.config.hicache.storage
-    backend = make_storage(config)
+    backend = make_storage(config, spec.host)
     if backend is None:
         return None
-    pools = (spec.config.prefill, spec.config.decode)
     return PageStore(
         backend,
         Naming(rank.geometry, rank.weights),
         row,
-        others=[Cut.of(pool.ownership, sizes_of(pool.parallel)) for pool in pools],
         reads=Throttle(config.read_mib_s and config.read_mib_s * (1 << 20)),
         writes=Throttle(config.write_mib_s and config.write_mib_s * (1 << 20)),
     )
@@ -167,6 +171,7 @@ def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Ou
         outbox=outbox,
         start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
         recorder=rank.step_recorder.recorder,
+        staging=rank.staging,
     )
 
 

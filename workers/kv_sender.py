@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
@@ -30,6 +30,13 @@ class Known(Protocol):
     def pages(self) -> Sequence[int]: ...
 
 
+class Staging(Protocol):
+    """What brings pages from a GPU to where they are sent from; workers.cache.staging does."""
+
+    def mark(self) -> Any: ...
+    def put_out(self, pages: Sequence[int], written: Any) -> None: ...
+
+
 class Post(Protocol):
     """What takes messages; ``Outbox`` does."""
 
@@ -50,12 +57,14 @@ class KvSender:
         outbox: Post,
         start_writer: Callable[[Callable[[Outcome], None]], Writer],
         recorder: Recorder | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """Takes outbox and writer over.
 
         Args:
             prefill: the replica this rank is part of; its leader gets the reports.
-            pool: memory of this rank's pages.
+            pool: memory of this rank's pages that peers are sent from.
+            staging: between it and the GPU's pages, if there is one.
             start_writer: makes the writer, which never tells an outcome before the call that asks for it has returned.
         """
         self._prefill = prefill
@@ -63,8 +72,11 @@ class KvSender:
         self._pool = pool
         self._config = config
         self._recorder = recorder or Recorder()
+        self._staging = staging
         self._lock = threading.Lock()
         """Held while sessions change or the outbox is used: both threads do."""
+        self.num_sent_bytes = 0
+        """Of KV, written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
         self._targets: dict[ReplicaId, Target] = {}
         """The newest start of each decode replica that we have sent to."""
@@ -171,11 +183,15 @@ class KvSender:
                 Write(target.endpoint, make_spans(self._row.layout, target.layout, local_pairs)) for target in targets
             ],
             num_pages=len(pairs),
-            digest=partial(self._digest, targets, local_pairs),
+            digest=partial(self._make_ready, targets, local_pairs, self._staging.mark() if self._staging else None),
         )
 
-    def _digest(self, targets: Sequence[RankRow], local_pairs: Sequence[PagePair]) -> list[PageDigests]:
-        """On the sender thread."""
+    def _make_ready(
+        self, targets: Sequence[RankRow], local_pairs: Sequence[PagePair], written: Any
+    ) -> list[PageDigests]:
+        """On the sender thread, before it writes."""
+        if self._staging is not None:
+            self._staging.put_out([page for page, _ in local_pairs], written)
         if self._config.verify is Verify.COUNTS:
             return []
         return [digest_pages(self._pool, self._row.layout, target, local_pairs) for target in targets]
@@ -187,6 +203,7 @@ class KvSender:
                 return
             match outcome:
                 case Written():
+                    self.num_sent_bytes += outcome.num_bytes
                     session.written(outcome.num_pages, outcome.num_bytes, outcome.digests)
                     self._record(outcome)
                 case WriteFailed():

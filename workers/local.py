@@ -22,15 +22,16 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, FlushCache, Output, Peer, Shutdown, Submit, TableUpdate
+from cluster.spec.messages import Failure, Output, Peer, Shutdown, Submit, TableUpdate
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
-from cluster.spec.tiers import CachedTokens, Tier
+from cluster.spec.tiers import CachedTokens, FlushCache, Tier
 from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
 ANSWER_TIMEOUT_S = 600.0
+WORKER = "workers.worker:Worker"
 _CONSEQUENCE = "CollectiveError"
 """How the error of a rank begins that another one has left; its class is not imported, since it brings torch along."""
 
@@ -45,7 +46,7 @@ class WorkerProcess:
     ``worker`` names the class as "module:class"; it has a ``close``. The process that calls does not import it.
     """
 
-    def __init__(self, worker: str = "workers.worker:Worker") -> None:
+    def __init__(self, worker: str = WORKER) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, worker), daemon=True)
@@ -228,7 +229,9 @@ class LocalCluster:
     processes are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str = WORKER) -> None:
+        """``worker`` names the class of every rank, as in ``WorkerProcess``."""
+        self._worker = worker
         self._inbox = Inbox(HOST)
         self._outbox = Outbox()
         self._processes: list[WorkerProcess] = []
@@ -239,7 +242,7 @@ class LocalCluster:
         num_prefill = world_size(sizes_of(config.prefill.parallel))
         num_decode = world_size(sizes_of(config.decode.parallel))
         while len(self._processes) < num_prefill + num_decode:
-            self._processes.append(WorkerProcess())
+            self._processes.append(WorkerProcess(self._worker))
         self._replicas = [
             LocalReplica(config, Role.PREFILL, model_folder, self._processes),
             LocalReplica(config, Role.DECODE, model_folder, self._processes[num_prefill:]),
@@ -269,6 +272,13 @@ class LocalCluster:
     def rows(self, role: Role) -> list[RankRow]:
         """What the ranks of a replica tell of themselves, by global rank."""
         return next(replica.rows for replica in self._replicas if replica.role is role)
+
+    def ask(self, role: Role, method: str) -> list[Any]:
+        """Between runs: what a method of the workers of a replica returns, by global rank."""
+        (workers,) = (replica.workers for replica in self._replicas if replica.role is role)
+        for worker in workers:
+            worker.call(method)
+        return [worker.result() for worker in workers]
 
     def generate(self, prompts: Sequence[Prompt], timeout_s: float = ANSWER_TIMEOUT_S) -> list[list[int]]:
         """The output tokens of every prompt, all submitted at once."""

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from cluster.grammar import Grammars
-from cluster.spec.config import Device
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, num_host_slots, pool_layout
@@ -16,13 +15,16 @@ from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.registry import choose_backend
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
+from workers.cache.staging import Staging
 from workers.context_parallel.rates import ModelShape, Rates
+from workers.device import open_device
 from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.models.config import ModelConfig
 from workers.parallel.groups import ReplicaStore
+from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups
 from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
@@ -55,6 +57,8 @@ class Rank:
     """As this rank measured it, where there are host pages."""
 
     groups: RankGroups
+    staging: Staging | None
+    """Between a GPU's pages and the region."""
 
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
@@ -72,16 +76,16 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         model_config = ModelConfig.from_folder(folder)
         if model_config.moe is not None:
             groups = join_expert_groups(groups, spec, store)
-        return _load(spec, folder, model_config, groups)
+        return _load(spec, folder, model_config, groups, store)
     except BaseException:
         # Peers that wait for this rank while they warm up end now, instead of after the timeout.
         groups.leave()
         raise
 
 
-def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: RankGroups) -> Rank:
+def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: RankGroups, store: ReplicaStore) -> Rank:
     config = spec.config
-    device = torch.device("cpu" if config.resources.device is Device.CPU else "cuda")
+    device = open_device(config.resources.device)
     draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
@@ -93,11 +97,16 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         dtype=dtype,
         page_size=config.kv.page_size,
     )
-    layout = pool_layout(geometry, spec.sizes, spec.coords, config.kv_memory_gib(spec.pool))
+    model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
+    attention = choose_backend(config.resources.attention, device, torch_dtype(dtype))
+    _log.info("attention by %s: %s", attention.name, attention.reason)
+    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups)
+    layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host)
     region = backend.allocate(layout.pool_bytes)
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
+    on_gpu = device.type == "cuda"
     pool = PagePool(
         layout.num_pages,
         layout.num_heads,
@@ -105,15 +114,15 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         layout.page_size,
         layout.head_dim,
         torch_dtype(dtype),
-        torch.frombuffer(region.buffer, dtype=torch.uint8),
+        torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
+        if on_gpu
+        else torch.frombuffer(region.buffer, dtype=torch.uint8),
     )
-    model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
-    attention = choose_backend(config.resources.attention, device, torch_dtype(dtype))
-    _log.info("attention by %s: %s", attention.name, attention.reason)
+    staging = Staging(pool, region.buffer) if on_gpu else None
     host_pages = None
     num_slots = num_host_slots(config.decode.host_memory_gib, layout)
     # Of several stages one may still copy when the leader takes a step for done.
-    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
+    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots and not on_gpu:
         host_pages = HostPages(pool, num_slots)
     runner = ModelRunner(
         model,
@@ -124,6 +133,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         grammars,
         pipeline=groups.pipeline,
         host_pages=host_pages,
+        staging=staging,
     )
     runner.warm_up()
     shape = ModelShape.of(model.config, dtype)
@@ -141,6 +151,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         rates=rates,
         grammars=grammars,
         groups=groups,
+        staging=staging,
         host_pages=host_pages,
         keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )

@@ -10,6 +10,7 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
+from workers.traffic import STAGES, Traffic
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
@@ -25,6 +26,14 @@ class RankGroups:
     cp: Communicator
     model: ModelGroups
     pipeline: Pipeline
+
+    def received(self) -> Traffic:
+        """Bytes that this rank has taken from others, by group."""
+        named = [(group.name.partition("/")[0], group) for group in (self.cp, *self.model.all, *self.pipeline.links)]
+        total = Traffic()
+        for name, group in named:
+            total[name] += group.received_bytes
+        return total
 
     def leave(self) -> None:
         """Leave all; peers that wait for this rank fail."""
@@ -47,7 +56,7 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
 
 def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
     links = {
-        sender == spec.global_rank: _join_members(spec, store, "stages", [sender, receiver])
+        sender == spec.global_rank: _join_members(spec, store, STAGES, [sender, receiver])
         for sender, receiver in stage_links(spec.pool.parallel, spec.global_rank)
     }
     return Pipeline(before=links.get(False), after=links.get(True))
@@ -77,4 +86,5 @@ def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Seq
         timeout_s=CHECKED_TIMEOUT_S if check else COLLECTIVE_TIMEOUT_S,
         collectives=spec.config.resources.collectives,
         check=check,
+        device=spec.config.resources.device,
     )

@@ -5,7 +5,8 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.bootstrap.client import LeaseKeeper
+from cluster.bootstrap.rank_keeper import RankKeeper
 from cluster.bootstrap.table import TableRefusedError
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
@@ -44,6 +46,7 @@ from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
 from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter
+from workers.traffic import HANDOFF, Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class Worker:
         self._rank: Rank | None = None
         self._checker: PageChecker | None = None
         self._load = ReplicaLoad()
+        self._num_sent_bytes = 0
         self._refusal: TableRefusedError | None = None
         """Why the bootstrap table will not have this replica."""
 
@@ -97,7 +101,10 @@ class Worker:
             if self.spec.is_leader:
                 self._lead(rows, self._rank, sender, mover, outbox)
             else:
-                self._follow(self._rank, sender, mover, outbox, rows[0].address)
+                with self._showing_life(rows[self.spec.global_rank]):
+                    self._follow(self._rank, sender, mover, outbox, rows[0].address)
+                if self._refusal is not None:
+                    raise self._refusal
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
             self._rank.groups.leave()
@@ -107,6 +114,12 @@ class Worker:
             self._checker.close()
             mover.close()
             outbox.close()
+            self._num_sent_bytes += sender.num_sent_bytes
+
+    def traffic(self) -> Traffic:
+        """Between runs: bytes that this rank has taken from others and sent to decode since it was loaded."""
+        assert self._rank is not None, "traffic before load"
+        return self._rank.groups.received() + Traffic({HANDOFF: self._num_sent_bytes})
 
     def stop(self, reason: str) -> None:
         """From any thread: make ``run`` return after the step at hand."""
@@ -123,24 +136,28 @@ class Worker:
             self._rank.close()
 
     def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox) -> None:
-        leader = ReplicaLeader(make_leader(self.spec, rank, rows))
-        followers = [row.address for row in rows[1:]]
+        leader = make_leader(self.spec, rank, rows)
+        followers = [
+            [row.address for row in rows[1:] if row.coords.dp == dp_rank] for dp_rank in range(self.spec.sizes.dp)
+        ]
         lease = self._keep_lease(rows)
         meter = StepMeter()
         try:
             while self._take_in(leader, sender, outbox):
-                plan = leader.next_plan()
+                plans = leader.next_plans()
                 # First tokens, tickets and pages that are loaded do not wait for the step.
                 self._emit(leader, mover, outbox)
                 if leader.must_end:
                     raise QuarantineError(leader.must_end)
-                if plan is not None:
-                    outbox.broadcast(followers, plan)
+                if plans:
+                    for addresses, plan in zip(followers, plans, strict=True):
+                        outbox.broadcast(addresses, plan)
+                    plan = plans[self.spec.coords.dp]
                     start_s = self._clock.now_s()
                     sampled = _compute(plan, rank, sender)
                     meter.after_step(plan, self._clock.now_s() - start_s)
-                    if rank.runner.draws:
-                        leader.commit(sampled, self._clock.now_s())
+                    if rank.runner.draws and plan.rows:
+                        leader.commit(self.spec.coords.dp, sampled, self._clock.now_s())
                 self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
                 self._emit(leader, mover, outbox)
         finally:
@@ -193,8 +210,9 @@ class Worker:
             for message in self._inbox.receive(IDLE_WAIT_S):
                 if isinstance(message, StepPlan):
                     sampled = _compute(message, rank, sender)
-                    if rank.runner.draws:
-                        outbox.send(leader_address, StepResult(step=message.step, sampled=sampled))
+                    if rank.runner.draws and message.rows:
+                        result = StepResult(step=message.step, dp_rank=self.spec.coords.dp, sampled=sampled)
+                        outbox.send(leader_address, result)
                 elif isinstance(message, MovePages):
                     mover.take(message)
                 elif isinstance(message, DropSend):
@@ -205,6 +223,19 @@ class Worker:
                     self._give_timeline(message, outbox)
                 elif isinstance(message, Shutdown):
                     return
+
+    @contextmanager
+    def _showing_life(self, row: RankRow) -> Iterator[None]:
+        if self._rendezvous is None:
+            yield
+            return
+        url, token = self._rendezvous.bootstrap_url, self._rendezvous.token
+        keeper = RankKeeper(url, token, row, self.spec.config.resources.heartbeat_s, self._on_refused)
+        keeper.start()
+        try:
+            yield
+        finally:
+            keeper.stop()
 
     def _check_pages(self, message: CheckPages) -> None:
         assert self._checker is not None

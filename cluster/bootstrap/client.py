@@ -42,13 +42,12 @@ class BootstrapClient:
 
     def heartbeat(self, beat: Heartbeat) -> bool:
         """Renew a replica's lease; False when the service does not know these rows and wants all of them again."""
-        try:
-            self._call("POST", f"/replicas/{beat.replica}/heartbeat", msgspec.json.encode(beat))
-        except TableRefusedError as error:
-            if error.code is RefusalCode.UNKNOWN_ROWS:
-                return False
-            raise
-        return True
+        return self._unless_unknown("POST", f"/replicas/{beat.replica}/heartbeat", msgspec.json.encode(beat))
+
+    def alive(self, row: RankRow) -> bool:
+        """Renew the lease of one rank that is no leader; False when its replica is not registered."""
+        query = f"incarnation={row.incarnation}&rank={row.global_rank}"
+        return self._unless_unknown("POST", f"/replicas/{row.replica}/alive?{query}")
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
         """Forget this start of a replica and all before it; ``reaped``: their processes are proven gone."""
@@ -75,6 +74,15 @@ class BootstrapClient:
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+    def _unless_unknown(self, method: str, path: str, body: bytes | None = None) -> bool:
+        try:
+            self._call(method, path, body)
+        except TableRefusedError as error:
+            if error.code is RefusalCode.UNKNOWN_ROWS:
+                return False
+            raise
+        return True
 
     def _call(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None

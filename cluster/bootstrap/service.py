@@ -140,6 +140,12 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
         watched.wake_if_changed()
         return Response(status_code=204)
 
+    @routes.post("/alive")
+    async def alive(replica: str, incarnation: int, rank: int) -> Response:
+        table.alive(_replica(replica), Incarnation(incarnation), rank, watched.now_s())
+        watched.wake_if_changed()
+        return Response(status_code=204)
+
     @routes.delete("")
     async def unregister(replica: str, incarnation: int, reaped: bool = False) -> Response:
         table.unregister(_member(replica), Incarnation(incarnation), reaped=reaped)
@@ -212,9 +218,11 @@ async def _read(request: Request) -> bytes:
 def decode_body(body: bytes, kind: type[Body]) -> Body:
     """The struct in a body. Raises HTTPException 400."""
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        struct = msgspec.json.decode(body, type=kind)
+        msgspec.msgpack.encode(struct)  # JSON has larger numbers than messages can tell
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as exc:
         raise HTTPException(400, f"the body is not a {kind.__name__}: {exc}") from exc
+    return struct
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -50,8 +50,8 @@ def rows_digest(rows: Iterable[RankRow]) -> str:
 class BootstrapTable:
     """Every rank of every replica. Times are seconds of one monotonic clock, given by the caller.
 
-    A replica is ready when each position of its sizes is registered by its highest incarnation and the leader has
-    sent a heartbeat within the lease.
+    A replica is ready when each position of its sizes is registered by its highest incarnation, the leader has
+    sent a heartbeat within the lease, and so has every other rank, which has the time of one lease to begin with it.
     """
 
     def __init__(self, lease_s: float, first_version: int = 0) -> None:
@@ -95,10 +95,23 @@ class BootstrapTable:
                 f"{beat.replica}, incarnation {beat.incarnation}: its rows are not all registered as the heartbeat "
                 "names them; send every row again",
             )
-        if replica.lease_end_s is None or replica.load != beat.load:
-            self.version += 1
-        replica.lease_end_s = now_s + self._lease_s
+        self.version += replica.load != beat.load
         replica.load = beat.load
+        for rank in range(1, len(replica.rows)):
+            replica.lease_ends_s.setdefault(rank, now_s + self._lease_s)
+        self._renew(replica, 0, now_s)
+
+    def alive(self, replica: ReplicaId, incarnation: Incarnation, rank: int, now_s: float) -> None:
+        """Renew the lease of one rank; the leader's heartbeat does so for rank 0.
+
+        Raises:
+            TableRefusedError: superseded, or the replica is not registered, which its leader sees to.
+        """
+        self.expire(now_s)
+        current = self._current(replica, incarnation)
+        if current is None or rank not in range(1, world_size(current.first.sizes)):
+            raise TableRefusedError(RefusalCode.UNKNOWN_ROWS, f"{replica} rank {rank}: not registered")
+        self._renew(current, rank, now_s)
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, *, reaped: bool) -> None:
         """Forget an incarnation and all before it; ``reaped`` says that their processes are proven gone. Idempotent."""
@@ -131,13 +144,15 @@ class BootstrapTable:
     def expire(self, now_s: float) -> None:
         """End the leases that have run out."""
         for replica in self._replicas.values():
-            if replica.lease_end_s is not None and replica.lease_end_s <= now_s:
-                replica.lease_end_s = None
+            for rank in [rank for rank, end_s in replica.lease_ends_s.items() if end_s <= now_s]:
+                del replica.lease_ends_s[rank]
+                replica.silent.add(rank)
                 self.version += 1
 
     def next_expiry_s(self) -> float | None:
         """When the next lease runs out unless it is renewed; None while no lease runs."""
-        return min((r.lease_end_s for r in self._replicas.values() if r.lease_end_s is not None), default=None)
+        ends_s = (end_s for replica in self._replicas.values() for end_s in replica.lease_ends_s.values())
+        return min(ends_s, default=None)
 
     def snapshot(self, now_s: float) -> TableSnapshot:
         """The table at this moment."""
@@ -148,6 +163,12 @@ class BootstrapTable:
             reaped=dict(self._reaped),
             stop_requested=self._stop_requested,
         )
+
+    def _renew(self, replica: "_Replica", rank: int, now_s: float) -> None:
+        was = (replica.ready, rank in replica.silent)
+        replica.silent.discard(rank)
+        replica.lease_ends_s[rank] = now_s + self._lease_s
+        self.version += (replica.ready, False) != was
 
     def _current(self, replica: ReplicaId, incarnation: Incarnation) -> "_Replica | None":
         """The replica if exactly this incarnation is registered, None if it would be new."""
@@ -170,18 +191,26 @@ class _Replica:
         self.rows = {first.coords: first}
         self.digest = rows_digest([first])
         self.load = ReplicaLoad()
-        self.lease_end_s: float | None = None
+        self.lease_ends_s: dict[int, float] = {}
+        """Of each rank whose lease runs, by global rank."""
+        self.silent: set[int] = set()
+        """Ranks whose lease ran out."""
 
     @property
     def complete(self) -> bool:
         return len(self.rows) == world_size(self.first.sizes)
+
+    @property
+    def ready(self) -> bool:
+        return self.complete and 0 in self.lease_ends_s and not self.silent
 
     def entry(self) -> ReplicaEntry:
         return ReplicaEntry(
             replica=self.first.replica,
             role=self.first.role,
             incarnation=self.first.incarnation,
-            ready=self.complete and self.lease_end_s is not None,
+            ready=self.ready,
+            silent=tuple(sorted(self.silent)),
             rows=tuple(sorted(self.rows.values(), key=lambda row: row.global_rank)),
             load=self.load,
         )

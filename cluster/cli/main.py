@@ -7,7 +7,21 @@ import sys
 
 import typer
 
-from cluster.cli import bench, bench_cp, chat, doctor, down, orders, plan, schema, simulate, status, up
+from cluster.cli import (
+    bench,
+    bench_cp,
+    bench_hicache,
+    bench_layouts,
+    chat,
+    doctor,
+    down,
+    orders,
+    plan,
+    schema,
+    simulate,
+    status,
+    up,
+)
 from cluster.spec.errors import UserError
 
 app = typer.Typer(
@@ -28,6 +42,8 @@ app.command("scale")(orders.scale)
 app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
 bench.bench.command("cp")(bench_cp.cp)
+bench.bench.command("hicache")(bench_hicache.hicache)
+bench.bench.command("layouts")(bench_layouts.layouts)
 app.add_typer(bench.bench, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("schema")(schema.schema)

@@ -39,12 +39,9 @@ def up(
     worker_logs: Annotated[bool, typer.Option("--worker-logs", help="Show what the workers print.")] = False,
 ) -> None:
     """Start the cluster of a deploy YAML and keep it running until Ctrl-C or `baton down`."""
-    from cluster.spec.checks import runnable_problems
     from cluster.spec.loader import load_config
 
     config = load_config(file, overrides(changes or [], model))
-    if problems := runnable_problems(config):
-        raise ConfigError(problems)
     _check_port(config)
     try:
         _run(config, address, worker_logs)
@@ -119,7 +116,10 @@ def _supervise(
     key = draw_key()
     tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
     supervisor = Supervisor(
-        config.resources.restart_backoff_s, lambda: _announce(launcher, config, note, progress), progress.line
+        config.resources.restart_backoff_s,
+        lambda: _announce(launcher, config, note, progress),
+        progress.line,
+        config.resources.silence_s - config.resources.lease_s,
     )
     launcher = Launcher(tools, config, model, note.cluster.token, supervisor.failed)
     signals.pass_on(supervisor.request_stop)
@@ -139,7 +139,7 @@ def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor"
     except BatonError:
         return  # the supervisor hears of it too
     note.update(bootstrap_url=rendezvous.bootstrap_url)
-    follow_table(tools.connect(rendezvous), supervisor.saw_table)
+    follow_table(tools.connect(rendezvous), supervisor.saw_table, supervisor.lost_table)
     supervisor.request_stop("baton down")
 
 

@@ -73,6 +73,8 @@ class Launcher:
         self._running: dict[str, Member] = {}
         self._unproven: dict[tuple[str, Incarnation], Member] = {}
         """Ended members whose processes may still live."""
+        self._lost: dict[tuple[str, Incarnation], set[str]] = {}
+        """Machines on which their end was not proven; Ray takes longer to see that one is gone."""
         self._rendezvous: Future[Rendezvous] = Future()
         self._bootstrap_port = 0
         self.router_url = ""
@@ -100,7 +102,7 @@ class Launcher:
         elif name == ROUTER:
             self._start_router(incarnation, deadline)
         else:
-            self._start_gang(self._placements[ReplicaId(name)], incarnation, deadline)
+            self._start_gang(self._living_placement(ReplicaId(name)), incarnation, deadline)
         self._tools.progress(name, "ready")
         for who, run in self._running[name].runs.items():
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
@@ -112,13 +114,17 @@ class Launcher:
         if member is None:
             return True
         self._unproven[name, incarnation] = member
-        return self.prove(name, incarnation)
+        if self.prove(name, incarnation):
+            return True
+        self._lost[name, incarnation] = self._away_from_home(name)
+        return False
 
     def prove(self, name: str, incarnation: Incarnation) -> bool:
         """Kill what ``end`` was to end; True when it is proven gone, which need not be asked again."""
         if not self._unproven[name, incarnation].kill(KILL_S):
             return False
         del self._unproven[name, incarnation]
+        self._lost.pop((name, incarnation), None)
         return True
 
     def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None:
@@ -203,9 +209,23 @@ class Launcher:
         self._keep(placement.replica, gang)
         gang.start(self._model, self._rendezvous.result, deadline)
 
+    def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
+        """Where a replica was, or somewhere else if a machine of it is lost. Raises ConfigError: there is no room."""
+        usable = {machine.node_id for machine in self._usable_machines()}
+        if any(seat.node_id not in usable for seat in self._placements[replica].seats):
+            self.place([replica])
+        return self._placements[replica]
+
+    def _away_from_home(self, name: str) -> set[str]:
+        """Machines of a replica, or of a service none, whose silence may be that of the machine."""
+        placement = self._placements.get(ReplicaId(name))
+        seats = placement.seats if placement is not None else ()
+        return {seat.node_id for seat in seats} - {self._tools.system.home.node_id}
+
     def _usable_machines(self) -> list[Machine]:
-        """Where new replicas may go: those with shared memory only where the others are."""
-        machines = self._tools.system.machines()
+        """Where replicas may go: no machine that is lost, and with shared memory only where the others are."""
+        lost = {node_id for node_ids in self._lost.values() for node_id in node_ids}
+        machines = [machine for machine in self._tools.system.machines() if machine.node_id not in lost]
         if self._config.transfer.backend is TransferBackendName.SHARED_MEMORY:
             used = {seat.node_id for placement in self._placements.values() for seat in placement.seats}
             return [machine for machine in machines if machine.node_id in used]

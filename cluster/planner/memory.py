@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
+from cluster.planner.gpu import expected_memory
 from cluster.planner.model import ModelFacts
-from cluster.spec.config import DeployConfig, PoolConfig
+from cluster.spec.config import DecodeConfig, DeployConfig, Device, PoolConfig, PrefillConfig
 from cluster.spec.errors import Problem
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
 
+Pool = PrefillConfig | DecodeConfig
 POOL_AXES = "[page, kv_head, layer, k_or_v, slot, head_dim]"
 
 
@@ -90,17 +92,17 @@ def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> d
     for role, pool in _pools(config).items():
         held = _role_kv(config, pool, model)
         if held.tokens_per_replica < num_tokens:
-            key = _memory_key(role, pool)
+            key = _memory_key(role, config, pool)
             gib = (-(-num_pages // pool.num_owners) + 1) * held.page_bytes / GIB
             wanted[key] = max(gib, wanted.get(key, 0.0))
     return wanted
 
 
-def _pools(config: DeployConfig) -> dict[Role, PoolConfig]:
+def _pools(config: DeployConfig) -> dict[Role, Pool]:
     return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
 
 
-def _role_kv(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> RoleKv:
+def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
     return RoleKv(
         page_bytes=layout.page_bytes,
@@ -111,14 +113,22 @@ def _role_kv(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> RoleK
     )
 
 
-def _layouts(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> list[PoolLayout]:
+def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLayout]:
     sizes = sizes_of(pool.parallel)
-    gib = config.kv_memory_gib(pool)
+    gib = pool_gib(config, pool, model)
     return [pool_layout(model.geometry, sizes, rank.coords, gib) for rank in positions(pool.parallel)]
 
 
-def _memory_key(role: Role, pool: PoolConfig) -> str:
-    """Where the memory of a role's pools was given."""
+def pool_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
+    """Memory of the pool of one worker; on a GPU, where nothing else is said, what is expected to be left."""
+    given = config.kv_memory_gib(pool)
+    return expected_memory(config, pool, model).left if given is None else given
+
+
+def _memory_key(role: Role, config: DeployConfig, pool: PoolConfig) -> str:
+    """What says how large a role's pools are."""
+    if config.kv_memory_gib(pool) is None:
+        return "kv.memory_fraction"
     return "kv.memory_gib" if pool.kv_memory_gib is None else f"{role}.kv_memory_gib"
 
 
@@ -152,9 +162,16 @@ def _expert_problems(role: Role, pool: PoolConfig, num_experts: int | None) -> l
     return []
 
 
-def _memory_problems(config: DeployConfig, role: Role, pool: PoolConfig, model: ModelFacts) -> list[Problem]:
+def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelFacts) -> list[Problem]:
+    if config.resources.device is Device.CUDA:
+        expected, given = expected_memory(config, pool, model), config.kv_memory_gib(pool)
+        if expected.left < (given or 0) or expected.left <= 0:
+            wanted = f"{given} GiB are" if given else "some is"
+            message = f"a {role} worker does not fit: {expected}, and {wanted} wanted for pages"
+            return [Problem(_memory_key(role, config, pool), message)]
     try:
         _layouts(config, pool, model)
     except ValueError as exc:
-        return [Problem(_memory_key(role, pool), f"got {config.kv_memory_gib(pool)}; a {role} worker's {exc}")]
+        key, gib = _memory_key(role, config, pool), pool_gib(config, pool, model)
+        return [Problem(key, f"got {gib:g}; a {role} worker's {exc}")]
     return []

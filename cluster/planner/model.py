@@ -11,16 +11,49 @@ from workers.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCounts:
+    """Numbers that a model keeps, and how wide what it computes is."""
+
+    tables: int = 0
+    """Of the embedding and the way back."""
+    a_layer: int = 0
+    """Without experts."""
+    experts_a_layer: int = 0
+    hidden: int = 0
+    width: int = 0
+    """Of all projections of a token that are there at once, heads and MLP."""
+    vocab: int = 0
+
+    @classmethod
+    def of(cls, shape: ModelConfig) -> "WeightCounts":
+        """Norms and biases, which are next to nothing, are left out."""
+        heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        dense, experts = 3 * shape.hidden_size * shape.intermediate_size, 0
+        if moe := shape.moe:
+            dense, experts = 0, 3 * shape.hidden_size * moe.intermediate_size * moe.num_experts
+        inner = moe.intermediate_size * moe.num_chosen if moe else shape.intermediate_size
+        return cls(
+            tables=(1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size,
+            a_layer=shape.hidden_size * heads + dense,
+            experts_a_layer=experts,
+            hidden=shape.hidden_size,
+            width=heads + 3 * inner,
+            vocab=shape.vocab_size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """A model as far as memory and placement care."""
 
     geometry: KvGeometry
     num_heads: int
     """Query heads."""
-    num_experts: int | None
-    """Of each layer; None in dense models."""
     max_context: int
     """Most tokens the model itself takes, prompt and answer together."""
+    num_experts: int | None = None
+    """Of each layer; None in dense models."""
+    weights: WeightCounts = WeightCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +95,7 @@ def _facts(config: DeployConfig, shape: ModelConfig) -> ModelFacts:
         num_heads=shape.num_heads,
         num_experts=shape.moe.num_experts if shape.moe else None,
         max_context=shape.max_position_embeddings,
+        weights=WeightCounts.of(shape),
     )
 
 

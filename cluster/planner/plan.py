@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.planner.memory import KvPlan, kv_plan, longest_context, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
-from cluster.spec.checks import CHECKS, runnable_problems
+from cluster.spec.checks import CHECKS
 from cluster.spec.config import DeployConfig, PoolConfig
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import ReplicaId, replica_id
@@ -121,7 +121,6 @@ def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Chec
     else:
         results.append(CheckResult(rule="the model can be cut this way", passed=True, detail=""))
         results.append(_longest_request(config, model))
-    results.append(_result("the engine runs these axes", runnable_problems(config)))
     return results
 
 

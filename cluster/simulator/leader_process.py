@@ -151,6 +151,8 @@ class LeaderProcess(RankProcess):
             for row in self.rows:
                 table.register(row)
             table.heartbeat(self._heartbeat(), self.around.now_s())
+        for row in self.rows[1:]:  # a replica that pauses does so with all its ranks
+            table.alive(row.replica, row.incarnation, row.global_rank, self.around.now_s())
 
     def _heartbeat(self) -> Heartbeat:
         first = self.rows[0]

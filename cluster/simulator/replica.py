@@ -96,6 +96,7 @@ def _make_leader(around: Surroundings, rows: list[RankRow], allocator: PageAlloc
         return Choice(around.random.choice([Strategy.NONE, Strategy.ZIGZAG]), None, {})
 
     prefill = PrefillSettings(
+        me=me,
         row=first,
         rank_addresses=tuple(row.address for row in rows),
         ticket_timeout_s=TICKET_TIMEOUT_S,

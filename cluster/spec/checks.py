@@ -1,15 +1,13 @@
-"""What must hold between the keys of a deploy YAML, and what the engine cannot run yet. One key alone: config.py."""
+"""What must hold between the keys of a deploy YAML. One key alone: config.py."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, Device, StorageBackendName, TransferBackendName
+from cluster.spec.config import DeployConfig, Device, StorageBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.ranks import axis_problems
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting
-
-_AXES_NOT_RUN = ("dp",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +25,6 @@ class Check:
 def config_problems(config: DeployConfig, unreadable: Collection[str] = ()) -> list[Problem]:
     """Every broken rule, leaving out rules that read a key given as unreadable."""
     return [problem for check in CHECKS if not _reads(check, unreadable) for problem in check.find(config)]
-
-
-def runnable_problems(config: DeployConfig) -> list[Problem]:
-    """What is legal to plan and cannot be started yet."""
-    problems = []
-    for role, parallel in (("prefill", config.prefill.parallel), ("decode", config.decode.parallel)):
-        for axis in _AXES_NOT_RUN:
-            size = getattr(parallel, axis)
-            if size > 1:
-                problems.append(
-                    Problem(
-                        f"{role}.parallel.{axis}",
-                        f"got {size}; the engine runs {axis} = 1 so far (`baton plan` shows larger ones)",
-                    )
-                )
-    return problems
 
 
 def _reads(check: Check, paths: Collection[str]) -> bool:
@@ -92,6 +74,15 @@ def _ring_transfer(config: DeployConfig) -> list[Problem]:
     return problems
 
 
+def _dp_tiers(config: DeployConfig) -> list[Problem]:
+    sizes = {role: pool.parallel.dp for role, pool in (("prefill", config.prefill), ("decode", config.decode))}
+    return [
+        Problem(f"{role}.parallel.dp", f"got {dp} with hicache.host_gib = {config.hicache.host_gib}; allowed: 1")
+        for role, dp in sizes.items()
+        if dp > 1 and config.hicache.host_gib
+    ]
+
+
 def _lease(config: DeployConfig) -> list[Problem]:
     heartbeat_s, lease_s = config.resources.heartbeat_s, config.resources.lease_s
     if lease_s > heartbeat_s:
@@ -100,18 +91,19 @@ def _lease(config: DeployConfig) -> list[Problem]:
     return [Problem("resources.lease_s", message)]
 
 
-def _gpu_transfer(config: DeployConfig) -> list[Problem]:
-    if config.resources.device is Device.CPU or config.transfer.backend is TransferBackendName.MOONCAKE:
+def _silence(config: DeployConfig) -> list[Problem]:
+    lease_s, silence_s = config.resources.lease_s, config.resources.silence_s
+    if silence_s > lease_s:
         return []
-    message = "got shared_memory with resources.device = cuda; allowed: mooncake, since KV on a GPU is not in a file"
-    return [Problem("transfer.backend", message)]
+    message = f"got {silence_s}; allowed: more than resources.lease_s = {lease_s}, after which a silence is seen"
+    return [Problem("resources.silence_s", message)]
 
 
-def _gpu_verify(config: DeployConfig) -> list[Problem]:
-    if config.resources.device is Device.CPU or config.transfer.verify is Verify.COUNTS:
+def _gpu_tiers(config: DeployConfig) -> list[Problem]:
+    if config.resources.device is Device.CPU or not config.hicache.host_gib:
         return []
-    message = "got digest with resources.device = cuda; allowed: counts, since digests are made of KV in host memory"
-    return [Problem("transfer.verify", message)]
+    message = f"got {config.hicache.host_gib} with resources.device = cuda; allowed: 0, since tiers hold a CPU's pages"
+    return [Problem("hicache.host_gib", message)]
 
 
 def _storage(config: DeployConfig) -> list[Problem]:
@@ -151,7 +143,13 @@ CHECKS = (
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
         _ring_transfer,
     ),
+    Check(
+        "tiers below the device cache belong to one DP rank",
+        ("prefill.parallel.dp", "decode.parallel.dp", "hicache.host_gib"),
+        _dp_tiers,
+    ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
+    Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),
     Check(
         "a request waits in the router for less than its life",
         ("router.max_wait_s", "router.request_timeout_s"),
@@ -165,6 +163,5 @@ CHECKS = (
         ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
         _storage,
     ),
-    Check("the transfer backend reaches the pools", ("resources.device", "transfer.backend"), _gpu_transfer),
-    Check("digests are made in host memory", ("resources.device", "transfer.verify"), _gpu_verify),
+    Check("the tiers reach the pools", ("resources.device", "hicache.host_gib"), _gpu_tiers),
 )

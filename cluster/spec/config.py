@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
-from cluster.spec.strategy import Collectives, CpMode, MoeDispatch, PassingSetting, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, DpPolicy, MoeDispatch, PassingSetting, StrategySetting
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -22,6 +22,10 @@ PolicyName = Literal[
     "session",
     "follow_room",
 ]
+
+
+CPU_POOL_GIB = 1.0
+"""Memory of a worker's pool where nothing is said."""
 
 
 class _Node(BaseModel):
@@ -73,8 +77,10 @@ class KvConfig(_Node):
 
     page_size: PositiveInt = 64
     """Tokens per page; equal on both sides."""
-    memory_gib: MemoryGib = 1.0
-    """Memory of the pool of one worker, in GiB."""
+    memory_gib: MemoryGib | None = None
+    """Memory of the pool of one worker, in GiB; by default 1 on a CPU, and on a GPU what `memory_fraction` leaves."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9
+    """Part of a GPU's memory for weights, activations and pool; measured at start, where `memory_gib` is not given."""
     prefix_cache: bool = True
     """Keep the pages of finished requests for prompts that begin alike, as long as nobody else needs the memory."""
 
@@ -83,7 +89,7 @@ class ParallelConfig(_Node):
     """How one replica is cut over workers; dp*cp*tp*pp of them."""
 
     dp: PositiveInt = 1
-    """Data parallel attention groups."""
+    """Data parallel attention: ranks with requests and KV of their own, that share MLPs and experts."""
     cp: PositiveInt = 1
     """Context parallel ranks: parts of a prompt's tokens. 1 on decode."""
     tp: PositiveInt = 1
@@ -107,6 +113,8 @@ class PoolConfig(_Node):
     """Most requests in one step of one replica."""
     kv_memory_gib: MemoryGib | None = None
     """Memory of the page pool of one worker of this role, in GiB; `kv.memory_gib` by default."""
+    dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
+    """Which DP rank of a replica gets a request; the header `X-data-parallel-rank` goes before it."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
     """How tokens reach their experts; auto takes what moves fewer bytes in each step."""
 
@@ -133,7 +141,7 @@ class PrefillConfig(PoolConfig):
     chunk_tokens: PositiveInt = 8192
     """Most tokens computed in one step, over all requests."""
     oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
-    """Part of each step that the oldest request gets, whatever its length; 1 computes requests in order of coming."""
+    """Part of each step that the oldest requests get, one of each length by powers of two of steps."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Prompt tokens before one replica at which it gets no more; when all replicas have so many, clients get 429."""
 
@@ -229,6 +237,8 @@ class StorageConfig(_Node):
     """Whether `files` waits for the disk; without, a power failure may cost some objects, which are then not read."""
     master: Text = "127.0.0.1:50051"
     """Of `mooncake_store`: host and port of its master."""
+    lent_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
+    """Of `mooncake_store`: memory of each worker that it may use, in GiB, beside that of its own servers."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     """How long a request waits for its pages."""
     prefetch_base_s: PositiveSeconds = 1.0
@@ -326,6 +336,8 @@ class ResourcesConfig(_Node):
     """Ray CPUs reserved for each worker."""
     threads_per_worker: PositiveInt = 1
     """Compute threads of each worker on a CPU."""
+    gpu_memory_gib: MemoryGib = 139.0
+    """Memory of one GPU, in GiB, that `baton plan` reckons with; workers ask the GPU itself."""
     attention: AttentionSetting = AttentionSetting.AUTO
     """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
     collectives: Collectives = Collectives.AUTO
@@ -338,6 +350,8 @@ class ResourcesConfig(_Node):
     """Interval between a leader's heartbeats."""
     lease_s: PositiveSeconds = 3.0
     """Silence of a leader after which its replica is not used."""
+    silence_s: PositiveSeconds = 10.0
+    """Silence of a rank, or of the bootstrap service, after which its replica or the service is started again."""
     restart_backoff_s: PositiveSeconds = 1.0
     """First wait before a lost replica is started again; doubles up to a minute."""
 
@@ -364,6 +378,7 @@ class DeployConfig(_Node):
     resources: ResourcesConfig = ResourcesConfig()
     """What the cluster runs on."""
 
-    def kv_memory_gib(self, pool: PoolConfig) -> float:
-        """Memory of the page pool of one worker of these replicas, in GiB."""
-        return pool.kv_memory_gib or self.kv.memory_gib
+    def kv_memory_gib(self, pool: PoolConfig) -> float | None:
+        """Memory of the page pool of one worker of these replicas, in GiB; None: what its GPU has left."""
+        default = CPU_POOL_GIB if self.resources.device is Device.CPU else None
+        return pool.kv_memory_gib or self.kv.memory_gib or default

@@ -14,7 +14,7 @@ from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
-from cluster.spec.tiers import CachedTokens, MovePages, PagesMoved, Tier
+from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
 
 
@@ -76,6 +76,8 @@ class Submit(_Message, frozen=True):
     """Lower values are computed earlier; the oldest request has its share whatever its priority."""
     timed: bool = False
     """Every rank keeps a timeline of this request until it is asked for it."""
+    dp_rank: int | None = None
+    """The DP rank that is to compute it, on each side that has one of this number."""
 
 
 class Cancel(_Message, frozen=True):
@@ -169,6 +171,10 @@ class Ticket(_Message, frozen=True):
     held_pages: int
     """Leading pages of the prompt that decode already has."""
     geometry: KvGeometry
+    dp_rank: int = 0
+    """Whose pages they are."""
+    wanted_dp_rank: int | None = None
+    """As in the Submit."""
 
 
 class Revoke(_Message, frozen=True):
@@ -323,10 +329,16 @@ class StepPlan(_Message, frozen=True):
     """Copies from pages to slots, before anything of this step is written to the pages."""
     loads: list[HostCopy] = []
     """Copies from slots to pages, after those."""
+    arrived: list[int] = []
+    """Pages that prefill has written since the last plan; on a GPU they come in before anything else."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
     passing: Passing | None = None
     """How queries meet keys where KV is sharded; None where it is replicated."""
+    shard_lens: list[int] = []
+    """Tokens of every attention shard, by dp * cp_size + cp; empty where dp is 1."""
+    last_shard_lens: list[int] = []
+    """The same in the last layer."""
 
 
 class DropSend(_Message, frozen=True):
@@ -363,6 +375,7 @@ class StepResult(_Message, frozen=True):
     """A step is computed; from the rank that draws tokens, where that is not the leader itself."""
 
     step: int
+    dp_rank: int
     sampled: Mapping[Room, Sampled]
 
 
@@ -399,13 +412,6 @@ class Resume(_Message, frozen=True):
     """Ask for new requests again."""
 
 
-class FlushCache(_Message, frozen=True):
-    """Forget the cached pages that nobody holds."""
-
-    tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
-    """Where; storage is shared and outlives replicas, so that nothing is forgotten there."""
-
-
 Message = (
     Submit
     | Cancel
@@ -433,5 +439,7 @@ Message = (
     | Drain
     | Resume
     | FlushCache
+    | PinPages
+    | UseStorage
     | TableUpdate
 )

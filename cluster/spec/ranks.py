@@ -164,10 +164,14 @@ def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
 
 
 def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """Layers of one pipeline stage: consecutive, the first ``num_layers % pp_size`` stages hold one more."""
+    """Layers of one pipeline stage: consecutive, the last ``num_layers % pp_size`` stages hold one more.
+
+    In the last layer of all, a prompt takes little more than its K and V.
+    """
     base, rest = divmod(num_layers, pp_size)
-    first = pp_rank * base + min(pp_rank, rest)
-    return range(first, first + base + (pp_rank < rest))
+    num_smaller = pp_size - rest
+    first = pp_rank * base + max(0, pp_rank - num_smaller)
+    return range(first, first + base + (pp_rank >= num_smaller))
 
 
 def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:

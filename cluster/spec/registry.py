@@ -8,6 +8,7 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.tiers import TierState
 
 
 class TransferMode(StrEnum):
@@ -144,6 +145,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, those whose KV was kept in host memory."""
     steps: tuple[StepTimes, ...] = ()
     """Prefill steps, by strategy and passing."""
+    tiers: TierState | None = None
+    """The tiers below the device cache, if there are any."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +157,8 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     ready: bool
     """Every rank of this incarnation is registered and its lease runs."""
+    silent: tuple[int, ...] = ()
+    """Global ranks whose lease ran out."""
     rows: tuple[RankRow, ...]
     """By global rank."""
     load: ReplicaLoad

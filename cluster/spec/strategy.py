@@ -52,6 +52,17 @@ class Collectives(StrEnum):
     TCP = "tcp"
 
 
+class DpPolicy(StrEnum):
+    """Which DP rank of a replica gets a request that asks for none."""
+
+    LEAST_TOKENS = "least_tokens"
+    """The one with the fewest prompt tokens."""
+    LEAST_REQUESTS = "least_requests"
+    """The one with the fewest requests."""
+    FOLLOW_ROOM = "follow_room"
+    """The room's number modulo dp."""
+
+
 class MoeDispatch(StrEnum):
     """How tokens meet their experts where ranks share them."""
 

@@ -1,4 +1,4 @@
-"""What leader and ranks say to each other of pages in host memory and in storage."""
+"""Where cached pages are, and what leaders are told and tell their ranks of them."""
 
 from enum import StrEnum
 
@@ -43,6 +43,40 @@ class MoveKind(StrEnum):
     """From host memory to storage."""
 
 
+class RankWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has made of all orders of one kind since it started."""
+
+    kind: MoveKind
+    global_rank: int
+    num_orders: int = 0
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    """Without waiting for their turns."""
+    failures: dict[str, int] = {}
+    """By why."""
+
+
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers below the device of one replica."""
+
+    host_pages: int
+    """Over all CP ranks."""
+    used_host_pages: int
+    num_evicted: int
+    """Host pages that had to make room."""
+    num_lost: int
+    """Pages that were to be copied to a tier below, and were not."""
+    num_late: int
+    """Requests that went on without pages that storage had not given in time."""
+    num_waiting: int
+    """Pages that wait to be copied."""
+    is_attached: bool
+    """Storage is used."""
+    num_opened: int
+    """Times that storage was left alone, because it failed or was late."""
+    work: tuple[RankWork, ...]
+
+
 class TierPage(msgspec.Struct, frozen=True, kw_only=True):
     """One page of an order. Pages are named as the leader names them, over all ranks."""
 
@@ -79,3 +113,23 @@ class PagesMoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How long it took, without waiting for its turn."""
     failures: dict[str, int] = {}
     """Pages that could not be had or kept, by why; that storage never had them is no failure."""
+
+
+class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Forget the cached pages that nobody holds."""
+
+    tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
+    """Where; storage is shared and outlives replicas, so that nothing is forgotten there."""
+
+
+class PinPages(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Never give up the host copies of these pages, or give them up as any others."""
+
+    keys: list[bytes]
+    is_pinned: bool
+
+
+class UseStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read and write storage from now on, or leave it alone."""
+
+    is_attached: bool

@@ -1,6 +1,6 @@
 """What the supervisor hears, and what it asks for in return."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,9 +71,19 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class TableSeen:
-    """The rank table shows that other starts of replicas take no new requests."""
+    """The rank table is new, or could be read again."""
 
+    ready: frozenset[tuple[str, Incarnation]]
+    """Starts of replicas all of whose ranks show life."""
     draining: frozenset[tuple[str, Incarnation]]
+    """Those that take no new requests."""
+    silent: Mapping[str, Sequence[int]]
+    """Ranks that show none, by replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableLost:
+    """The bootstrap service does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,7 @@ Event = (
     | Drained
     | Stopped
     | TableSeen
+    | TableLost
     | Ordered
     | Placed
     | ReplicaDrained

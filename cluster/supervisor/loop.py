@@ -1,5 +1,6 @@
 """The driver's loop: moves events to `reconcile` and its actions to threads. Sleeps until something happens."""
 
+import math
 import queue
 import threading
 import time
@@ -43,9 +44,21 @@ class Members(Protocol):
 class Supervisor:
     """Keeps the members of one cluster running until somebody asks for the end."""
 
-    def __init__(self, backoff_s: float, announce: Callable[[], None], report: Callable[[str], None]) -> None:
-        """``announce`` is called once, in a thread, when the cluster is up; ``report`` takes lines for the user."""
-        self._cluster = Cluster(members={}, backoff_s=backoff_s)
+    def __init__(
+        self,
+        backoff_s: float,
+        announce: Callable[[], None],
+        report: Callable[[str], None],
+        patience_s: float = math.inf,
+    ) -> None:
+        """Nothing has started.
+
+        Args:
+            announce: called once, in a thread, when the cluster is up.
+            report: takes lines for the user.
+            patience_s: how long a member may be silent, from when the rank table shows it.
+        """
+        self._cluster = Cluster(members={}, backoff_s=backoff_s, patience_s=patience_s)
         self._announce = announce
         self._report = report
         self._is_urgent = False
@@ -86,8 +99,18 @@ class Supervisor:
 
     def saw_table(self, snapshot: TableSnapshot) -> None:
         """Take in a new rank table; from any thread."""
-        draining = frozenset((entry.replica, entry.incarnation) for entry in snapshot.replicas if entry.load.draining)
-        self.post(words.TableSeen(draining))
+        entries = snapshot.replicas
+        self.post(
+            words.TableSeen(
+                ready=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.ready),
+                draining=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.load.draining),
+                silent={entry.replica: entry.silent for entry in entries if entry.silent},
+            )
+        )
+
+    def lost_table(self) -> None:
+        """The bootstrap service does not answer; from any thread."""
+        self.post(words.TableLost())
 
     def give(self, order: Order) -> Iterator[Answer]:
         """Have an order carried out; its answers as they come, up to the last one. From any thread.

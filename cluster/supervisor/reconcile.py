@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from cluster.launch.services import BOOTSTRAP
+from cluster.spec.errors import PeerLostError
 from cluster.spec.ids import Incarnation
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Event
 from cluster.supervisor.operate import Step, advance, on_ordered, on_placed, on_replica_drained
-from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
+from cluster.supervisor.silence import on_table_lost, on_table_seen, out_of_patience
+from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, Member, MemberState, Now, Phase
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
@@ -49,7 +51,9 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
         case words.Stopped():
             return _on_stopped(cluster, event)
         case words.TableSeen():
-            return replace(cluster, draining=event.draining), []
+            return on_table_seen(cluster, event, now), []
+        case words.TableLost():
+            return on_table_lost(cluster, now), []
         case words.Ordered():
             return on_ordered(cluster, event, now)
         case words.Placed():
@@ -63,6 +67,10 @@ def _on_tick(cluster: Cluster, now: Now) -> Step:
     wake_s = cluster.next_wake_s()
     if wake_s is None or wake_s > now.s:
         return cluster, actions
+    for member, reason in out_of_patience(cluster, now):
+        error = PeerLostError(f"{reason}, for longer than resources.silence_s allows")
+        cluster, failed = _on_failed(cluster, words.Failed(member.name, member.incarnation, error), now)
+        actions += failed
     for member in cluster.members.values():
         if member.state is MemberState.WAITING and member.wake_s <= now.s:
             incarnation = next_incarnation(member.incarnation, now.unix_ms)
@@ -98,7 +106,9 @@ def _on_failed(cluster: Cluster, event: words.Failed, now: Now) -> Step:
         return replace(cluster.moved(Phase.STOPPING, type(event).__name__), failure=event.error), [words.Stop()]
     was_stable = member.state is not MemberState.STARTING and now.s - member.running_since_s >= STABLE_S
     num_failures = 1 if was_stable else member.num_failures + 1
-    ending = replace(member.moved(MemberState.ENDING, "failed"), num_failures=num_failures)
+    first_error = str(event.error) if num_failures == 1 else member.first_error
+    ending = replace(member.moved(MemberState.ENDING, "failed"), num_failures=num_failures, first_error=first_error)
+    cluster = replace(cluster, silent={name: s for name, s in cluster.silent.items() if name != event.name})
     line = f"{event.name}: failed, incarnation {event.incarnation}: {event.error}"
     return cluster.with_member(ending), [words.Report(line), words.End(event.name, event.incarnation)]
 
@@ -121,10 +131,15 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
         cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
         actions = [words.Prove(event.name, event.incarnation)]
     if cluster.phase is Phase.SERVING:
-        times = f"; failed {member.num_failures} times in a row" if member.num_failures > 1 else ""
-        line = f"starts again in {wait_s:g} s{times}" if member.is_wanted else "removed"
+        line = f"starts again in {wait_s:g} s{_crash_loop(member)}" if member.is_wanted else "removed"
         actions.append(words.Report(f"{event.name}: {line}"))
     return cluster, actions
+
+
+def _crash_loop(member: Member) -> str:
+    if member.num_failures < 2:
+        return ""
+    return f"; failed {member.num_failures} times in a row, at first: {member.first_error}"
 
 
 def _on_proven(cluster: Cluster, event: words.Proven) -> Step:

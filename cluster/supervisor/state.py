@@ -4,6 +4,7 @@ Everything that has to run is a member: the bootstrap service, the router, each 
 as a whole and started again, after a wait that doubles. Before the cluster has been up once, a failure ends it all.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -97,12 +98,23 @@ class Member:
     """Whether the latest start has been running: others may have given it work."""
     num_failures: int = 0
     """In a row, without a stable run between them."""
+    first_error: str = ""
+    """Of these failures."""
     is_wanted: bool = True
     """Once it has ended it starts again."""
 
     def moved(self, target: MemberState, event: str) -> "Member":
         """The same member in another state."""
         return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Of one start of a member."""
+
+    incarnation: Incarnation
+    since_s: float
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +148,10 @@ class Cluster:
     """Highest incarnation of each member that is proven gone together with all before it."""
     failure: BaseException | None = None
     """What ended the first start."""
+    patience_s: float = math.inf
+    """Longest time for which a member that runs may be silent."""
+    silent: Mapping[str, Silence] = field(default_factory=dict)
+    """Members that run and show no life."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
     """Starts of replicas that take no new requests, as the rank table shows them."""
     order: OpenOrder | None = None
@@ -158,5 +174,14 @@ class Cluster:
         """When a Tick is due; None if only other events matter."""
         if self.phase not in (Phase.STARTING, Phase.SERVING):
             return None
-        waiting = (member.wake_s for member in self.members.values() if member.state is MemberState.WAITING)
-        return min(waiting, default=None)
+        waiting = [member.wake_s for member in self.members.values() if member.state is MemberState.WAITING]
+        patience_ends = [silence.since_s + self.patience_s for _, silence in self.silences()]
+        return min([*waiting, *patience_ends], default=None)
+
+    def silences(self) -> list[tuple[Member, Silence]]:
+        """The members whose silence may end them, with it."""
+        if self.phase is not Phase.SERVING:
+            return []
+        states = (MemberState.RUNNING, MemberState.DRAINING)
+        found = [(self.addressed(name, silence.incarnation, *states), silence) for name, silence in self.silent.items()]
+        return [(member, silence) for member, silence in found if member is not None]

@@ -7,17 +7,24 @@ from cluster.launch.tools import Table
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.registry import TableSnapshot
 
-_WATCH_S = 30.0
+_WATCH_S = 5.0
+"""Not longer: a service that stands still is only seen when its answer is late."""
+_NONE = -1
 _RECONNECT_S = 1.0
 
 
-def follow_table(table: Table, on_table: Callable[[TableSnapshot], None]) -> None:
-    """Show every new table, and return after the first that asks for a stop; waits through the service's absence."""
-    version = 0
+def follow_table(table: Table, on_table: Callable[[TableSnapshot], None], on_lost: Callable[[], None]) -> None:
+    """Show every new table, and return after the first that asks for a stop; waits through the service's absence.
+
+    ``on_lost`` is called each time that the service does not answer; when it does again, there is a new table.
+    """
+    version = _NONE
     while True:
         try:
             snapshot = table.watch(version, _WATCH_S)
         except PeerUnreachableError:
+            on_lost()
+            version = _NONE
             time.sleep(_RECONNECT_S)
             continue
         if snapshot is None:

@@ -1,5 +1,6 @@
 """``/admin``: what an operator may do to a running cluster, behind a key of its own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,12 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Drain, FlushCache, Peer, Resume
+from cluster.spec.messages import Drain, Message, Peer, Resume
+from cluster.spec.page_key import page_keys
+from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from router.api.body import read
 from router.api.document import document
 from router.api.errors import bad_request
+from router.api.intake import encode
 from router.api.keys import admin_key_needed
-from router.api.target_request import TargetRequest
+from router.api.target_request import PinRequest, TargetRequest
 from router.service import Service
 
 
@@ -45,11 +49,30 @@ def routes(service: Service) -> APIRouter:
     @router.post("/flush_cache", **body_of_target)
     async def flush_cache(request: Request) -> dict[str, object]:
         """Forget the cached pages that no request holds: of one replica, or of all."""
-        body = await read(request, TargetRequest)
-        peers = service.directory.peers(*Role) if body.replica is None else [_peer(service, body.replica)]
-        for peer in peers:
-            service.relay.tell(peer, FlushCache())
-        return {"flushing": [peer.replica for peer in peers]}
+        peers = _peers(service, await read(request, TargetRequest))
+        return {"flushing": _tell(service, peers, FlushCache())}
+
+    @router.post("/pin", openapi_extra=document(PinRequest))
+    async def pin(request: Request) -> dict[str, object]:
+        """Keep the host copies of a prompt's pages, as far as there are any, until they are unpinned."""
+        return await _pin(service, await read(request, PinRequest), is_pinned=True)
+
+    @router.post("/unpin", openapi_extra=document(PinRequest))
+    async def unpin(request: Request) -> dict[str, object]:
+        """The opposite of pin."""
+        return await _pin(service, await read(request, PinRequest), is_pinned=False)
+
+    @router.post("/attach_storage", **body_of_target)
+    async def attach_storage(request: Request) -> dict[str, object]:
+        """Read and write storage again: one replica, or all."""
+        peers = _peers(service, await read(request, TargetRequest))
+        return {"attaching": _tell(service, peers, UseStorage(is_attached=True))}
+
+    @router.post("/detach_storage", **body_of_target)
+    async def detach_storage(request: Request) -> dict[str, object]:
+        """Leave storage alone, for maintenance; what is under way goes on."""
+        peers = _peers(service, await read(request, TargetRequest))
+        return {"detaching": _tell(service, peers, UseStorage(is_attached=False))}
 
     @router.get("/load")
     async def load() -> Response:
@@ -57,6 +80,24 @@ def routes(service: Service) -> APIRouter:
         return Response(msgspec.json.encode(_load(service)), media_type="application/json")
 
     return router
+
+
+async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
+    prompt_ids = await encode(service, body.prompt, True) if isinstance(body.prompt, str) else body.prompt
+    keys = page_keys(prompt_ids, service.config.kv.page_size, body.cache_salt or "")
+    replicas = _tell(service, _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned))
+    return {"pages": len(keys), "replicas": replicas}
+
+
+def _tell(service: Service, peers: Sequence[Peer], message: Message) -> list[str]:
+    for peer in peers:
+        service.relay.tell(peer, message)
+    return [peer.replica for peer in peers]
+
+
+def _peers(service: Service, body: TargetRequest) -> Sequence[Peer]:
+    """The replica that is meant, or all."""
+    return service.directory.peers(*Role) if body.replica is None else [_peer(service, body.replica)]
 
 
 def _peer(service: Service, name: str) -> Peer:

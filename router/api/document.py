@@ -17,7 +17,7 @@ from router.api.requests import (
 from router.api.response_objects import ResponseObject
 from router.api.response_request import ResponseRequest
 from router.api.responses import ChatChunk, ChatCompletion, Completion
-from router.api.target_request import TargetRequest
+from router.api.target_request import PinRequest, TargetRequest
 from router.api.token_shape import Generation
 
 _BODIES = (
@@ -27,6 +27,7 @@ _BODIES = (
     TokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    PinRequest,
     TargetRequest,
 )
 _ANSWERS = (Completion, ChatCompletion, ChatChunk, ResponseObject, Generation, ErrorBody)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from router.api.body import read
 from router.api.chat import chat_ask, markers
 from router.api.document import document
+from router.api.dp_rank import dp_rank_of
 from router.api.generate import Job, respond_stream, respond_whole
 from router.api.intake import completion_asks
 from router.api.keys import caller_of, priority_of
@@ -62,7 +63,8 @@ def job_of(
 ) -> Job:
     """Every choice of every prompt as an ask of its own."""
     session, priority = session_of(request, body.others), priority_of(request, body.priority)
-    ours = [replace(ask, session=session, priority=priority) for ask in asks]
+    dp_rank = dp_rank_of(request, service.config)
+    ours = [replace(ask, session=session, priority=priority, dp_rank=dp_rank) for ask in asks]
     return Job(
         caller=caller_of(request),
         asks=[choice for ask in ours for choice in choices_of(ask, body.num_choices)],

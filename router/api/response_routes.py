@@ -12,6 +12,7 @@ from router.api.body import read
 from router.api.chat import chat_ask, markers
 from router.api.connection import EventStream, unless_client_leaves
 from router.api.document import document
+from router.api.dp_rank import dp_rank_of
 from router.api.errors import ApiError
 from router.api.generate import Work, opened, pieces_of, texts_of, usage_of
 from router.api.keys import caller_of, priority_of
@@ -57,7 +58,8 @@ async def _work(service: Service, request: Request, body: ResponseRequest, arriv
     except ApiError as error:
         raise in_own_words(error) from None
     session = session_of(request, {"user": body.user} | body.others)
-    ask = replace(ask, session=session, priority=priority_of(request, chat.priority))
+    dp_rank = dp_rank_of(request, service.config)
+    ask = replace(ask, session=session, priority=priority_of(request, chat.priority), dp_rank=dp_rank)
     work = Work(caller=caller_of(request), asks=[ask], num_choices=1, rules=rules, arrived_s=arrived_s)
     return work, new_reader
 

@@ -7,3 +7,10 @@ class TargetRequest(Body):
     """``POST /admin/...``: one replica, or without a name what the route says."""
 
     replica: str | None = None
+
+
+class PinRequest(TargetRequest):
+    """``POST /admin/pin``: a prompt as text or token ids; of one replica, or without a name of all."""
+
+    prompt: str | list[int]
+    cache_salt: str | None = None

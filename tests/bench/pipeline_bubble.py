@@ -25,7 +25,7 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
 from workers.scheduler.step_time import even_chunk
 
-STAGES, CHUNKS, CHUNK_TOKENS, PAGE_SIZE = 2, 8, 512, 64
+STAGES, CHUNKS, CHUNK_TOKENS, PAGE_SIZE = 2, 8, 384, 64
 CPU = torch.device("cpu")
 MODEL = ModelConfig.from_mapping(
     {
@@ -33,7 +33,7 @@ MODEL = ModelConfig.from_mapping(
         "vocab_size": 4096,
         "hidden_size": 512,
         "intermediate_size": 1536,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 17,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 65536,
@@ -51,7 +51,8 @@ class Stage:
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         config = self.model.config
-        self.pages = list(range(CHUNKS * CHUNK_TOKENS // PAGE_SIZE + 1))
+        # The first chunk may be larger than asked for: a step takes a while however little it computes.
+        self.pages = list(range(2 * CHUNKS * CHUNK_TOKENS // PAGE_SIZE))
         self.pool = PagePool(
             len(self.pages), config.num_kv_heads, config.num_layers, PAGE_SIZE, config.head_dim, torch.float32
         )

@@ -1,7 +1,8 @@
-"""One very long prompt beside a stream of short ones, on a virtual clock: the real scheduler, steps as long as the cost
-model says. Prints a table: first come first served, steps shared by tokens, and steps shared by time.
+"""A very long prompt and a medium one that come together, beside a stream of short ones, on a virtual clock: the real
+scheduler, steps as long as the cost model says. Prints a table: steps for the oldest of each length alone, shared
+by tokens, and shared by time.
 
-    python -m tests.bench.prefill_turns [--long 1000000] [--short 512] [--every-s 0.05] [--cp 8]
+    python -m tests.bench.prefill_turns [--long 1000000] [--medium 32768] [--short 512] [--every-s 0.05] [--cp 8]
 """
 
 import argparse
@@ -76,37 +77,39 @@ class Prefill:
 
 
 def simulate(args: argparse.Namespace, oldest_share: float, chunk: Chunk | None) -> tuple[float, ...]:
-    """Time to the long prompt's end, and quantiles of that of the short ones that came before it."""
+    """Times to the end of the long and the medium prompt, and quantiles of that of the short ones that came before."""
     limits = StepLimits(PAGE_SIZE, CHUNK_TOKENS, 64, oldest_share)
     allocator = PageAllocator(2 * args.long // PAGE_SIZE)
     chooser = StrategyChooser(setting=StrategySetting.ZIGZAG, cp=args.cp, shape=SHAPE, rates=RATES)
     prefill = Prefill(StepScheduler(allocator, limits, chooser, chunk))
-    long = prefill.add(args.long, 0.0)
+    long, medium = prefill.add(args.long, 0.0), prefill.add(args.medium, 0.0)
     shorts: list[Room] = []
     while long not in prefill.took_s or len(prefill.took_s) < len(prefill.arrived_s):
         while long not in prefill.took_s and (arrives_s := args.every_s * (1 + len(shorts))) <= prefill.now_s:
             shorts.append(prefill.add(args.short, arrives_s))
         prefill.step()
     times_s = sorted(prefill.took_s[short] for short in shorts)
-    return prefill.took_s[long], times_s[len(times_s) // 2], times_s[len(times_s) * 99 // 100], times_s[-1]
+    took_s = prefill.took_s
+    return took_s[long], took_s[medium], times_s[len(times_s) // 2], times_s[len(times_s) * 99 // 100], times_s[-1]
 
 
 def main() -> None:
     """Simulate all three and print them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--long", type=int, default=1_000_000, help="tokens of the long prompt")
+    parser.add_argument("--medium", type=int, default=32_768, help="tokens of the medium prompt")
     parser.add_argument("--short", type=int, default=512, help="tokens of each short prompt")
     parser.add_argument("--every-s", type=float, default=0.05, help="seconds between two short prompts")
     parser.add_argument("--cp", type=int, default=8, help="context parallel ranks")
     args = parser.parse_args()
-    print("| steps | long prompt | short p50 | short p99 | short max |\n|---|---|---|---|---|")
+    print("| steps | long prompt | medium prompt | short p50 | short p99 | short max |\n|---|---|---|---|---|---|")
     for name, share, chunk in (
-        ("first come first served (`oldest_share: 1`)", 1.0, None),
+        ("the oldest of each length (`oldest_share: 1`)", 1.0, None),
         ("shared by tokens", 0.25, None),
         ("shared by time (the default, `oldest_share: 0.25`)", 0.25, even_chunk(SHAPE, RATES, args.cp, CHUNK_TOKENS)),
     ):
-        long_s, *short_s = simulate(args, share, chunk)
-        print(f"| {name} | {long_s:.1f} s | " + " | ".join(f"{value:.2f} s" for value in short_s) + " |", flush=True)
+        long_s, *others_s = simulate(args, share, chunk)
+        print(f"| {name} | {long_s:.1f} s | " + " | ".join(f"{value:.2f} s" for value in others_s) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -74,13 +74,14 @@ def running_cluster(deploy: str, name: str, *settings: str, arguments: Sequence[
         command += ["--set", change]
     with Terminal(command) as terminal:
         cluster = RunningCluster(f"http://127.0.0.1:{port}", terminal)
-        terminal.wait_until(lambda: _is_ready(cluster.url), START_S)
+        terminal.wait_until(lambda: is_ready(cluster.url), START_S)
         yield cluster
         terminal.press(CTRL_C)
         assert terminal.wait(STOP_S) == 0, terminal.output
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
+    """Whether a router answers there that it takes requests."""
     try:
         return httpx.get(f"{url}/ready", timeout=5).status_code == 200
     except httpx.HTTPError:

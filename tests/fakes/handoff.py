@@ -131,7 +131,9 @@ class World:
         steps = {
             role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE), keeper=keepers[role]) for role in Role
         }
+        first = self.prefill_rows[0]
         prefill = PrefillSettings(
+            me=Peer(replica=first.replica, incarnation=first.incarnation, address=first.address),
             row=self.prefill_rows[0],
             rank_addresses=tuple(rank_row.address for rank_row in self.prefill_rows),
             ticket_timeout_s=30.0,
@@ -333,7 +335,7 @@ class World:
             if self.random.random() < self.flips:
                 self.flipped.add(room)
                 tokens = [tokens[0] ^ 1, *tokens[1:]]
-            self.ranks[Role.DECODE].write(target, tokens)
+            self.ranks[Role.DECODE].receive(target, tokens)
         if pairs:
             told = [self._told(sent)] if self.verify is Verify.DIGEST else []
             session.written(len(pairs), len(pairs) * self.decode_row.layout.page_bytes, told)
@@ -346,7 +348,7 @@ class World:
         return PageDigests(rank=0, spans=[(0, self.decode_row.layout.page_bytes)], pages=list(sent), digests=digests)
 
     def _check(self, address: str, message: CheckPages) -> None:
-        holds = self.ranks[Role.DECODE].read
+        holds = self.ranks[Role.DECODE].received.__getitem__
         pages = [pair for part in message.told for pair in zip(part.pages, part.digests, strict=True)]
         wrong = [page for page, digest in pages if str(holds(page)).encode() != digest]
         self.queues["checker", address].append(PagesChecked(room=message.room, rank=0, wrong=wrong))

@@ -10,7 +10,13 @@ import torch
 from workers.attention.triton.backend import TritonAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
+from workers.kernels.copy_pages import gather_pages, scatter_pages
+from workers.kernels.grouped_matmul import grouped_matmul
 from workers.kernels.merge import merge_partials
+from workers.kernels.rms_norm import add_rms_norm, rms_norm
+from workers.kernels.rotate import rotate
+from workers.kernels.store_kv import store_kv
+from workers.kernels.swiglu import swiglu
 
 
 def _attention(dtype: torch.dtype, head_dim: int, groups: int, page_size: int) -> Callable[[], object]:
@@ -31,6 +37,39 @@ def _rows() -> object:
     return TritonAttention().prepare_rows(run, run).attend(kv.repeat(1, 4, 1), kv, kv)
 
 
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def _store() -> object:
+    pool = PagePool(4, 8, 2, 64, 128, torch.bfloat16)
+    return store_kv(pool.data[:, :, 0], torch.arange(100), _bf16(100, 2, 8, 128))
+
+
+def _copy() -> object:
+    pool = PagePool(4, 8, 2, 64, 128, torch.bfloat16)
+    staged = _bf16(3, *pool.data.shape[1:])
+    gather_pages(pool.data, torch.arange(3), staged)
+    return scatter_pages(staged, torch.arange(3), pool.data)
+
+
+def _norms() -> object:
+    hidden, weight = _bf16(100, 4096), _bf16(4096)
+    rms_norm(hidden, weight, 1e-6)
+    return add_rms_norm(hidden, hidden, weight, 1e-6)
+
+
+def _rotate() -> object:
+    query, turn = _bf16(100, 32, 128), _bf16(100, 1, 128)
+    rotate(query, turn, turn)
+    return rotate(query, turn, turn, _bf16(128), 1e-6)
+
+
+def _experts() -> object:
+    grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), [10, 0, 3, 7, 0, 0, 0, 0])
+    return grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), [1000, 1000])
+
+
 def _merge() -> object:
     out, lse = torch.zeros(100, 8, 128, dtype=torch.bfloat16), torch.zeros(100, 8)
     return merge_partials([out] * 3, [lse] * 3)
@@ -43,6 +82,12 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention in fp32": _attention(torch.float32, 64, 1, 64),
     "attention of rows": _rows,
     "merge": _merge,
+    "store": _store,
+    "copy": _copy,
+    "norms": _norms,
+    "rotate": _rotate,
+    "gate": lambda: swiglu(_bf16(100, 2 * 12288)),
+    "experts": _experts,
 }
 
 if __name__ == "__main__":

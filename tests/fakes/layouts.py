@@ -13,7 +13,7 @@ def legal_layouts(most_ranks: int, *, is_decode: bool = False) -> list[ParallelC
     """Every legal one with at most two ranks on each attention axis."""
     twos = (1, 2)
     found = []
-    for dp, cp, tp, pp, ep, moe_dp in product((1,), (1,) if is_decode else twos, twos, twos, (1, 2, 4), twos):
+    for dp, cp, tp, pp, ep, moe_dp in product(twos, (1,) if is_decode else twos, twos, twos, (1, 2, 4), twos):
         parallel = ParallelConfig(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, moe_dp=moe_dp)
         if world_size(sizes_of(parallel)) <= most_ranks and not axis_problems(parallel, ""):
             found.append(parallel)

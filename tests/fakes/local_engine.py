@@ -14,7 +14,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
-from workers.local import LocalCluster, Prompt
+from workers.local import WORKER, Answer, LocalCluster, Prompt
 
 
 class KvWay(NamedTuple):
@@ -39,6 +39,10 @@ KV_WAYS = [
 """Every one that `baton plan` allows."""
 
 
+NUM_LOGPROBS = 20
+"""Of each token, of those that are compared."""
+
+
 class Oracle:
     """transformers' own greedy tokens, and what they were drawn from."""
 
@@ -54,6 +58,14 @@ class Oracle:
     def logprobs(self, prompt: Sequence[int]) -> Tensor:
         """Of every token of the vocabulary at every position of the answer, ``[num_tokens, vocabulary]``."""
         return self._cached(tuple(prompt))[1]
+
+    def check(self, prompt: Sequence[int], answer: Answer, note: str = "") -> None:
+        """The answer's tokens are transformers', and its log-probabilities within 1e-4."""
+        assert answer.token_ids == self.tokens(prompt), note
+        top_ids = torch.tensor([told.top_ids for told in answer.logprobs])
+        top_logprobs = torch.tensor([told.top_logprobs for told in answer.logprobs])
+        assert top_ids.shape == (self._num_tokens, NUM_LOGPROBS), note
+        torch.testing.assert_close(top_logprobs, self.logprobs(prompt).gather(1, top_ids), atol=1e-4, rtol=0)
 
     def _generate(self, prompt: tuple[int, ...]) -> tuple[list[int], Tensor]:
         with torch.inference_mode():
@@ -72,8 +84,8 @@ class Oracle:
 class LocalEngine:
     """A local cluster that keeps its processes, and what they loaded while model and layout stay the same."""
 
-    def __init__(self) -> None:
-        self._cluster = LocalCluster()
+    def __init__(self, worker: str = WORKER) -> None:
+        self._cluster = LocalCluster(worker)
         self._loaded: tuple[object, ...] | None = None
 
     @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from cluster.bootstrap.client import LeaseKeeper
+from cluster.bootstrap.rank_keeper import RankKeeper
 from cluster.channel import Inbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
@@ -47,6 +48,10 @@ class QuietWorker:
                 meeting.bootstrap_url, meeting.token, rows, ReplicaLoad, lambda _: None, config.heartbeat_s
             )
             keeper.start()
+        else:
+            meeting, row = self._rendezvous, rows[self._spec.global_rank]
+            url, token, beat_s = meeting.bootstrap_url, meeting.token, self._spec.config.resources.heartbeat_s
+            RankKeeper(url, token, row, beat_s, lambda _: None).start()
         _wait(self._inbox, Shutdown)
         if keeper is not None:
             keeper.stop(unregister=True)

@@ -14,7 +14,7 @@ from cluster.spec.registry import KvOwnership, RankCoords, RankRow
 from cluster.spec.tiers import TierPage
 from tests.fakes.paged_ranks import row
 from workers.hicache.storage.interface import StorageBackend
-from workers.hicache.storage.objects import Cut, Naming
+from workers.hicache.storage.objects import Naming
 from workers.hicache.storage.page_store import PageStore
 from workers.hicache.storage.throttle import Throttle
 
@@ -62,9 +62,9 @@ def part_of(page: TierPage, row: RankRow) -> np.ndarray:
 class RankStore:
     """One rank's store and host memory."""
 
-    def __init__(self, backend: StorageBackend, row: RankRow, others: Sequence[Cut] = (), weights: str = "w") -> None:
+    def __init__(self, backend: StorageBackend, row: RankRow, weights: str = "w") -> None:
         self.row = row
-        self.store = PageStore(backend, Naming(GEOMETRY, weights), row, others, Throttle(None), Throttle(None))
+        self.store = PageStore(backend, Naming(GEOMETRY, weights), row, Throttle(None), Throttle(None))
         self.memory: dict[int, bytearray] = {}
         self.failures: Counter[str] = Counter()
 

@@ -79,6 +79,8 @@ class Ranks:
         """Prompt and output as sampling sees them."""
         self.slots: dict[int, list[int]] = {}
         """Host memory: the tokens of kept pages."""
+        self.received: dict[int, list[int]] = {}
+        """What peers have written; as on a GPU, it is in no page before a plan tells that it has arrived."""
         self._rows = rows
         self._memory: list[list[list[int]]] = [[[]] * rows[0].layout.num_pages for _ in range(self.num_owners)]
         self._allocator = allocator
@@ -87,6 +89,11 @@ class Ranks:
         """Change a page; a cached one is only read."""
         assert not self._allocator.is_cached(page), f"page {page} is cached and written to"
         self._memory[page % self.num_owners][page // self.num_owners] = tokens
+
+    def receive(self, page: int, tokens: list[int]) -> None:
+        """A peer's write; nobody may hold the page yet."""
+        assert not self._allocator.is_cached(page), f"page {page} is cached and written to"
+        self.received[page] = tokens
 
     def read(self, page: int) -> list[int]:
         """The tokens in a page, whoever has it."""
@@ -105,6 +112,8 @@ class Ranks:
         for admit in plan.admits:
             self.pages[admit.room] = []
             self.histories[admit.room] = list(admit.history)
+        for page in plan.arrived:
+            self._memory[page % self.num_owners][page // self.num_owners] = self.received[page]
         for save in plan.saves:
             self.slots.update((slot, self.read(page)) for page, slot in zip(save.pages, save.slots, strict=True))
         for load in plan.loads:

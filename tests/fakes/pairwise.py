@@ -1,4 +1,4 @@
-"""All pairs: a small selection of a large matrix in which every two values of any two factors meet."""
+"""Selections of a large matrix: one in which every two values of any two factors meet, and one of all that matters."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
@@ -27,6 +27,17 @@ def all_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
                 )
         missing -= _pairs(names, choice)
         cases.append({name: factors[name][choice[name]] for name in names})
+    return cases
+
+
+def all_in_turn(crossed: Mapping[str, Sequence[Any]], turning: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Every combination of some factors, while the values of others take turns."""
+    cases = [dict(zip(crossed, values, strict=True)) for values in product(*crossed.values())]
+    period = 1
+    for name, values in turning.items():
+        for number, case in enumerate(cases):
+            case[name] = values[number // period % len(values)]
+        period *= len(values)
     return cases
 
 

@@ -11,6 +11,7 @@ from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
 NAMES = ("bootstrap", "router", "prefill-0", "decode-0")
 UNIX_MS = 1_000_000
+PATIENCE_S = 7.0
 ERROR = BatonError("rank 1: no memory")
 
 
@@ -18,7 +19,9 @@ class Run:
     """A cluster and the clock it lives by."""
 
     def __init__(self, names: Iterable[str] = NAMES) -> None:
-        self.cluster = Cluster(members={name: Member(name=name) for name in names}, backoff_s=1.0)
+        self.cluster = Cluster(
+            members={name: Member(name=name) for name in names}, backoff_s=1.0, patience_s=PATIENCE_S
+        )
         self.now_s = 0.0
         self._num_orders = 0
 

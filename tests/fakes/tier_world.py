@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cluster.spec.config import HicacheConfig
+from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import KvOwnership, RankRow
@@ -14,6 +15,7 @@ from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierPage
 from tests.fakes.paged_ranks import row
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
+from workers.hicache.loader import Loaded
 from workers.hicache.tiers import Tiers
 
 PAGE_SIZE = 2
@@ -37,6 +39,7 @@ class FakeRank:
     ownership: KvOwnership
     device: dict[int, bytes] = field(default_factory=dict)
     host: dict[int, bytes] = field(default_factory=dict)
+    stored: dict[bytes, bytes] = field(default_factory=dict)
     inbox: deque[Step | MovePages] = field(default_factory=deque)
     copies: deque[MovePages] = field(default_factory=deque)
 
@@ -66,15 +69,44 @@ class TierWorld:
         seed: int,
     ) -> None:
         self.random = random.Random(seed)
-        num_owners = ownership.num_owners(cp)
-        self.num_owners = num_owners
-        self.tree = PrefixTree(num_owners)
-        self.allocator = PageAllocator(pages_per_owner, self.tree, num_owners)
+        self.num_owners = ownership.num_owners(cp)
         self.ranks = [FakeRank(rank, cp, ownership) for rank in range(cp)]
-        self.tiers = Tiers(config, self.tree, host_pages, rows_of(cp, ownership))
+        self._sizes = pages_per_owner, host_pages
+        self._config = config
+        self._num_rooms = 0
+        self.now_s = 0.0
+        self.num_loaded = self.num_fetched = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """The replica begins anew; nothing is left of it but what is stored."""
+        pages_per_owner, host_pages = self._sizes
+        self.ranks = [FakeRank(rank.cp_rank, rank.cp, rank.ownership, stored=rank.stored) for rank in self.ranks]
+        rows = rows_of(len(self.ranks), self.ranks[0].ownership)
+        self.tree = PrefixTree(self.num_owners)
+        self.allocator = PageAllocator(pages_per_owner, self.tree, self.num_owners)
+        self.tiers = Tiers(self._config, self.tree, host_pages, rows)
+        self.waiting: list[tuple[Room, list[int]]] = []
         self.requests: list[tuple[list[int], list[bytes]]] = []
         self.loading: list[tuple[list[int], list[bytes]]] = []
-        self.num_loaded = 0
+
+    def submit(self, tokens: list[int]) -> None:
+        """A request comes, and waits for what storage has of it as long as the policy says."""
+        self._num_rooms += 1
+        keys = page_keys(tokens, PAGE_SIZE)
+        if keys:
+            self.waiting.append((Room(self._num_rooms), tokens))
+            self.tiers.expect(Room(self._num_rooms), keys, self.now_s)
+            self.advance()
+
+    def start_waiting(self) -> None:
+        """Those that wait no longer have their turn; who gets no pages goes without an answer."""
+        ready = [(room, tokens) for room, tokens in self.waiting if not self.tiers.is_waiting(room, self.now_s)]
+        for room, tokens in ready:
+            self.waiting.remove((room, tokens))
+            self.start(tokens)
+            self.tiers.forget(room, self.now_s)
+            self.advance()
 
     def start(self, tokens: list[int]) -> None:
         """A request gets its pages, and is computed as soon as what other tiers have of it is there."""
@@ -86,7 +118,7 @@ class TierWorld:
         pages = self.allocator.allocate(len(keys), cached, base)
         self.tiers.note_hits(keys[: len(cached)])
         request, num_cached = (pages, keys), len(cached)
-        if self.tiers.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded.num_pages)):
+        if self.tiers.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded)):
             self.loading.append(request)
         else:
             self._compute(request, num_cached)
@@ -100,6 +132,7 @@ class TierWorld:
 
     def step(self, number: int, *, fails: bool) -> None:
         """One rank takes its next message, or makes its next copy."""
+        self.now_s += 0.05
         rank = self.ranks[number % len(self.ranks)]
         if rank.inbox and (not rank.copies or self.random.random() < 0.5):
             message = rank.inbox.popleft()
@@ -110,17 +143,19 @@ class TierWorld:
         elif rank.copies:
             order = rank.copies.popleft()
             is_done = [self._move(rank, order.kind, page, fails=fails) for page in order.pages]
-            answer = PagesMoved(number=order.number, global_rank=rank.cp_rank, done=is_done)
-            assert self.tiers.on_answer(answer, 0.0)
+            failures = {"error": 1} if fails else {}
+            answer = PagesMoved(number=order.number, global_rank=rank.cp_rank, done=is_done, failures=failures)
+            assert self.tiers.on_answer(answer, self.now_s)
             self.advance()
 
     def drain(self) -> None:
-        while any(rank.inbox or rank.copies for rank in self.ranks):
+        while self.waiting or any(rank.inbox or rank.copies for rank in self.ranks):
             for number in range(len(self.ranks)):
                 self.step(number, fails=False)
+            self.start_waiting()
 
     def advance(self) -> None:
-        for address, message in self.tiers.advance(0.0):
+        for address, message in self.tiers.advance(self.now_s):
             assert isinstance(message, MovePages)
             self.ranks[int(address)].inbox.append(message)
         self.check()
@@ -134,6 +169,8 @@ class TierWorld:
             assert page is not None
             owner = self.ranks[page % len(self.ranks)]
             assert owner.host.get(page) == key, "a host page is found that holds other tokens"
+        for rank in self.ranks:
+            assert all(key == stored for key, stored in rank.stored.items()), "stored under the key of other tokens"
 
     def check_device(self) -> None:
         """Once everything has been done: every cached page is right on every rank that has it."""
@@ -142,10 +179,11 @@ class TierWorld:
             assert page is not None
             assert all(rank.device.get(page) == key for rank in self.ranks if rank.has(page))
 
-    def _loaded(self, request: tuple[list[int], list[bytes]], num_cached: int, count: int) -> None:
+    def _loaded(self, request: tuple[list[int], list[bytes]], num_cached: int, loaded: Loaded) -> None:
         self.loading.remove(request)
-        self.num_loaded += count
-        self._compute(request, num_cached + count)
+        self.num_loaded += loaded.num_pages
+        self.num_fetched += loaded.num_fetched
+        self._compute(request, num_cached + loaded.num_pages)
 
     def _compute(self, request: tuple[list[int], list[bytes]], first: int) -> None:
         """The leader's own rank has computed a step before the leader goes on."""
@@ -162,19 +200,28 @@ class TierWorld:
         self.allocator.share(pages, keys)
 
     def _move(self, rank: FakeRank, kind: MoveKind, page: TierPage, *, fails: bool) -> bool:
-        """One rank's part of one page; where it fails, the target holds nonsense."""
-        assert page.host is not None
-        assert page.device is not None
-        assert page.host % rank.cp == page.place % rank.cp, "a host page with a foreign owner"
+        """One rank's part of one page; where it fails, the target holds nonsense, but storage holds nothing."""
         is_owner = page.place % rank.cp == rank.cp_rank
-        if kind is MoveKind.SAVE and is_owner:
-            rank.host[page.host] = b"torn" if fails else rank.device.get(page.device, b"")
-        elif kind is MoveKind.LOAD and rank.has(page.device):
-            rank.device[page.device] = b"torn" if fails else self.ranks[page.host % rank.cp].host[page.host]
+        if kind is MoveKind.LOOK_UP:
+            return not fails and (page.key in rank.stored or not is_owner)
+        assert page.host is not None
+        assert page.host % rank.cp == page.place % rank.cp, "a host page with a foreign owner"
+        match kind:
+            case MoveKind.SAVE if is_owner:
+                assert page.device is not None
+                rank.host[page.host] = b"torn" if fails else rank.device.get(page.device, b"")
+            case MoveKind.LOAD if page.device is not None and rank.has(page.device):
+                rank.device[page.device] = b"torn" if fails else self.ranks[page.host % rank.cp].host[page.host]
+            case MoveKind.FETCH if is_owner:
+                rank.host[page.host] = b"torn" if fails else rank.stored.get(page.key, b"torn")
+                return not fails and page.key in rank.stored
+            case MoveKind.STORE if is_owner and not fails:
+                rank.stored[page.key] = rank.host[page.host]
         return not fails
 
 
 def rows_of(cp: int, ownership: KvOwnership) -> list[RankRow]:
     """As much of the rows of a replica as its leader looks at; the address of a rank is its number."""
     rows = [row(Role.PREFILL, rank, cp, num_pages=1, ownership=ownership) for rank in range(cp)]
-    return [msgspec.structs.replace(row, address=str(row.global_rank)) for row in rows]
+    layout = msgspec.structs.replace(rows[0].layout, page_size=PAGE_SIZE)
+    return [msgspec.structs.replace(row, address=str(row.global_rank), layout=layout) for row in rows]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 ODD_VALUES: tuple[Any, ...] = (
-    None, True, 0, -1, 1, 2**31, 2**63 - 1, 2**64 - 1, 0.5, -0.0, 1e308, "", "x", "é\u2028\U0001f600", "-1", [], {},
-    [[]], {"": None}, "a" * 5000, [0] * 500, "nan", "../../etc/passwd",
+    None, True, 0, -1, 1, 2**31, 2**63 - 1, 2**64 - 1, 2**70, 0.5, -0.0, 1e308, "", "x", "é\u2028\U0001f600", "-1", [],
+    {}, [[]], {"": None}, "a" * 5000, [0] * 500, "nan", "../../etc/passwd",
 )  # fmt: skip
 ODD_BYTES = (
     b"",

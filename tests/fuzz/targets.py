@@ -29,7 +29,7 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.messages import Admit, CheckPages, Done, Message, Output, PageDigests, Peer, Row, StepPlan, Submit
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Strategy
 from cluster.supervisor.orders import RestartOrder, ScaleOrder
@@ -116,7 +116,7 @@ def _feed_row(data: bytes) -> None:
         row = decode_body(data, RankRow)
         table.register(row)
         table.register(row)
-    assert isinstance(table.snapshot(0.0), TableSnapshot)
+    msgspec.msgpack.encode(table.snapshot(0.0))
 
 
 def _feed_heartbeat(data: bytes) -> None:
@@ -124,6 +124,7 @@ def _feed_heartbeat(data: bytes) -> None:
     table.register(make_row("prefill-0", 0, sizes()))
     with contextlib.suppress(HTTPException, TableRefusedError):
         table.heartbeat(decode_body(data, Heartbeat), 0.0)
+    msgspec.msgpack.encode(table.snapshot(0.0))
 
 
 def _heartbeats() -> list[bytes]:

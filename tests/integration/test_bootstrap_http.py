@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from cluster.bootstrap.client import BootstrapClient, LeaseKeeper, watch_table
+from cluster.bootstrap.rank_keeper import RankKeeper
 from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_app
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.spec.clock import SystemClock
@@ -208,8 +209,10 @@ def test_waiting_watchers_sleep(url: str) -> None:
 def test_stop_request_reaches_watchers(url: str, client: BootstrapClient) -> None:
     version = client.table().version
     other = BootstrapClient(url, TOKEN)
-    threading.Timer(0.05, other.request_stop).start()
+    asking = threading.Timer(0.05, other.request_stop)
+    asking.start()
     snapshot = client.watch(version, WAIT_S)
+    asking.join()
     other.close()
     assert snapshot is not None
     assert snapshot.stop_requested
@@ -238,13 +241,21 @@ def keeper_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefused
     return LeaseKeeper(url, TOKEN, ROWS, ReplicaLoad, tables.append, 0.05, refusals.append)
 
 
+def follower_of(url: str, refusals: list[TableRefusedError]) -> RankKeeper:
+    return RankKeeper(url, TOKEN, ROWS[1], 0.05, refusals.append)
+
+
 def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapClient) -> None:
     tables: list[TableSnapshot] = []
-    keeper = keeper_of(url, tables, [])
+    keeper, follower = keeper_of(url, tables, []), follower_of(url, [])
     keeper.start()
+    follower.start()
     wait_until(lambda: tables and is_ready(tables[-1]))
     time.sleep(1.5 * LEASE_S)
     assert is_ready(client.table())
+    follower.stop()
+    wait_until(lambda: not is_ready(tables[-1]))
+    assert tables[-1].replicas[0].silent == (1,)
     before_s = time.monotonic()
     keeper.stop(unregister=True)
     assert time.monotonic() - before_s < 10.0, "the long poll is not waited for"
@@ -270,12 +281,14 @@ def test_lease_keeper_refills_a_restarted_service() -> None:
 def test_lease_keeper_of_an_old_start_falls_silent(url: str, client: BootstrapClient) -> None:
     client.register(make_row(P0, 0, CP2, incarnation=7))
     refusals: list[TableRefusedError] = []
-    keeper = keeper_of(url, [], refusals)
+    keeper, follower = keeper_of(url, [], refusals), follower_of(url, refusals)
     keeper.start()
-    wait_until(lambda: refusals)
+    follower.start()
+    wait_until(lambda: len(refusals) >= 2)
     time.sleep(0.2)
     keeper.stop(unregister=True)
-    assert [error.code for error in refusals] == [RefusalCode.SUPERSEDED]
+    follower.stop()
+    assert [error.code for error in refusals] == [RefusalCode.SUPERSEDED] * 2
     entry = client.table().find(P0)
     assert entry is not None
     assert entry.incarnation == 7

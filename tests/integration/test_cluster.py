@@ -3,14 +3,11 @@
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from itertools import count
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,8 @@ import openai
 import pytest
 
 from cluster.cli.running import find_running
-from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
+from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
+from tests.fakes.cluster import RunningCluster, is_ready, listener_pid, running_cluster
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 from tests.fakes.traces import write_trace
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
@@ -29,7 +27,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 PAGE_SIZE = 64
 LONG = 32_768
-NEEDLE_TOKENS = 10
 NAME = "test-endpoint"
 
 
@@ -99,7 +96,7 @@ def test_what_an_earlier_prompt_left_is_cached_and_counted(cluster: RunningClust
 
 
 def test_many_clients_of_which_some_leave(cluster: RunningCluster) -> None:
-    outcomes = asyncio.run(_crowd(cluster.url, num_clients=32, seed=7, leavers=4))
+    outcomes = asyncio.run(crowd(cluster.url, num_clients=32, seed=7, leavers=4))
     assert outcomes.count("left") >= 3
     assert outcomes.count("right") == 32 - outcomes.count("left")
     cluster.wait_until(cluster.is_empty, 60)
@@ -162,7 +159,7 @@ def test_no_secret_is_in_a_command_line(cluster: RunningCluster) -> None:
 
 def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluster: RunningCluster) -> None:
     before = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
-    with _streaming_clients(cluster.url, num_clients=2) as outcomes:
+    with streaming_clients(cluster.url, num_clients=2) as outcomes:
         assert _order("scale", "prefill=2", "decode=2") == (0, "prefill: 2, decode: 2\n")
         assert sorted(cluster.replicas()) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
         code, said = _order("restart", "--rolling", "prefill-0", "decode-0")
@@ -200,14 +197,34 @@ def test_an_order_that_cannot_be_carried_out_changes_nothing(
     assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before
 
 
-@pytest.mark.parametrize("replica", ["prefill-0", "decode-0"])
-def test_a_killed_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
-    cluster: RunningCluster, replica: str
+def test_services_that_die_come_back_and_no_replica_is_loaded_anew(cluster: RunningCluster) -> None:
+    before = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
+    bootstrap = find_running(NAME).bootstrap_url
+    assert bootstrap is not None
+    with streaming_clients(cluster.url, num_clients=2) as outcomes:
+        _kill_listener(bootstrap)
+        cluster.wait_until(lambda: "bootstrap: running, incarnation" in cluster.terminal.output, 60)
+    assert set(outcomes) == {"right"}
+    _kill_listener(cluster.url)
+    cluster.wait_until(lambda: "router: running, incarnation" in cluster.terminal.output, 60)
+    cluster.wait_until(lambda: is_ready(cluster.url), 60)
+    prompt = needle_prompt(500, 0.25)
+    assert cluster.complete(prompt, NEEDLE_TOKENS) == recall_oracle(prompt, NEEDLE_TOKENS)
+    assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before
+    cluster.wait_until(cluster.is_empty, 60)
+
+
+@pytest.mark.parametrize(
+    ("replica", "number"),
+    [("prefill-0", signal.SIGKILL), ("decode-0", signal.SIGKILL), ("prefill-0", signal.SIGSTOP)],
+)
+def test_a_lost_rank_takes_its_replica_down_and_it_comes_back_as_a_new_one(
+    cluster: RunningCluster, replica: str, number: int
 ) -> None:
-    """Requests at hand end well or with an error, never wrong, never not at all."""
+    """Requests at hand end well or with an error, never wrong, never not at all. A rank that stops is no leader."""
     before = cluster.replicas()[replica]
     victim = listener_pid(before["rows"][-1]["address"])
-    outcomes = asyncio.run(_crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim)))
+    outcomes = asyncio.run(crowd(cluster.url, num_clients=12, seed=3, leavers=0, after_s=(0.5, victim, number)))
     assert outcomes.count("right") + outcomes.count("failed") == 12
     assert outcomes.count("failed") >= 1
     cluster.wait_until(lambda: _is_renewed(cluster, replica, before["incarnation"]), 180)
@@ -222,6 +239,10 @@ def _bench(cluster: RunningCluster, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
+
+
+def _kill_listener(url: str) -> None:
+    os.kill(listener_pid(f"tcp://{httpx.URL(url).netloc.decode()}"), signal.SIGKILL)
 
 
 def _command_lines() -> list[bytes]:
@@ -240,87 +261,12 @@ def _order(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@contextmanager
-def _streaming_clients(url: str, num_clients: int) -> Iterator[list[str]]:
-    """Clients that ask again and again until left; the outcomes, as ``_one_client`` tells them."""
-    outcomes: list[str] = []
-    stopped = threading.Event()
-
-    async def ask(first_seed: int) -> None:
-        async with httpx.AsyncClient(timeout=300) as client:
-            for seed in count(first_seed, num_clients):
-                if stopped.is_set():
-                    return
-                outcomes.append(await _one_client(client, url, 300 + seed * 97 % 2000, seed, leaves=False))
-
-    async def ask_all() -> None:
-        await asyncio.gather(*(ask(number) for number in range(num_clients)))
-
-    thread = threading.Thread(target=asyncio.run, args=(ask_all(),))
-    thread.start()
-    try:
-        yield outcomes
-    finally:
-        stopped.set()
-        thread.join()
-
-
 def _lane(events: list[dict[str, Any]], lane: str) -> list[dict[str, Any]]:
     return [event for event in events if event["cat"] == lane]
 
 
 def _total(events: list[dict[str, Any]], name: str, fact: str) -> int:
     return sum(event["args"][fact] for event in events if event["name"].startswith(name))
-
-
-async def _crowd(
-    url: str, num_clients: int, seed: int, leavers: int, after_s: tuple[float, int] | None = None
-) -> list[str]:
-    """The outcome of every client; ``after_s`` kills a process after so many seconds."""
-    rng = random.Random(seed)
-    leaving = set(rng.sample(range(num_clients), leavers))
-    async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=num_clients)) as client:
-        jobs = [
-            asyncio.create_task(
-                _one_client(client, url, rng.choice([20, 100, 700, 3000, 8000]), index, index in leaving)
-            )
-            for index in range(num_clients)
-        ]
-        if after_s is not None:
-            await asyncio.sleep(after_s[0])
-            os.kill(after_s[1], signal.SIGKILL)
-        return await asyncio.gather(*jobs)
-
-
-async def _one_client(client: httpx.AsyncClient, url: str, length: int, seed: int, leaves: bool) -> str:
-    """``right`` if every streamed token is, ``left`` if it went after a few, ``failed`` if it was told so."""
-    prompt = needle_prompt(length, (seed % 5) / 4, seed=seed)
-    body = {
-        "model": "recall",
-        "prompt": prompt,
-        "max_tokens": NEEDLE_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    tokens: list[int] = []
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-        if answer.status_code != 200:
-            return "failed" if answer.status_code >= 500 else f"status {answer.status_code}"
-        async for line in answer.aiter_lines():
-            if leaves and len(tokens) >= seed % NEEDLE_TOKENS:
-                return "left"
-            if line.startswith('data: {"error"'):
-                return "failed"
-            if line.startswith("data: {"):
-                tokens += _token_ids(line)
-    return "right" if tokens == recall_oracle(prompt, NEEDLE_TOKENS) else "wrong"
-
-
-def _token_ids(line: str) -> list[int]:
-    event: dict[str, Any] = httpx.Response(200, content=line.removeprefix("data: ")).json()
-    return [token for choice in event["choices"] for token in choice.get("token_ids", [])]
 
 
 def _is_renewed(cluster: RunningCluster, replica: str, incarnation: int) -> bool:

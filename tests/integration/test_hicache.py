@@ -1,6 +1,7 @@
 """Greedy fp32 tokens equal transformers' own whichever tiers hold a prompt, and the answer says which did."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.strategy import CpMode
-from cluster.spec.tiers import Tier
+from cluster.spec.tiers import CachedTokens, Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
@@ -99,3 +100,57 @@ def test_tokens_do_not_depend_on_the_tier_that_has_a_prompt(
             ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=all_pages)
             ask_until(cluster, HALF, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=half_pages)
             ask_until(cluster, LONG, oracle, Tier.DEVICE, host=half_pages, storage=all_pages - half_pages)
+
+
+def stored_parts(folder: Path) -> list[str]:
+    """Which part of which replica wrote each stored page."""
+    names = [path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return [name.partition(".")[2] for name in names if not name.startswith("cut.")]
+
+
+def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    next_turn = [*LONG, *oracle.tokens(LONG), *draw(2, 5)]
+    all_pages = 10 * PAGE_SIZE
+    gather = config_of({"cp": 2, "mode": CpMode.GATHER, "tp": 1}, tmp_path)
+    ring = config_of({"cp": 3, "mode": CpMode.RING, "tp": 2}, tmp_path)
+    first = LocalEngine()
+    try:
+        with first.running(checkpoint, gather) as cluster:
+            ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
+            attempts = 0
+            while "cp0of1-tp0of1-pp0of1" not in stored_parts(tmp_path):
+                assert (attempts := attempts + 1) < 50, "decode has stored nothing of what it generated"
+                ask(cluster, LONG)
+    finally:
+        first.close()
+    parts = Counter(stored_parts(tmp_path))
+    assert sum(parts[f"cp{rank}of2-tp0of1-pp0of1"] for rank in range(2)) == 9, "a page is stored twice, or by decode"
+    assert abs(parts["cp0of2-tp0of1-pp0of1"] - parts["cp1of2-tp0of1-pp0of1"]) <= 1, "ranks share the work unevenly"
+    assert parts["cp0of1-tp0of1-pp0of1"] == 1
+    second = LocalEngine()
+    try:
+        with second.running(checkpoint, ring) as cluster:
+            answer = ask(cluster, next_turn)
+    finally:
+        second.close()
+    assert answer.token_ids == oracle.tokens(next_turn)
+    assert answer.cached == CachedTokens(total=all_pages, storage=all_pages)
+
+
+def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    storage = {"backend": "files", "folder": str(tmp_path), "prefetch_min_tokens": 1, "prefetch_base_s": 0.05}
+    config = config_of({"cp": 2, "mode": CpMode.GATHER, "tp": 1}, tmp_path, storage=storage)
+    prompts = [[*draw(seed % 3, 4 * PAGE_SIZE), *draw(seed, 20)] for seed in range(10)]
+    engine = LocalEngine("tests.fakes.faulty_storage:WorkerWithFaultyStorage")
+    try:
+        with engine.running(checkpoint, config) as cluster:
+            for _ in range(2):
+                answers = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
+                assert answers == [oracle.tokens(prompt) for prompt in prompts]
+                cluster.flush(Tier.DEVICE, Tier.HOST)
+    finally:
+        engine.close()

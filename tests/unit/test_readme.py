@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import DeployConfig, ParallelConfig
 from tests import readme
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 
@@ -57,19 +57,21 @@ def test_the_demo_is_the_models_own() -> None:
 
 
 def _row(config: DeployConfig) -> str:
-    cp, tp = config.prefill.parallel.cp, config.prefill.parallel.tp
+    cp = config.prefill.parallel.cp
     if config.transfer.mode == "rank0":
         sends = ", CP rank 0 sends everything"
     else:
         sends = ", every CP rank sends its pages" if cp > 1 else ""
-    prefill = f"{_replicas(config.prefill.replicas)}, cp={cp}{_tp(tp)}{', ring' * (config.prefill.mode == 'ring')}"
-    decode = f"{_replicas(config.decode.replicas)}{_tp(config.decode.parallel.tp)}"
+    ring = ", ring" if config.prefill.mode == "ring" else ""
+    prefill = f"{_replicas(config.prefill.replicas)}, cp={cp}{_sizes(config.prefill.parallel)}{ring}"
+    decode = f"{_replicas(config.decode.replicas)}{_sizes(config.decode.parallel)}"
     backend = {"shared_memory": "shared memory", "mooncake": "Mooncake over TCP"}[config.transfer.backend]
     return f"{prefill} | {decode} | {backend}{sends}"
 
 
-def _tp(size: int) -> str:
-    return f", tp={size}" if size > 1 else ""
+def _sizes(parallel: ParallelConfig) -> str:
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
+    return "".join(f", {axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
 def _replicas(count: int) -> str:

@@ -5,6 +5,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from workers.kernel_devices import has_kernels
+
 
 class PagePool:
     """Pages as one tensor ``[page, kv_head, layer, k_or_v, slot, head_dim]`` (``data``).
@@ -22,14 +24,15 @@ class PagePool:
         head_dim: int,
         dtype: torch.dtype,
         buffer: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Lay the pool over ``buffer`` (flat uint8, at least (num_pages + 1) pages), or over zeroed CPU memory."""
+        """Lay the pool over ``buffer`` (flat uint8, at least (num_pages + 1) pages), or over zeroed memory."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_bytes = self.page_bytes_for(num_kv_heads, num_layers, page_size, head_dim, dtype)
         num_bytes = (num_pages + 1) * self.page_bytes
         if buffer is None:
-            buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device or torch.device("cpu"))
         assert buffer.dtype == torch.uint8, f"not bytes: {buffer.dtype}"
         assert buffer.ndim == 1, f"not flat: {buffer.shape}"
         assert len(buffer) >= num_bytes, f"a pool of {num_bytes} bytes does not fit into {len(buffer)}"
@@ -48,6 +51,11 @@ class PagePool:
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the trash slot may repeat."""
+        if has_kernels(kv):
+            from workers.kernels.store_kv import store_kv
+
+            store_kv(self.data[:, :, layer], slots, kv)
+            return
         pages, places = slots // self.page_size, slots % self.page_size
         self.data[pages, :, layer, :, places] = kv.transpose(1, 2)
 

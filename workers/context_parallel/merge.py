@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workers.kernel_devices import has_kernels
+
 
 class Partial(NamedTuple):
     """Attention of some queries over some of their keys.
@@ -33,6 +35,10 @@ def merge(partials: Sequence[Partial]) -> Partial:
     assert partials, "nothing to merge"
     if len(partials) == 1:
         return partials[0]
+    if has_kernels(partials[0].lse):
+        from workers.kernels.merge import merge_partials
+
+        return Partial(*merge_partials(*zip(*partials, strict=True)))
     lse = torch.logsumexp(torch.stack([partial.lse for partial in partials]), 0)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     first, *others = partials

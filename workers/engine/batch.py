@@ -12,6 +12,7 @@ from torch import Tensor
 from cluster.spec.kv import pages_for
 from cluster.spec.strategy import Strategy
 from workers.context_parallel.runs import Run
+from workers.context_parallel.shard_lens import ShardLens
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
 from workers.expert_parallel.sharing import Lens
 
@@ -64,15 +65,25 @@ class StepBatch:
     """Int64 rows of this rank's tokens that have queries; None for all."""
     is_scored: bool = False
     """Final hidden states of all tokens are wanted."""
+    shards: ShardLens | None = None
+    """Of all attention shards, where there are several DP ranks."""
 
     @property
     def lens(self) -> Lens:
-        """Tokens of every rank of the CP group that have queries; None where all ranks have the same ones."""
-        if self.plan.replicated:
-            return None
-        if self.wanted is None:
-            return self.plan.lens
-        return tuple(sum(sample.owner.cp_rank == rank for sample in self.sampled) for rank in range(self.plan.cp))
+        """Tokens of every attention shard; None where all have the same ones."""
+        if self.shards is not None:
+            return self.shards.every
+        return None if self.plan.replicated else self.plan.lens
+
+    @property
+    def last_lens(self) -> Lens:
+        """The same in the last layer, where queries are narrowed."""
+        if self.shards is not None:
+            return self.shards.last
+        if self.is_scored:
+            return self.lens
+        counts = (sum(sample.owner.cp_rank == rank for sample in self.sampled) for rank in range(self.plan.cp))
+        return None if self.plan.replicated else tuple(counts)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -127,6 +138,7 @@ def build_step_batch(
     trash_slot: int,
     device: torch.device,
     owners: int = 1,
+    shards: ShardLens | None = None,
 ) -> StepBatch:
     """Cut a step's rows for one CP rank; every rank of the group derives the same plan from the same rows.
 
@@ -155,6 +167,7 @@ def build_step_batch(
         prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
         sampled=tuple(_sample(plan, request) for request, row in enumerate(rows) if row.sampled),
         is_scored=any(row.scored for row in rows),
+        shards=shards,
     )
 
 
@@ -169,7 +182,7 @@ def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_
         needed = pages_for(plan.prefix_lens[request] + plan.extend_lens[request], page_size)
         assert len(table) >= needed, f"request {request} has {len(table)} pages and needs {needed}"
     first_entries = np.cumsum([0, *map(len, tables)])[:-1]
-    entry = np.repeat(first_entries, plan.extend_lens) + positions // page_size
+    entry = np.repeat(first_entries, np.asarray(plan.extend_lens, dtype=np.int64)) + positions // page_size
     return _concatenate(tables)[entry]
 
 

@@ -13,6 +13,7 @@ from workers.context_parallel.estimate import computed_pairs
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
+from workers.device import synchronize
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 
@@ -35,14 +36,14 @@ def calibrate(
 
     What comes out of the noise as nothing or less keeps its default.
     """
-    with torch.inference_mode():
+    with torch.inference_mode(), model.device:
         all_reduce_s, all_reduce_row_s = _measure_all_reduce(model)
         exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
     # How often the rest is repeated is each rank's own decision, so that no collective may be in it.
-    with torch.inference_mode(), model.groups.alone():
+    with torch.inference_mode(), model.device, model.groups.alone():
         floor_s, linear_flops_per_s = _measure_linear(model, shape)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
-        head_s = _least_s(lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
+        head_s = _least_s(model.device, lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
         row_s, merge_row_s = _measure_store(model, pool), _measure_merge(model)
     return Rates(
         step_s=shape.num_layers * floor_s + head_s,
@@ -63,7 +64,7 @@ class _NoAttention:
     """An AttentionContext that leaves only the linear part of a layer to be timed."""
 
     kv_first = False
-    lens = None
+    lens = last_lens = None
     wanted = None
 
     @property
@@ -87,7 +88,7 @@ def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, floa
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
-        return _least_s(lambda: layer(hidden, rotation, _NoAttention()))
+        return _least_s(model.device, lambda: layer(hidden, rotation, _NoAttention(), None))
 
     num_tokens, few_s = _FEW_TOKENS, layer_s(_FEW_TOKENS)
     many_s = few_s
@@ -111,7 +112,7 @@ def _measure_attention(
         query = torch.zeros(
             sum(run.count for run in runs), model.config.num_heads, model.config.head_dim, dtype=model.dtype
         )
-        return _least_s(lambda: attention.attend(query, *pool.layer_view(0)))
+        return _least_s(model.device, lambda: attention.attend(query, *pool.layer_view(0)))
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
     long = Run(0, _PREFIX, _QUERIES, 1)
@@ -137,13 +138,16 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
             time.sleep(pause_s)
             pending.wait()
 
-        return min(_waited_s(group, exchange) for _ in range(_REPEATS))
+        return min(_waited_s(model.device, group, exchange) for _ in range(_REPEATS))
 
     few_s, many_s = (gather_s(num_rows) for num_rows in _ROWS)
     received = (group.size - 1) * (_ROWS[1] - _ROWS[0]) * shape.kv_row_bytes
     bytes_per_s = _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
     if not group.in_background:
         return few_s, bytes_per_s, 0.0
+    if model.device.type == "cuda":
+        # On a stream of its own, which the host does not see.
+        return few_s, bytes_per_s, 1.0
     hidden_s = many_s - gather_s(_ROWS[1], pause_s=_PAUSES * many_s)
     return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
 
@@ -156,25 +160,29 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
 
     def sum_s(num_rows: int) -> float:
         hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
-        return min(_waited_s(group, lambda: group.all_reduce(hidden)) for _ in range(_REPEATS))
+        return min(_waited_s(model.device, group, lambda: group.all_reduce(hidden)) for _ in range(_REPEATS))
 
     few_s, many_s = (sum_s(num_rows) for num_rows in _ROWS)
     return few_s, max(0.0, many_s - few_s) / (_ROWS[1] - _ROWS[0])
 
 
-def _waited_s(group: Communicator, call: Callable[[], object]) -> float:
-    """Time that a call spends inside a group's collectives, on ranks that start together."""
+def _waited_s(device: torch.device, group: Communicator, call: Callable[[], object]) -> float:
+    """Time that a call spends inside a group's collectives, on ranks that start together; on a GPU, all of its time."""
     group.barrier()
-    waited_before_s = group.waited_s
+    synchronize(device)
+    waited_before_s, start_s = group.waited_s, time.perf_counter()
     call()
-    return group.waited_s - waited_before_s
+    if device.type == "cpu":
+        return group.waited_s - waited_before_s
+    synchronize(device)
+    return time.perf_counter() - start_s
 
 
 def _measure_merge(model: DecoderModel) -> float:
     """Seconds that one partial of one token costs."""
     shape = (_MOST_TOKENS, model.config.num_heads)
     partial = Partial(torch.zeros(*shape, model.config.head_dim, dtype=model.dtype), torch.zeros(shape))
-    return _least_s(lambda: merge([partial, partial])) / (2 * _MOST_TOKENS)
+    return _least_s(model.device, lambda: merge([partial, partial])) / (2 * _MOST_TOKENS)
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
@@ -182,7 +190,7 @@ def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     slots = torch.full((_MOST_TOKENS,), pool.trash_slot)
     row = (2, model.config.num_kv_heads, model.config.head_dim)
     kv = torch.zeros(_MOST_TOKENS, *row, dtype=model.dtype)
-    return _least_s(lambda: pool.write(0, slots, kv)) / _MOST_TOKENS
+    return _least_s(model.device, lambda: pool.write(0, slots, kv)) / _MOST_TOKENS
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
@@ -192,13 +200,14 @@ def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=model.device).to(model.dtype)
 
 
-def _least_s(call: Callable[[], object]) -> float:
-    """Of several calls. The thread's own time leaves out what else runs on its core; it does not tick in a wait."""
-    clock = time.thread_time
+def _least_s(device: torch.device, call: Callable[[], object]) -> float:
+    """Of several calls. On a CPU the thread's own time leaves out what else runs on its core; it stands in a wait."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
     started_s, least_s = clock(), math.inf
     for _ in range(_REPEATS):
         start_s = clock()
         call()
+        synchronize(device)
         least_s = min(least_s, clock() - start_s)
         if clock() - started_s >= _SAMPLE_S:
             break

@@ -17,6 +17,8 @@ from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
+from workers.cache.staging import Staging
+from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
@@ -56,11 +58,13 @@ class ModelRunner:
         grammars: Grammars | None = None,
         pipeline: Pipeline | None = None,
         host_pages: HostPages | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one.
 
-        Without ``host_pages`` no plan may ask for copies.
+        Without ``host_pages`` no plan may ask for copies; without ``staging`` pages arrive in the pool itself.
         """
+        self._staging = staging
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
@@ -82,21 +86,28 @@ class ModelRunner:
 
         Every rank of the replica calls this.
         """
-        self._run_trash(self._cp_group.size)
+        self.run_trash(self._cp_group.size)
 
     def measure_token_s(self) -> float:
         """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
         start_s = time.perf_counter()
-        self._run_trash(_SAMPLE_TOKENS)
+        self.run_trash(_SAMPLE_TOKENS)
         return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
 
-    def _run_trash(self, num_tokens: int) -> None:
+    def run_trash(self, num_tokens: int) -> None:
+        """A step of a prompt that nobody asked for, in the trash page; every rank of the replica calls this."""
         trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
         with torch.inference_mode():
-            context, hidden = self._compute([row], Strategy.CONTIGUOUS, None)
+            context, hidden = self._compute([row], Strategy.CONTIGUOUS, None, self._trash_lens(num_tokens))
             if self._pipeline.is_last:
                 self._model.logits(context.last.join_last(hidden))
+
+    def _trash_lens(self, num_tokens: int) -> ShardLens | None:
+        """All DP ranks run the same."""
+        dp = self._model.groups.parallel.dp
+        lens = lens_of([Extend(num_tokens, 0, True)], Strategy.CONTIGUOUS, None, self._cp_group.size)
+        return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
     @property
     def _owners(self) -> int:
@@ -105,6 +116,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         self._take_notice(plan)
+        if self._staging is not None:
+            self._staging.take_in(plan.arrived)
         if self._host_pages is not None:
             self._host_pages.begin(plan.saves, plan.loads)
             self._host_pages.wait_for(self.requests[row.room].pages for row in plan.rows)
@@ -126,7 +139,8 @@ class ModelRunner:
             BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples, bool(row.targets))
             for row in plan.rows
         ]
-        context, hidden = self._compute(rows, plan.strategy, plan.passing)
+        shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
+        context, hidden = self._compute(rows, plan.strategy, plan.passing, shards)
         if not self._pipeline.is_last:
             return {}
         if any(row.targets for row in plan.rows):
@@ -142,7 +156,7 @@ class ModelRunner:
         return self._sample(sampled, logits) if self.draws else {}
 
     def _compute(
-        self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None
+        self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None, shards: ShardLens | None
     ) -> tuple[StepContext, torch.Tensor]:
         """Final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
 
@@ -157,6 +171,7 @@ class ModelRunner:
             trash_slot=self._pool.trash_slot,
             device=self._model.device,
             owners=self._owners,
+            shards=shards,
         )
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
         hidden = self._model(batch.token_ids, batch.positions, context, self._received(len(batch.token_ids)))

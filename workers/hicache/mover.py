@@ -65,6 +65,8 @@ class PageMover:
 
     def close(self) -> None:
         """Stop; orders that wait are left out."""
+        if self._store is not None:
+            self._store.stop()
         for lane in self._lanes.values():
             lane.close()
         if self._store is not None:

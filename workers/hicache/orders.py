@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierPage
+from workers.hicache.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Orders:
         self._num_ranks = num_ranks
         self._number = 0
         self._open: dict[int, _Open] = {}
+        self.tally = Tally()
         self.outgoing: list[MovePages] = []
         """For all ranks; the caller takes them away."""
 
@@ -64,6 +66,7 @@ class Orders:
         order = self._open.get(answer.number)
         if order is None or answer.global_rank in order.answered:
             return False
+        self.tally.add(order.kind, answer)
         order.answered.add(answer.global_rank)
         order.done = [ours and theirs for ours, theirs in zip(order.done, answer.done, strict=True)]
         order.failures.update(answer.failures)

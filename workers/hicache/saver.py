@@ -40,6 +40,7 @@ class Saver:
         self.num_lost = 0
         """Pages that were to be saved and were given up before."""
         self._saved: list[bytes] = []
+        self._received: set[bytes] = set()
 
     def note_hits(self, keys: list[bytes]) -> None:
         """Device pages were found by a request."""
@@ -49,13 +50,23 @@ class Saver:
                 if self._hits[key] == self._selective_hits:
                     self._waiting.append(key)
 
+    def note_received(self, keys: list[bytes]) -> None:
+        """Pages that are now cached came from a replica that keeps them itself."""
+        self._received.update(keys)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pages that are due and not ordered yet."""
+        return len(self._waiting)
+
     def advance(self) -> None:
         """Order the copies that are due, as far as there is room for them."""
         stored, removed = self._journal.take()
         for key in removed:
             self._hits.pop(key, None)
         if self._policy is WritePolicy.WRITE_THROUGH:
-            self._waiting += stored
+            self._waiting += [key for key in stored if key not in self._received]
+            self._received.clear()
         elif self._policy is WritePolicy.WRITE_BACK and self._orders.num_open(MoveKind.SAVE) == 0:
             self._waiting += self._next_to_go()
         while self._waiting and self._orders.num_open(MoveKind.SAVE) < MAX_OPEN:

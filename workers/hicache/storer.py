@@ -38,6 +38,11 @@ class Storer:
         if self._policy is not WritePolicy.WRITE_BACK:
             self._waiting.append(key)
 
+    @property
+    def num_waiting(self) -> int:
+        """Pages that are due and not ordered yet."""
+        return len(self._waiting)
+
     def advance(self, now_s: float) -> None:
         """Order the copies that are due."""
         if self._policy is WritePolicy.WRITE_BACK and not self._waiting:

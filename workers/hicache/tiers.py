@@ -11,7 +11,7 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Message
 from cluster.spec.page_key import first_place
 from cluster.spec.registry import RankRow
-from cluster.spec.tiers import PagesMoved
+from cluster.spec.tiers import PagesMoved, TierState
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.breaker import Breaker
 from workers.hicache.host_index import HostIndex
@@ -33,10 +33,12 @@ class Tiers:
         self._orders = Orders(len(rows))
         self._loader = Loader(self.host, self._orders)
         self._saver = Saver(config.write, config.selective_hits, tree, self.host, self._orders)
-        self._storer = Storer(config.write, self.host, self._orders, Breaker())
+        self._writes, self._reads = Breaker(), Breaker()
+        self._storer = Storer(config.write, self.host, self._orders, self._writes)
         page_size = rows[0].layout.page_size
-        self._prefetcher = Prefetcher(config.storage, page_size, self.host, self._orders, Breaker())
-        self.has_storage = config.storage.backend is not StorageBackendName.NONE
+        self._prefetcher = Prefetcher(config.storage, page_size, self.host, self._orders, self._reads)
+        self._has_storage = config.storage.backend is not StorageBackendName.NONE
+        self._is_attached = self._has_storage
 
     def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
         """Take in what one rank made of an order; False for one that belongs to nothing."""
@@ -46,7 +48,7 @@ class Tiers:
         """Go on after anything that happened; what is to be sent, as (address, message)."""
         self._saver.advance()
         saved = self._saver.take_saved()
-        if self.has_storage:
+        if self._is_attached:
             for key in saved:
                 self._storer.note_saved(key)
             self._storer.advance(now_s)
@@ -55,7 +57,7 @@ class Tiers:
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
         """A request has come that will begin with these pages: have them read from storage, as far as that helps."""
-        if not self.has_storage:
+        if not self._is_attached:
             return
         num_here = self._tree.count(keys)
         num_here += len(self.host.find(keys[num_here:]))
@@ -78,6 +80,10 @@ class Tiers:
         """Device pages were found by a request."""
         self._saver.note_hits(keys)
 
+    def note_received(self, keys: list[bytes]) -> None:
+        """Pages that are now cached came from a replica that keeps them itself."""
+        self._saver.note_received(keys)
+
     def is_coming(self, key: bytes) -> bool:
         """Whether the page is on its way to the device."""
         return self._loader.is_coming(key)
@@ -85,6 +91,28 @@ class Tiers:
     def load(self, keys: Sequence[bytes], pages: Sequence[int], first: int, on_end: Callable[[Loaded], None]) -> int:
         """See ``Loader.load``."""
         return self._loader.load(keys, pages, first, on_end)
+
+    def attach(self, *, is_attached: bool) -> None:
+        """Use storage from now on, if there is any, or leave it alone; what is under way goes on."""
+        self._is_attached = is_attached and self._has_storage
+
+    def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
+        """Never give up the host pages of these that are there, or give them up as any other."""
+        self.host.pin(keys, is_pinned=is_pinned)
+
+    def state(self) -> TierState:
+        """What the heartbeat tells."""
+        return TierState(
+            host_pages=self.host.num_pages,
+            used_host_pages=self.host.num_used,
+            num_evicted=self.host.num_evicted,
+            num_lost=self._saver.num_lost + self._storer.num_lost,
+            num_late=self._prefetcher.num_late,
+            num_waiting=self._saver.num_waiting + self._storer.num_waiting,
+            is_attached=self._is_attached,
+            num_opened=self._writes.num_opened + self._reads.num_opened,
+            work=self._orders.tally.work,
+        )
 
     def flush(self) -> None:
         """Forget what host memory holds, as far as nobody needs it."""

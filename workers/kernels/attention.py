@@ -44,7 +44,8 @@ def blocks_for(rows: int, head_dim: int, itemsize: int) -> Blocks:
         return Blocks(block_of(min(rows, 32), 16), 32, 8, 2)
     is_large = head_dim > 128
     most_rows = 64 if is_large else 128
-    return Blocks(block_of(min(rows, most_rows), 16), 32 if is_large else 64, 4 if rows <= 16 else 8, 3)
+    warps = 4 if rows <= 16 and not is_large else 8
+    return Blocks(block_of(min(rows, most_rows), 16), 32 if is_large else 64, warps, 3)
 
 
 def attend(

@@ -31,17 +31,13 @@ class Attention(nn.Module):
         else:
             q, kv = self.qkv_proj(x).tensor_split((self.q_size,), dim=-1)
             self._put(kv, rotation, context)
-        attended = context.attend(self.layer, rotation.apply(_normed(self.q_norm, self._split_heads(q))))
+        attended = context.attend(self.layer, rotation.apply(self._split_heads(q), self.q_norm))
         out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
         return out
 
     def _put(self, kv: Tensor, rotation: Rotation, context: AttentionContext) -> None:
         k, v = self._split_heads(kv).chunk(2, dim=1)
-        context.put(self.layer, rotation.apply(_normed(self.k_norm, k)), v)
+        context.put(self.layer, rotation.apply(k, self.k_norm), v)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), x.shape[1] // self.head_dim, self.head_dim)
-
-
-def _normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)

@@ -8,7 +8,9 @@ from torch.nn import functional
 
 from workers.expert_parallel.routed import Routed
 from workers.expert_parallel.seats import ExpertSeats
+from workers.kernel_devices import has_kernels
 from workers.layers.cut import Cut, StoredPart, uncut
+from workers.layers.gated_mlp import gated
 from workers.models.config import ExpertNames
 
 
@@ -35,16 +37,27 @@ class Experts(nn.Module):
         order = chosen.argsort(stable=True)
         tokens, weights = tokens[order], routed.weights[tokens, choices][order]
         counts = chosen.bincount(minlength=len(self.loads)).tolist()
+        self.loads = [load + count for load, count in zip(self.loads, counts, strict=True)]
+        if has_kernels(routed.hidden):
+            return self._grouped(routed.hidden, tokens, weights, counts)
         out = torch.zeros(routed.hidden.shape, dtype=torch.float32, device=routed.hidden.device)
         for seat, (mine, weight) in enumerate(
             zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True)
         ):
             if len(mine):
-                gate, up = functional.linear(routed.hidden[mine], self.gate_up[seat]).chunk(2, dim=-1)
-                answer = functional.linear(functional.silu(gate) * up, self.down[seat])
+                inner = gated(functional.linear(routed.hidden[mine], self.gate_up[seat]))
+                answer = functional.linear(inner, self.down[seat])
                 out.index_add_(0, mine, answer.float() * weight[:, None])
-                self.loads[seat] += len(mine)
         return out.to(routed.hidden.dtype)
+
+    def _grouped(self, hidden: Tensor, tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+        """All seats at once: ``tokens`` are in the order of seats, of which each has so many."""
+        from workers.kernels.grouped_matmul import grouped_matmul
+
+        inner = gated(grouped_matmul(hidden[tokens], self.gate_up, counts))
+        answers = grouped_matmul(inner, self.down, counts).float() * weights[:, None]
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        return out.index_add_(0, tokens, answers).to(hidden.dtype)
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
         """Every expert's projections under their checkpoint names."""

@@ -4,9 +4,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.expert_parallel.sharing import Lens, TokenSharing
+from workers.kernel_devices import has_kernels
 from workers.layers.cut import even_cut
 from workers.layers.linear import FusedLinear, SummedLinear
 from workers.parallel.model_groups import ModelGroups
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of the halves of [num_tokens, 2 * size]."""
+    if has_kernels(gate_up):
+        from workers.kernels.swiglu import swiglu
+
+        return swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
 
 class GatedMLP(nn.Module):
@@ -20,6 +31,6 @@ class GatedMLP(nn.Module):
         self._sharing = TokenSharing(groups.dp, groups.dense_shards, groups.tp)
 
     def forward(self, x: Tensor, lens: Lens) -> Tensor:
-        gate, up = self.gate_up_proj(self._sharing.gather(x, lens)).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(functional.silu(gate) * up, lambda terms: self._sharing.sum_home(terms, lens))
+        inner = gated(self.gate_up_proj(self._sharing.gather(x, lens)))
+        out: Tensor = self.down_proj(inner, lambda terms: self._sharing.sum_home(terms, lens))
         return out

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from workers.kernel_devices import has_kernels
+from workers.layers.rms_norm import RMSNorm
 from workers.models.rope_config import RopeConfig, RopeType
 
 
@@ -21,8 +23,16 @@ class Rotation:
         """The rotation of some tokens, by row; of all for None."""
         return self if wanted is None else Rotation(self.cos[wanted], self.sin[wanted])
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Rotate x [num_tokens, num_heads, head_dim]; dimensions i and i + head_dim/2 are one pair."""
+    def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """Rotate x [num_tokens, num_heads, head_dim], normalised before; dimensions i and i + head_dim/2 are a pair."""
+        if has_kernels(x):
+            from workers.kernels.rotate import rotate
+
+            return (
+                rotate(x, self.cos, self.sin) if norm is None else rotate(x, self.cos, self.sin, norm.weight, norm.eps)
+            )
+        if norm is not None:
+            x = norm(x)
         first, second = x.chunk(2, dim=-1)
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from workers.expert_parallel.sharing import Lens
 from workers.layers.attention import Attention
 from workers.layers.embedding import Embedding
 from workers.layers.gated_mlp import GatedMLP
@@ -29,10 +30,11 @@ class DecoderLayer(nn.Module):
             else MoeBlock(config.hidden_size, moe, groups)
         )
 
-    def forward(self, hidden: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, context: AttentionContext, lens: Lens) -> Tensor:
         """hidden [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
-        hidden = take(hidden, context.wanted) + self.self_attn(self.input_layernorm(hidden), rotation, context)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden), context.lens)
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, context)
+        hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.wanted), attended)
+        out: Tensor = hidden + self.mlp(normed, lens)
         return out
 
 
@@ -84,9 +86,12 @@ class DecoderModel(nn.Module):
         hidden = self.embed_tokens(token_ids) if hidden is None else hidden
         *before, final = self.layers.values()
         for layer in before:
-            hidden = layer(hidden, rotation, context)
-        hidden = final(hidden, rotation, context.last if self.is_last else context)
-        return self.norm(hidden) if self.is_last else hidden
+            hidden = layer(hidden, rotation, context, context.lens)
+        if not self.is_last:
+            out: Tensor = final(hidden, rotation, context, context.lens)
+            return out
+        normed: Tensor = self.norm(final(hidden, rotation, context.last, context.last_lens))
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the last stage: hidden [num_rows, hidden_size], from `forward` -> [num_rows, vocab_size] in fp32."""

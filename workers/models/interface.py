@@ -15,7 +15,9 @@ class AttentionContext(Protocol):
     """
 
     lens: Lens
-    """How many tokens every attention shard has after attention."""
+    """How many tokens every attention shard has in this step."""
+    last_lens: Lens
+    """How many of them have queries in the last layer."""
     wanted: Tensor | None
     """int64 rows of the tokens that have queries; None for all."""
 

@@ -73,6 +73,8 @@ class Communicator:
         self.size = size
         self.waited_s = 0.0
         """Time that this member has spent inside calls, starting, copying and waiting: what nothing else has hidden."""
+        self.received_bytes = 0
+        """Bytes that this member has taken from others, as the backend moves them."""
         self.in_background = backend is not None and backend.in_background
         """What was started goes on while this member computes; if not, it does all of the work itself, in the calls."""
         self.observe: Observe | None = None
@@ -91,6 +93,7 @@ class Communicator:
             out.copy_(tensor)
         if backend is None or not tensor.numel():
             return Pending(None, nullcontext)
+        self.received_bytes += (self.size - 1) * tensor.nbytes
         return self._start("all_gather", lambda: backend._allgather_base(out, tensor))
 
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
@@ -102,6 +105,7 @@ class Communicator:
         if backend is None or distance % self.size == 0:
             out.copy_(tensor)
             return Pending(None, nullcontext)
+        self.received_bytes += out.nbytes
         return self._start("shift", lambda: backend.shift(out, tensor, distance))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -111,6 +115,9 @@ class Communicator:
         """
         backend = self._backend
         if backend is not None and tensor.numel():
+            # In the background a ring adds up; in shared memory every member reads all.
+            share = 2 / self.size if self.in_background else 1
+            self.received_bytes += int((self.size - 1) * tensor.nbytes * share)
             self._start("all_reduce", lambda: backend.allreduce(tensor)).wait()
         return tensor
 
@@ -118,6 +125,7 @@ class Communicator:
         """Overwrite ``tensor`` with that of the member whose rank in the group is ``root``."""
         backend = self._backend
         if backend is not None:
+            self.received_bytes += tensor.nbytes if self.rank != root else 0
             self._start("broadcast", lambda: backend.broadcast(tensor, root)).wait()
 
     def barrier(self) -> None:

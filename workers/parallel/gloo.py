@@ -31,7 +31,7 @@ class GlooBackend:
         """See Communicator.all_reduce; gloo adds in the type it is given."""
         wide = tensor.float()
         work: Work = self._group.allreduce([wide])
-        return work if wide is tensor else _Narrowed(work, wide, tensor)
+        return work if wide is tensor else Narrowed(work, wide, tensor)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
         work: Work = self._group.broadcast(tensor, root)
@@ -65,7 +65,7 @@ class _Works:
         return all(work.wait() for work in self._works)
 
 
-class _Narrowed:
+class Narrowed:
     """A work on a wide copy, which ends in the tensor itself."""
 
     def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:

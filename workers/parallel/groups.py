@@ -4,13 +4,16 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from cluster.spec.config import Device
 from cluster.spec.strategy import Collectives
 from workers.parallel.checked import CheckedBackend
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
+from workers.parallel.moved import MovedBackend
 from workers.parallel.same_host import meet_on_one_host
 
 ReplicaStore = TCPStore
@@ -51,12 +54,14 @@ def join_group(
     timeout_s: float,
     collectives: Collectives = Collectives.AUTO,
     check: bool = False,
+    device: Device = Device.CPU,
 ) -> Communicator:
     """Meet the other members of a group; every member calls this, for several groups in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
     other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``
-    so does one that differs from a peer's.
+    so does one that differs from a peer's. On a GPU, what the ranks exchange goes over NCCL, unless ``collectives``
+    asks for TCP; then it goes through the host.
     """
     rank, size = members.index(global_rank), len(members)
     if size == 1:
@@ -65,10 +70,23 @@ def join_group(
     scope = PrefixStore(name, store)
     scope.set_timeout(timeout)
     try:
-        backend: Backend | None = None
-        if collectives is Collectives.AUTO:
-            backend = meet_on_one_host(PrefixStore("same_host", scope), rank, size, timeout)
-        backend = backend or GlooBackend(scope, rank, size, host, timeout)
+        backend = _meet(scope, rank, size, host, timeout, collectives, device)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
     return Communicator(name, rank, size, CheckedBackend(backend, rank, size) if check else backend)
+
+
+def _meet(
+    store: Store, rank: int, size: int, host: str, timeout: timedelta, collectives: Collectives, device: Device
+) -> Backend:
+    if device is Device.CUDA and collectives is Collectives.AUTO:
+        # Not in torch's builds for the CPU.
+        from workers.parallel.nccl import NcclBackend
+
+        nccl = NcclBackend(store, rank, size, timeout)
+        return MovedBackend(nccl, nccl.device)
+    backend: Backend | None = None
+    if collectives is Collectives.AUTO:
+        backend = meet_on_one_host(PrefixStore("same_host", store), rank, size, timeout)
+    backend = backend or GlooBackend(store, rank, size, host, timeout)
+    return backend if device is Device.CPU else MovedBackend(backend, torch.device("cpu"))

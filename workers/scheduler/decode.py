@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TypeGuard
 
+from msgspec.structs import replace
+
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
@@ -18,7 +20,6 @@ from cluster.spec.messages import (
     Done,
     Drain,
     Drained,
-    FlushCache,
     FollowPages,
     Message,
     Output,
@@ -36,12 +37,12 @@ from cluster.spec.messages import (
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.tiers import CachedTokens, PagesMoved
+from cluster.spec.tiers import CachedTokens, FlushCache, PagesMoved, PinPages, UseStorage
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_queue import DecodeQueue
-from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState
+from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
@@ -66,8 +67,9 @@ class DecodeLeader(LeaderCore):
         self._steps = steps
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
-        self._newest_step = 0
-        self._unsent: deque[tuple[int, DecodeRequest]] = deque()
+        self._arrived: list[int] = []
+        """Pages that were received, which no plan has told of yet."""
+        self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
         self._num_wrong_pages = 0
@@ -90,8 +92,8 @@ class DecodeLeader(LeaderCore):
                 self.draining = isinstance(message, Drain)
             case FlushCache():
                 self.flush(message)
-            case PagesMoved():
-                self.on_moved(message)
+            case PagesMoved() | PinPages() | UseStorage():
+                self.on_tier_message(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -117,6 +119,8 @@ class DecodeLeader(LeaderCore):
         plan = self._steps.next_plan()
         if plan is not None:
             self._newest_step = plan.step
+            plan = replace(plan, arrived=self._arrived)
+            self._arrived = []
         self.follow_cache()
         return plan
 
@@ -157,6 +161,7 @@ class DecodeLeader(LeaderCore):
             dropped=dict(self.dropped),
             num_retracted=self._steps.num_retractions,
             num_kept=self._steps.num_kept,
+            tiers=self.tiers.state() if self.tiers else None,
         )
 
     def is_idle(self) -> bool:
@@ -211,38 +216,18 @@ class DecodeLeader(LeaderCore):
                 self._run(request, request.submit.prompt_ids, cached_len)
 
     def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
-        submit = request.submit
-        pages = request.pages[request.num_held :]
-        ticket = Ticket(
-            room=submit.room,
-            generation=1,
-            decode=self.me,
-            prefill_incarnation=prefill.incarnation,
-            pages=[pages],
-            held_pages=request.num_held,
-            geometry=self._settings.geometry,
-        )
-        request.session = ReceiverSession(
-            ticket,
-            prefill,
-            num_pages=len(pages),
-            num_bytes=len(pages) * self._settings.page_bytes,
-            silence_s=self._settings.transfer_timeout_s,
-            settle_s=self._settings.settle_s,
-            verify=self._settings.verify,
-        )
+        session = request.session = receiver_session(self._settings, request, prefill)
         if self._steps.num_under_way:
             self._unsent.append((self._newest_step, request))
         else:
-            self.send(prefill.address, request.session.open(now_s))
+            self.send(prefill.address, session.open(now_s))
 
     def _send_unsent(self, computed_step: int) -> None:
         """Ticket pages that nobody in this replica writes to any more."""
         while self._unsent and self._unsent[0][0] <= computed_step:
             _, request = self._unsent.popleft()
-            prefill = request.submit.prefill
-            if request.state is DecodeState.RECEIVING and request.session is not None and prefill is not None:
-                self.send(prefill.address, request.session.open(self._now_s))
+            if request.state is DecodeState.RECEIVING and request.session is not None:
+                self.send(request.session.prefill.address, request.session.open(self._now_s))
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)
@@ -305,6 +290,9 @@ class DecodeLeader(LeaderCore):
         submit, result = request.submit, session.result
         assert result is not None
         self._move(request, DecodeState.RUNNING, "result and all done")
+        if self.tiers:
+            self.tiers.note_received(request.page_keys)
+        self._arrived += request.pages[request.num_held :]
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
         self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)

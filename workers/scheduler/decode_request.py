@@ -5,7 +5,7 @@ from enum import Enum
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.messages import Peer, Submit
+from cluster.spec.messages import Peer, Submit, Ticket
 from cluster.spec.registry import Verify
 from transfer.receiver_session import ReceiverSession
 
@@ -44,10 +44,11 @@ class DecodeSettings:
     """What the leader must know of its replica."""
 
     me: Peer
+    dp_rank: int = 0
     geometry: KvGeometry
     layout: PoolLayout
     page_bytes: int
-    """Of one page over all ranks."""
+    """Of one page over all ranks that hold a part of it."""
     transfer_timeout_s: float
     quarantine_limit: float
     """Part of the pool in quarantine beyond which this replica must end."""
@@ -91,3 +92,28 @@ class DecodeRequest:
     def priority(self) -> int:
         """Lower values have their turn earlier."""
         return self.submit.priority
+
+
+def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:
+    """A transfer into the pages that a request has got and does not hold already."""
+    pages = request.pages[request.num_held :]
+    ticket = Ticket(
+        room=request.room,
+        generation=1,
+        decode=settings.me,
+        prefill_incarnation=prefill.incarnation,
+        pages=[pages],
+        held_pages=request.num_held,
+        dp_rank=settings.dp_rank,
+        wanted_dp_rank=request.submit.dp_rank,
+        geometry=settings.geometry,
+    )
+    return ReceiverSession(
+        ticket,
+        prefill,
+        num_pages=len(pages),
+        num_bytes=len(pages) * settings.page_bytes,
+        silence_s=settings.transfer_timeout_s,
+        settle_s=settings.settle_s,
+        verify=settings.verify,
+    )

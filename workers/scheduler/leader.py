@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Failure, FlushCache, Message, Peer, StepPlan, Submit
+from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
-from cluster.spec.tiers import PagesMoved, Tier
+from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, Tier, UseStorage
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
@@ -95,10 +95,17 @@ class LeaderCore:
         if self.tiers:
             self.outgoing += self.tiers.advance(self._now_s)
 
-    def on_moved(self, answer: PagesMoved) -> None:
-        """A rank has carried out an order."""
-        if self.tiers is None or not self.tiers.on_answer(answer, self._now_s):
-            self.drop(answer)
+    def on_tier_message(self, message: PagesMoved | PinPages | UseStorage) -> None:
+        """What concerns the tiers below the device cache; nothing where there are none."""
+        match message:
+            case PinPages() if self.tiers:
+                self.tiers.pin(message.keys, is_pinned=message.is_pinned)
+            case UseStorage() if self.tiers:
+                self.tiers.attach(is_attached=message.is_attached)
+            case PagesMoved() if self.tiers and self.tiers.on_answer(message, self._now_s):
+                pass
+            case _:
+                self.drop(message)
 
     def record_arrival(self, submit: Submit, state: str) -> None:
         """A request is here, in its first state; if it is timed, its states are recorded from now on."""

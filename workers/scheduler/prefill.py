@@ -13,10 +13,8 @@ from cluster.spec.messages import (
     Cancel,
     Drain,
     DropSend,
-    FlushCache,
     FollowPages,
     Message,
-    Peer,
     Resume,
     Revoke,
     SendReport,
@@ -30,7 +28,7 @@ from cluster.spec.messages import (
 from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
-from cluster.spec.tiers import PagesMoved
+from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, UseStorage
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
@@ -81,8 +79,8 @@ class PrefillLeader(LeaderCore):
                 self.draining = isinstance(message, Drain)
             case FlushCache():
                 self.flush(message)
-            case PagesMoved():
-                self.on_moved(message)
+            case PagesMoved() | PinPages() | UseStorage():
+                self.on_tier_message(message)
             case FollowPages():
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -150,6 +148,7 @@ class PrefillLeader(LeaderCore):
             total_pages=self._allocator.num_pages,
             draining=self.draining,
             dropped=dict(self.dropped),
+            tiers=self.tiers.state() if self.tiers else None,
         )
 
     def is_idle(self) -> bool:
@@ -172,7 +171,7 @@ class PrefillLeader(LeaderCore):
             return
         request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)
         self._requests[room] = request
-        if self.tiers:
+        if self.tiers and submit.sampling.num_prompt_logprobs is None:
             # The last token is always computed, for its logits.
             keys = page_keys(submit.prompt_ids[:-1], self._settings.layout.page_size, submit.cache_salt)
             self.tiers.expect(room, keys, self._now_s)
@@ -231,7 +230,7 @@ class PrefillLeader(LeaderCore):
             return
         if self.tiers and self.tiers.is_waiting(request.submit.room, self._now_s):
             return
-        rows = self._decode_rows(request.ticket.decode)
+        rows = self._decode_rows(request.ticket)
         if not rows:
             return
         if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
@@ -240,9 +239,12 @@ class PrefillLeader(LeaderCore):
             self._move(request, PrefillState.SCHEDULED, "ticket")
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
-    def _decode_rows(self, decode: Peer) -> Sequence[RankRow]:
-        entry = self._table.find(decode.replica) if self._table else None
-        return entry.rows if entry and entry.incarnation == decode.incarnation else ()
+    def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
+        """Of the DP rank whose pages they are."""
+        entry = self._table.find(ticket.decode.replica) if self._table else None
+        if entry is None or entry.incarnation != ticket.decode.incarnation:
+            return ()
+        return [row for row in entry.rows if row.coords.dp == ticket.dp_rank]
 
     def _sequence(self, submit: Submit, ticket: Ticket, rows: Sequence[RankRow]) -> TokenSequence:
         return TokenSequence(

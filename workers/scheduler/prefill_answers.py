@@ -15,7 +15,11 @@ def result_of(
     assert request.ticket is not None
     row, num_pages = settings.row, len(target.pages)
     coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]
-    senders = [rank for rank, at in enumerate(coords) if receivers(row.transfer_mode, at, row.sizes, target.rows)]
+    senders = [
+        rank
+        for rank, at in enumerate(coords)
+        if at.dp == row.coords.dp and receivers(row.transfer_mode, at, row.sizes, target.rows)
+    ]
     return Result(
         room=request.submit.room,
         generation=request.ticket.generation,

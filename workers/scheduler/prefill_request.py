@@ -36,21 +36,17 @@ MOVES = {
 class PrefillSettings:
     """What the leader must know of its replica."""
 
+    me: Peer
     row: RankRow
-    """Our own row; it answers for the whole replica."""
+    """The first row of our DP rank; it answers for the whole replica."""
     rank_addresses: tuple[str, ...]
-    """Channel addresses of all ranks, by global rank; the first is our own."""
+    """Channel addresses of all ranks of our DP rank, by global rank."""
     ticket_timeout_s: float
     """Longest wait of a ticket for its request."""
     settle_s: float
     """How long the backend may still move bytes of a write that failed."""
     request_timeout_s: float
     """Longest wait of a request for its ticket: decode may queue it until pages are free, which is no fault."""
-
-    @property
-    def me(self) -> Peer:
-        """This replica as others address it."""
-        return Peer(replica=self.row.replica, incarnation=self.row.incarnation, address=self.row.address)
 
     @property
     def layout(self) -> PoolLayout:

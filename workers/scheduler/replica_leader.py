@@ -1,62 +1,150 @@
-"""The leader of a whole replica, as the worker loop sees it: steps under way, and what came out of them. Sans I/O."""
+"""The leader of a whole replica, as the worker loop sees it: one leader a DP rank, which compute their steps together.
 
-from collections import deque
-from collections.abc import Mapping
+Each has requests, pages and a cache of its own. Here is decided who gets a request, and what is one step. Sans I/O.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Message, StepPlan, StepResult
+from cluster.spec.messages import FollowPages, Message, PageNews, StepPlan, StepResult, Submit, Ticket
 from cluster.spec.registry import ReplicaLoad
 from cluster.spec.sampling import Sampled
+from cluster.spec.strategy import DpPolicy
+from workers.context_parallel.shard_lens import idle_plan, with_shard_lens
 from workers.scheduler.leader import Leader
+
+_REMEMBERED_ROOMS = 100_000
+_COUNTS = (
+    "num_waiting",
+    "num_running",
+    "num_tokens",
+    "free_pages",
+    "cached_pages",
+    "total_pages",
+    "quarantined_pages",
+    "wrong_pages",
+    "num_retracted",
+    "num_kept",
+)
+"""What adds up over DP ranks."""
 
 
 class ReplicaLeader:
-    """Several steps are under way at once where a replica has several stages; they end in the order of their plans."""
+    """Steps end in the order of their plans; several are under way at once where a replica has several stages."""
 
-    def __init__(self, leader: Leader) -> None:
-        self._leader = leader
-        self._under_way: deque[StepPlan] = deque()
+    def __init__(
+        self, leaders: Sequence[Leader], *, cp: int = 1, depth: int = 1, policy: DpPolicy = DpPolicy.LEAST_TOKENS
+    ) -> None:
+        """``leaders`` by DP rank; ``depth``: most steps under way."""
+        self._leaders, self._cp, self._depth, self._policy = leaders, cp, depth, policy
+        self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
+        """By DP rank: plans with rows whose outcome is not known."""
+        self._homes: OrderedDict[Room, int] = OrderedDict()
+        """The DP rank of every room, the newest ones last."""
+        self._next_news: dict[str, int] = {}
+        """By router's address: the number of its next PageNews."""
 
     def take_outgoing(self) -> list[tuple[str, Message]]:
         """Messages to send, as (address, message)."""
-        outgoing, self._leader.outgoing = self._leader.outgoing, []
-        return outgoing
+        outgoing = [told for leader in self._leaders for told in leader.outgoing]
+        for leader in self._leaders:
+            leader.outgoing = []
+        return [(address, self._numbered(address, message)) for address, message in outgoing]
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Take in one message."""
+        """Take in one message: that of a room goes where the room is, everything else to all."""
         if isinstance(message, StepResult):
-            self.commit(message.sampled, now_s)
-        else:
-            self._leader.on_message(message, now_s)
+            self.commit(message.dp_rank, message.sampled, now_s)
+            return
+        room: Room | None = getattr(message, "room", None)
+        if isinstance(message, FollowPages):
+            self._next_news[message.router.address] = 0
+        for leader in self._leaders if room is None else [self._leaders[self._home(room, message)]]:
+            leader.on_message(message, now_s)
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass."""
-        self._leader.tick(now_s)
+        for leader in self._leaders:
+            leader.tick(now_s)
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
-        return self._leader.has_work()
+        return self._can_plan and any(leader.has_work() for leader in self._leaders)
 
     def next_deadline_s(self) -> float | None:
         """When something is due though no message comes."""
-        return self._leader.next_deadline_s()
+        deadlines_s = [leader.next_deadline_s() for leader in self._leaders]
+        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     @property
     def must_end(self) -> str:
-        """Why this replica cannot go on; empty while it can."""
-        return self._leader.must_end
+        """Why this replica cannot go on, once nothing else is at hand; empty while it can."""
+        reasons = [leader.must_end for leader in self._leaders if leader.must_end]
+        has_work = any(not leader.must_end and not leader.is_idle() for leader in self._leaders)
+        return "" if has_work else "; ".join(reasons)
 
-    def next_plan(self) -> StepPlan | None:
-        """The next step, or None."""
-        plan = self._leader.next_plan()
-        if plan is not None:
-            self._under_way.append(plan)
-        return plan
+    def next_plans(self) -> list[StepPlan]:
+        """The next step, by DP rank; empty if there is nothing to compute. A rank with nothing to do takes part."""
+        plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
+        for under_way, plan in zip(self._under_way, plans, strict=False):
+            if plan is not None:
+                under_way.append(plan)
+        if not any(plans):
+            return []
+        return with_shard_lens([plan or idle_plan() for plan in plans], self._cp)
 
-    def commit(self, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Take in the outcome of the oldest step under way."""
-        self._leader.commit(self._under_way.popleft(), sampled, now_s)
+    def commit(self, dp_rank: int, sampled: Mapping[Room, Sampled], now_s: float) -> None:
+        """Take in the outcome of a DP rank's oldest step under way."""
+        self._leaders[dp_rank].commit(self._under_way[dp_rank].popleft(), sampled, now_s)
 
     def load(self) -> ReplicaLoad:
         """What the heartbeat tells the router."""
-        return self._leader.load()
+        loads = [leader.load() for leader in self._leaders]
+        sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
+        dropped = sum((Counter(load.dropped) for load in loads), Counter[str]())
+        return replace(loads[0], **sums, draining=any(load.draining for load in loads), dropped=dict(dropped))
+
+    @property
+    def _can_plan(self) -> bool:
+        return all(len(under_way) < self._depth for under_way in self._under_way)
+
+    def _home(self, room: Room, message: Message) -> int:
+        """Where a room is. One that is seen for the first time goes where its request asks, or where the policy says.
+
+        What comes before the request itself knows no load, and goes by the room's number.
+        """
+        if room not in self._homes:
+            self._homes[room] = self._new_home(room, message)
+            if len(self._homes) > _REMEMBERED_ROOMS:
+                self._homes.popitem(last=False)
+        return self._homes[room]
+
+    def _new_home(self, room: Room, message: Message) -> int:
+        wanted = None
+        if isinstance(message, Submit):
+            if message.prompt_of is not None:
+                # It reads the pages of another choice.
+                return self._homes.get(message.prompt_of, message.prompt_of % len(self._leaders))
+            wanted = message.dp_rank
+        elif isinstance(message, Ticket):
+            wanted = message.wanted_dp_rank
+        return wanted if wanted is not None and wanted < len(self._leaders) else self._choose(room, message)
+
+    def _choose(self, room: Room, message: Message) -> int:
+        if self._policy is DpPolicy.FOLLOW_ROOM or len(self._leaders) == 1 or not isinstance(message, Submit):
+            return room % len(self._leaders)
+        loads = [leader.load() for leader in self._leaders]
+        by_requests = self._policy is DpPolicy.LEAST_REQUESTS
+        work = [load.num_waiting + load.num_running if by_requests else load.num_tokens for load in loads]
+        return work.index(min(work))
+
+    def _numbered(self, address: str, message: Message) -> Message:
+        """Every leader counts its own news; a router sees one stream."""
+        if not isinstance(message, PageNews):
+            return message
+        number = self._next_news[address]
+        self._next_news[address] = number + 1
+        return replace(message, number=number)

@@ -29,6 +29,8 @@ class Sequence:
     """Lower values have their turn earlier."""
     arrival: int = 0
     """Number of this sequence in the order in which the scheduler got them."""
+    first_step: int = 0
+    """The newest step when the scheduler got it."""
     cache_salt: str = ""
     """Only sequences with the same one share pages."""
     page_keys: list[bytes] = field(default_factory=list)

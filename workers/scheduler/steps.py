@@ -3,7 +3,7 @@
 ``holders`` knows who has pages, ``turns`` whose turn it is; here they become step plans.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
@@ -15,7 +15,7 @@ from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
-from workers.scheduler.turns import Budget, Chunk, Rank, rank
+from workers.scheduler.turns import Budget, Chunk, Turn, turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class StepScheduler:
     def add(self, sequence: Sequence) -> None:
         """Take a sequence without pages; it starts when its turn and its pages come."""
         assert not sequence.pages, f"room {sequence.room} brings pages but is to wait"
+        sequence.first_step = self._step
         self._holders.add(sequence)
 
     def add_running(self, sequence: Sequence) -> None:
@@ -164,32 +165,58 @@ class StepScheduler:
         self._holders.check_integrity()
 
     def _grant(self) -> dict[Room, int]:
-        """Give the tokens of the next step away: to streams, to the oldest sequence, and then by rank.
+        """Give the tokens of the next step away: to streams, to the oldest sequences, and then by rank.
 
-        Who would compute a page that somebody computes in this very step waits, to find it in the cache.
+        Who would compute a page that somebody computes in this very step waits, to find it in the cache, and
+        gives its turn to that one.
         """
         holders = self._holders
         budget = Budget(self._limits.chunk_tokens, self._limits.max_requests, self._chunk)
         self._grant_streams(budget)
         pending = [sequence for sequence in holders.running if sequence.pending_len and not sequence.is_stream]
-        turns = pending + holders.waiting.candidates()
-        by_rank = sorted(turns, key=self._rank)
-        coming = {key for sequence in holders.running for key in self._keys_under_way(sequence, sequence.planned_len)}
-        oldest = self._start_oldest(turns, budget)
-        if oldest is not None and not oldest.is_restoring:
-            budget.grant_share(oldest.room, oldest.planned_len, oldest.pending_len, self._limits.oldest_share)
-            coming.update(self._keys_of_row(oldest, budget))
-        for sequence in by_rank:
-            if not budget.is_open(sequence.room):
+        able = [sequence for sequence in pending + holders.waiting.candidates() if not sequence.is_loading]
+        turns = {sequence.room: self._turn(sequence) for sequence in able}
+        coming = {
+            key: sequence
+            for sequence in holders.running
+            for key in self._keys_under_way(sequence, sequence.planned_len)
+        }
+        for oldest, share in self._start_oldest(able, turns, budget):
+            budget.grant_share(oldest.room, oldest.planned_len, oldest.pending_len, share)
+            coming |= dict.fromkeys(self._keys_of_row(oldest, budget), oldest)
+        for sequence in sorted(able, key=lambda sequence: turns[sequence.room].rank):
+            if sequence.is_loading or not budget.is_open(sequence.room):
                 continue
-            if sequence.is_loading:
-                continue
-            is_ready = sequence.pages or (holders.next_key(sequence) not in coming and holders.start(sequence))
-            if is_ready and not sequence.is_restoring:
-                budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
-                coming.update(self._keys_of_row(sequence, budget))
+            computes = self._who_computes(sequence, coming)
+            if computes is not None and not computes.is_restoring:
+                budget.grant(computes.room, computes.planned_len, computes.pending_len)
+                coming |= dict.fromkeys(self._keys_of_row(computes, budget), computes)
         self._grant_restoring(budget)
         return budget.granted
+
+    def _start_oldest(
+        self, able: list[Sequence], turns: Mapping[Room, Turn], budget: Budget
+    ) -> Iterator[tuple[Sequence, float]]:
+        """Of those of like length the oldest that has its pages or can have them, each with its share of the step."""
+        oldest_first = sorted(able, key=lambda sequence: sequence.arrival)
+        lengths = dict.fromkeys(turns[sequence.room].length for sequence in oldest_first)
+        for length in lengths:
+            for sequence in oldest_first:
+                if turns[sequence.room].length != length or not budget.is_open(sequence.room):
+                    continue
+                if sequence.pages or self._holders.start(sequence):
+                    if not sequence.is_restoring:
+                        yield sequence, self._limits.oldest_share / len(lengths)
+                    break
+
+    def _who_computes(self, sequence: Sequence, coming: Mapping[bytes, Sequence]) -> Sequence | None:
+        """Who gets the tokens of a sequence's turn; nobody if it lacks pages."""
+        if sequence.pages:
+            return sequence
+        key = self._holders.next_key(sequence)
+        if key is not None and key in coming:
+            return coming[key]
+        return sequence if self._holders.start(sequence) else None
 
     def _grant_restoring(self, budget: Budget) -> None:
         """KV comes back while others compute, or else is waited for."""
@@ -209,20 +236,15 @@ class StepScheduler:
             if budget.is_open(sequence.room) and sequence in running and self._holders.grow(sequence, 1):
                 budget.grant(sequence.room, sequence.planned_len, 1)
 
-    def _start_oldest(self, turns: list[Sequence], budget: Budget) -> Sequence | None:
-        """The oldest sequence that has its pages, or can have them; none if streams have taken the whole step."""
-        open_turns = [sequence for sequence in turns if budget.is_open(sequence.room) and not sequence.is_loading]
-        oldest_first = sorted(open_turns, key=lambda sequence: sequence.arrival)
-        return next((sequence for sequence in oldest_first if sequence.pages or self._holders.start(sequence)), None)
-
-    def _rank(self, sequence: Sequence) -> Rank:
+    def _turn(self, sequence: Sequence) -> Turn:
         prefix_len = self._holders.prefix_len(sequence)
-        return rank(
+        return turn(
             priority=sequence.priority,
             arrival=sequence.arrival,
             prefix_len=prefix_len,
             pending_len=len(sequence.tokens) - prefix_len,
             chunk_tokens=min(self._chunk(prefix_len), self._limits.chunk_tokens),
+            age_steps=self._step - sequence.first_step,
         )
 
     def _keys_of_row(self, sequence: Sequence, budget: Budget) -> list[bytes]:

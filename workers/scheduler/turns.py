@@ -1,11 +1,12 @@
 """Whose turn it is in a step, and for how many tokens. Pure.
 
-A step has a budget of tokens and of time. A share of the time belongs to the oldest sequence, however long and
-unimportant it is: so the work that was there before a sequence bounds its end, and nothing that comes later does. The
-rest goes round by rank, and nothing is left over while somebody wants it.
+A step has a budget of tokens and of time. A share of the time belongs to the oldest sequences, one of each length,
+however unimportant they are: so the work that was there before a sequence bounds its end, and nothing that comes later
+does. The rest goes round by rank, and nothing is left over while somebody wants it.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cluster.spec.ids import Room
 
@@ -22,14 +23,31 @@ Rank = tuple[int, int, int, int, int]
 """Sorts sequences by turn: no two have the same."""
 
 
-def rank(*, priority: int, arrival: int, prefix_len: int, pending_len: int, chunk_tokens: int) -> Rank:
+class Turn(NamedTuple):
+    """Where a sequence stands among those that want tokens of a step."""
+
+    length: int
+    """The power of two of the steps that it takes."""
+    rank: Rank
+
+
+_AGED = 2
+"""The length that waiting can make of a longer one: never that of a single step, which delays nobody by much."""
+
+
+def turn(
+    *, priority: int, arrival: int, prefix_len: int, pending_len: int, chunk_tokens: int, age_steps: int = 0
+) -> Turn:
     """Lowest priority value first, then least work, then the longest prefix within a window, then the first to come.
 
     Work counts by the power of two of the steps it takes, so that those of like length keep their order, and a long
-    prompt moves up as it is computed. ``prefix_len`` tokens have KV already, ``pending_len`` tokens have not.
+    prompt moves up as it is computed. It also moves up as it waits, by one for each doubling of the steps since it
+    came over those it needs. ``prefix_len`` tokens have KV already, ``pending_len`` tokens have not.
     """
-    num_steps = -(-pending_len // chunk_tokens)
-    return priority, num_steps.bit_length(), arrival // WINDOW, -prefix_len, arrival
+    num_steps = max(1, -(-pending_len // chunk_tokens))
+    length = num_steps.bit_length()
+    aged = max(min(length, _AGED), length - (age_steps // num_steps).bit_length())
+    return Turn(length, (priority, aged, arrival // WINDOW, -prefix_len, arrival))
 
 
 class Budget:

@@ -8,7 +8,9 @@ import httpx
 import pytest
 
 from cluster.spec.errors import UserError
-from cluster.spec.messages import Drain, FlushCache, Resume
+from cluster.spec.messages import Drain, Resume
+from cluster.spec.page_key import page_keys
+from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from tests.fakes.bootstrap import FakeTable
 from tests.fakes.router_cluster import MODEL, RouterCluster, make_server, run_cluster
 
@@ -68,6 +70,13 @@ def test_replicas_are_told(guarded: RouterCluster) -> None:
     assert guarded.prefill.wait_told(FlushCache)
     assert sorted(admin(guarded, "flush_cache")["flushing"]) == ["decode-0", "prefill-0"]
     assert guarded.decode.wait_told(FlushCache)
+    assert admin(guarded, "pin", prompt=list(range(3, 200)))["replicas"] == ["prefill-0", "decode-0"]
+    (pinned,) = guarded.prefill.wait_told(PinPages)
+    assert pinned == PinPages(keys=page_keys(list(range(3, 200)), 64), is_pinned=True)
+    assert admin(guarded, "unpin", prompt="abc", replica="prefill-0") == {"pages": 0, "replicas": ["prefill-0"]}
+    assert admin(guarded, "detach_storage", replica="decode-0") == {"detaching": ["decode-0"]}
+    assert guarded.decode.wait_told(UseStorage) == [UseStorage(is_attached=False)]
+    assert len(admin(guarded, "attach_storage")["attaching"]) == 2
     unknown = guarded.http.post("/admin/drain", json={"replica": "decode-7"}, headers=ADMIN)
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
     assert "there are: " in unknown.json()["error"]["message"]

@@ -75,7 +75,7 @@ def test_ready_needs_every_row_and_a_heartbeat() -> None:
 
 
 def test_lease_runs_out_and_a_heartbeat_renews_it() -> None:
-    rows = make_rows(P0, CP2)
+    rows = make_rows(P0, sizes())
     table = table_with(rows, now_s=10.0)
     assert table.next_expiry_s() == 13.0
     assert entry(table, now_s=12.9).ready
@@ -87,6 +87,42 @@ def test_lease_runs_out_and_a_heartbeat_renews_it() -> None:
     assert table.next_expiry_s() is None
     table.heartbeat(beat_of(rows), 20.0)
     assert entry(table, now_s=20.0).ready
+
+
+def test_a_silent_rank_makes_its_replica_not_ready_until_it_shows_life() -> None:
+    rows = make_rows(P0, sizes(cp=3))
+    one = rows[0].incarnation
+    table = table_with(rows, now_s=0.0)
+    assert entry(table, now_s=2.9).ready, "the others have the time of a lease to begin"
+    for rank in (1, 2):
+        table.alive(P0, one, rank, 2.9)
+    table.heartbeat(beat_of(rows), 2.9)
+    table.alive(P0, one, 2, 5.0)
+    table.heartbeat(beat_of(rows), 5.0)
+    version = table.version
+    assert (entry(table, now_s=5.9).ready, entry(table, now_s=5.9).silent) == (False, (1,))
+    assert table.version == version + 1
+    table.heartbeat(beat_of(rows), 6.0)
+    assert entry(table, now_s=6.0).silent == (1,), "its leader does not speak for it"
+    table.alive(P0, one, 1, 6.0)
+    assert (entry(table, now_s=6.0).ready, table.version) == (True, version + 2)
+    assert entry(table, now_s=20.0).silent == (0, 1, 2)
+
+
+def test_ranks_of_an_earlier_start_and_unknown_ones_are_refused() -> None:
+    table = BootstrapTable(LEASE_S)
+    codes = []
+    for rows in (None, make_rows(P0, CP2, incarnation=3)):
+        for row in rows or ():
+            table.register(row)
+        for incarnation, rank in ((2, 1), (3, 1), (3, 2), (3, 0)):
+            try:
+                table.alive(P0, Incarnation(incarnation), rank, 0.0)
+                codes.append(None)
+            except TableRefusedError as error:
+                codes.append(error.code)
+    unknown, superseded = RefusalCode.UNKNOWN_ROWS, RefusalCode.SUPERSEDED
+    assert codes == [unknown] * 4 + [superseded, None, unknown, unknown]
 
 
 def test_registering_again_changes_nothing() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from cluster.bench.api_key import key_headers
 from cluster.cli.schema import schema_text
-from cluster.spec.checks import runnable_problems
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.env import ALL, API_KEYS, CACHE_DIR, TOKEN
 from cluster.spec.errors import ConfigError, UserError
@@ -17,6 +16,7 @@ from cluster.spec.registry import KvOwnership, TransferMode
 from cluster.spec.strategy import Strategy
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
+TOPOLOGIES = sorted(file for file in DEPLOY.glob("*.yaml") if file.stem != "job")
 TOP_KEYS = "name, model, kv, prefill, decode, hicache, transfer, router, resources"
 WHOLE_FROM_1 = "allowed: a whole number, 1 or more"
 TEXT = "allowed: a text that is not empty, in quotes if it looks like a number"
@@ -103,6 +103,10 @@ BAD_FILES = {
         ["kv: got nothing; allowed: keys and values, with the keys page_size, memory_gib"],
     ),
     "long text": (f"name: {'A' * 200}", [f"name: got '{'A' * 60}...'; "]),
+    "tiers of dp ranks": (
+        "prefill: {parallel: {dp: 2}}\nhicache: {host_gib: 1}",
+        ["prefill.parallel.dp: got 2 with hicache.host_gib = 1.0; allowed: 1"],
+    ),
     "decode cp": (
         "decode: {parallel: {cp: 2}}",
         [
@@ -160,12 +164,9 @@ BAD_FILES = {
         "resources: {heartbeat_s: 2, lease_s: 2}",
         ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],
     ),
-    "shared memory on a GPU": (
-        "resources: {device: cuda}",
-        [
-            "transfer.backend: got shared_memory with resources.device = cuda; "
-            "allowed: mooncake, since KV on a GPU is not in a file"
-        ],
+    "tiers below a GPU": (
+        "resources: {device: cuda}\nhicache: {host_gib: 2}",
+        ["hicache.host_gib: got 2.0 with resources.device = cuda; allowed: 0, since tiers hold a CPU's pages"],
     ),
     "key twice": (
         "kv: {}\nname: a\nkv: {page_size: 8}",
@@ -314,18 +315,10 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         assert str(caught.value) == f"{path}: {reason}"
 
 
-def test_axes_beyond_cp_and_tp_are_legal_and_not_yet_run() -> None:
-    config = parse_config("prefill: {parallel: {dp: 2, cp: 2, tp: 2, pp: 2, ep: 4}}\ndecode: {replicas: 3}", "f.yaml")
-    assert [str(problem) for problem in runnable_problems(config)] == [
-        "prefill.parallel.dp: got 2; the engine runs dp = 1 so far (`baton plan` shows larger ones)",
-    ]
-
-
-@pytest.mark.parametrize("file", sorted(DEPLOY.glob("local-*.yaml")), ids=lambda file: file.stem)
-def test_committed_topology_is_legal_runs_and_says_what_it_is_for(file: Path) -> None:
+@pytest.mark.parametrize("file", TOPOLOGIES, ids=lambda file: file.stem)
+def test_committed_topology_is_legal_and_says_what_it_is_for(file: Path) -> None:
     config = load_config(file)
     assert config.name == file.stem
-    assert runnable_problems(config) == []
     comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Machine: ") for line in comments)
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,15 @@ from cluster.actors import Machine
 from cluster.launch.calls import Deadline, blame, gather
 from cluster.launch.kinds import service_environ, worker_environ
 from cluster.launch.launcher import LOOPBACK, Launcher
-from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig, ResourcesConfig
+from cluster.spec.config import (
+    DecodeConfig,
+    DeployConfig,
+    ParallelConfig,
+    PrefillConfig,
+    ResourcesConfig,
+    TransferBackendName,
+    TransferConfig,
+)
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry
@@ -307,7 +316,9 @@ def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
 def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
     world = World()
     world.bootstrap_up = False
-    following = threading.Thread(target=follow_table, args=(FakeTable(world), lambda _: None), daemon=True)
+    following = threading.Thread(
+        target=follow_table, args=(FakeTable(world), lambda _: None, lambda: None), daemon=True
+    )
     following.start()
     world.table.request_stop()
     following.join(0.05)
@@ -374,6 +385,45 @@ def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pyte
     assert launcher.prove("prefill-0", ONE)
     assert len(world.system.reserved) == 1
     assert len(world.system.living("prefill-0")) == 2
+
+
+def test_a_replica_of_a_lost_machine_is_placed_anew_on_another() -> None:
+    away = [Machine(node_id=name, address=f"10.0.0.{name}", cpus=2, gpus=0) for name in ("2", "3")]
+    home = Machine(node_id="home", address="10.0.0.1", cpus=0, gpus=0)
+    world = World(FakeSystem([home, *away]))
+    config = CONFIG.model_copy(
+        update={"transfer": TransferConfig(backend=TransferBackendName.MOONCAKE), "decode": DecodeConfig()}
+    )
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    launcher.start("bootstrap", ONE)
+    launcher.start("prefill-0", ONE)
+    first = {seat.node_id for seat in world.system.reserved[0].seats}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        assert not launcher.end("prefill-0", ONE)
+    launcher.start("prefill-0", Incarnation(2))
+    second = {seat.node_id for seat in world.system.reserved[0].seats}
+    assert (len(first), len(second), first & second) == (1, 1, set())
+    assert launcher.prove("prefill-0", ONE)
+    assert launcher.end("prefill-0", Incarnation(2))
+    launcher.start("prefill-0", Incarnation(3))
+    assert {seat.node_id for seat in world.system.reserved[0].seats} == second, "it stays where it is"
+
+
+def test_without_another_machine_a_lost_one_is_told_and_waited_for() -> None:
+    away = Machine(node_id="2", address="10.0.0.2", cpus=64, gpus=0)
+    world = World(FakeSystem([replace(HOME, cpus=0), away]))
+    config = CONFIG.model_copy(update={"transfer": TransferConfig(backend=TransferBackendName.MOONCAKE)})
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    launcher.start("bootstrap", ONE)
+    launcher.start("decode-0", ONE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        assert not launcher.end("decode-0", ONE)
+    with pytest.raises(ConfigError, match="room for 0 workers"):
+        launcher.start("decode-0", Incarnation(2))
+    assert launcher.prove("decode-0", ONE)
+    launcher.start("decode-0", Incarnation(3))
 
 
 def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:

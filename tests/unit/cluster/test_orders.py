@@ -234,7 +234,8 @@ def test_what_cannot_be_done_is_refused_in_a_line(order: Order, reason: str) -> 
 
 def test_a_replica_that_drains_does_not_count_and_its_next_start_does() -> None:
     run = Run(TWO_OF_EACH).serve()
-    run.step(TableSeen(frozenset({("decode-0", run.incarnation("decode-0"))})))
+    all_ready = frozenset((name, run.incarnation(name)) for name in TWO_OF_EACH)
+    run.step(TableSeen(all_ready, frozenset({("decode-0", run.incarnation("decode-0"))}), {}))
     ((outcome, _),) = answers(run.order(DrainOrder(replica=ReplicaId("decode-1"))))
     assert outcome is Outcome.REFUSED
     ((outcome, line),) = answers(run.order(ScaleOrder(decode=1)))

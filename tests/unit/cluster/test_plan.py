@@ -57,6 +57,20 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+WITH_EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
 def plan_of(text: str) -> Plan:
     config = parse_config(text, "f.yaml")
     return make_plan(config, read_model(config))
@@ -68,7 +82,8 @@ def failed(plan: Plan) -> dict[str, str]:
 
 def test_json_has_the_documented_shape(baton: RunBaton, tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
-    file.write_text("prefill: {replicas: 2, parallel: {cp: 2, tp: 2, pp: 2, ep: 2}}")
+    (tmp_path / "config.json").write_text(json.dumps(WITH_EXPERTS))
+    file.write_text(f"model: {{path: {tmp_path}}}\nprefill: {{replicas: 2, parallel: {{cp: 2, tp: 2, pp: 2, ep: 2}}}}")
     code, out, err = baton("plan", str(file), "--json")
     assert (code, err) == (0, "")
     plan = json.loads(out)
@@ -95,6 +110,8 @@ def test_json_has_the_documented_shape(baton: RunBaton, tmp_path: Path) -> None:
         "moe_dp": [[rank] for rank in range(8)],
         "moe_ep": [[0, 2], [1, 3], [4, 6], [5, 7]],
         "moe_tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "moe_block": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "moe_shards": [[0, 2], [1, 3], [4, 6], [5, 7]],
         "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
     }
     assert plan["kv"]["bytes_per_token"] == 2048
@@ -173,17 +190,18 @@ def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
         plan_of(f"model: {{path: {model_folder}}}\ndecode: {{kv_memory_gib: 0.01}}")
 
 
-def test_axes_the_engine_does_not_run_fail_their_check_alone() -> None:
-    assert failed(plan_of("prefill: {parallel: {cp: 2, tp: 2, pp: 2}}")) == {
-        "the engine runs these axes": "prefill.parallel.pp: got 2; the engine runs pp = 1 so far "
-        "(`baton plan` shows larger ones)"
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
         ("prefill: {parallel: {tp: 3}}", ["prefill.parallel.tp: got 3; allowed: a divisor of the model's 16 heads"]),
+        (
+            "prefill: {parallel: {tp: 2, ep: 2}}",
+            ["prefill.parallel.ep: got 2; allowed: 1, since the model has no experts"],
+        ),
+        (
+            "prefill: {parallel: {cp: 2, moe_dp: 2}}",
+            ["prefill.parallel.moe_dp: got 2; allowed: 1, since the model has no experts"],
+        ),
         ("decode: {parallel: {pp: 29}}", ["decode.parallel.pp: got 29; allowed: at most the model's 28 layers"]),
         (
             "model: {max_context: 50000}",
@@ -206,6 +224,12 @@ def test_what_the_model_refuses_is_a_bad_file(text: str, messages: list[str]) ->
     with pytest.raises(ConfigError) as caught:
         make_plan(parse_config(text, "f.yaml"), facts)
     assert str(caught.value).splitlines() == messages
+
+
+def test_experts_that_do_not_divide_are_a_bad_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WITH_EXPERTS))
+    with pytest.raises(ConfigError, match=r"decode\.parallel\.ep: got 3; allowed: a divisor of the model's 4 experts"):
+        plan_of(f"model: {{path: {tmp_path}}}\ndecode: {{parallel: {{dp: 3, ep: 3}}}}")
 
 
 def test_heads_and_ranks_that_do_not_divide_are_a_bad_file() -> None:
@@ -276,7 +300,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "Cluster shown serves the model recall",
         "prefill-0 to prefill-1, each: 2 workers",
         "decode-0: 1 worker",
-        "attn_cp   {0,1}",
+        "attn_cp      {0,1}",
         "KV memory: 2 KiB a token, pages of 64 tokens (2 layers, 1 KV head of 128, float32)",
         "HTTP for clients",
         "decode runs without context parallelism",

@@ -228,7 +228,7 @@ def test_stages_hold_every_layer_once_and_differ_by_one_at_most(num_layers: int,
     stages = [stage_layers(num_layers, pp_size, pp_rank) for pp_rank in range(pp_size)]
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     lengths = [len(stage) for stage in stages]
-    assert lengths == sorted(lengths, reverse=True)
+    assert lengths == sorted(lengths)
     assert max(lengths) - min(lengths) <= 1
 
 

@@ -160,7 +160,7 @@ def test_crash_loop_is_reported_with_its_length() -> None:
         run.step(Tick())
     run.fail("prefill-0")
     run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
-    assert run.lines == ["prefill-0: starts again in 4 s; failed 3 times in a row"]
+    assert run.lines == ["prefill-0: starts again in 4 s; failed 3 times in a row, at first: rank 1: no memory"]
 
 
 def test_stop_drains_then_stops() -> None:

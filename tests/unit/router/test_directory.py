@@ -1,5 +1,7 @@
 """Who is ready, and who is lost: at once on proof, after the grace without."""
 
+from msgspec.structs import replace
+
 from cluster.spec.lifecycle import Role
 from router.directory import Directory
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
@@ -76,6 +78,15 @@ def test_half_back_in_a_table_that_has_had_no_heartbeat() -> None:
     assert directory.ready(Role.DECODE) == [DECODE]
     directory.update(table_of(entry_of(DECODE, ready=False, total_pages=8)), 2.0)
     assert directory.ready(Role.DECODE) == []
+
+
+def test_a_request_has_the_pages_of_one_dp_rank() -> None:
+    entry = entry_of(DECODE, total_pages=8)
+    row = replace(entry.leader, sizes=replace(entry.leader.sizes, dp=2))
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(replace(entry, rows=(row,))), 0.0)
+    assert directory.pool_tokens == 16
+    assert directory.pool_tokens_of(DECODE) == 32
 
 
 def test_room_is_that_of_the_smallest_usable_pool() -> None:

@@ -92,6 +92,13 @@ def test_open_sends_the_same_submit_to_both_leaders() -> None:
     assert sends[1].message == submit
     assert isinstance(submit, Submit)
     assert (submit.room, submit.router, submit.prompt_ids) == (room, ME, [1, 2, 3])
+    assert submit.dp_rank is None
+
+
+def test_the_dp_rank_that_a_client_wants_reaches_the_leaders() -> None:
+    _, actions = make().open(replace(ASK, dp_rank=1), PREFILL, DECODE, 1.0)
+    messages = [action.message for action in actions if isinstance(action, Send)]
+    assert [message.dp_rank for message in messages if isinstance(message, Submit)] == [1, 1]
 
 
 def test_load_is_counted_until_it_is_done() -> None:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import FlushCache, FollowPages, PageNews, Peer
+from cluster.spec.messages import FollowPages, PageNews, Peer
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import PageFilter, TableSnapshot, TransferMode
+from cluster.spec.tiers import FlushCache
 from router.page_index import PageIndex
 from tests.fakes.handoff import World
 from tests.fakes.paged_ranks import PAGE_SIZE

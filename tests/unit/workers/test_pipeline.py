@@ -45,7 +45,7 @@ def test_stages_one_after_another_are_the_whole_model(tmp_path: Path, family: st
     stages = [
         load_model(folder, groups=ModelGroups(parallel=ParallelConfig(pp=2), global_rank=rank)) for rank in (0, 1)
     ]
-    assert [list(stage.layers) for stage in stages] == [["0", "1"], ["2"]]
+    assert [list(stage.layers) for stage in stages] == [["0"], ["1", "2"]]
     whole, hidden = load_model(folder), None
     with torch.inference_mode():
         for stage in stages:

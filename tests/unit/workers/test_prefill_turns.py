@@ -11,7 +11,9 @@ from workers.scheduler.waiting import LOOKAHEAD
 
 CHUNK = 64
 SHARE = 16
-"""Tokens of a step that belong to the oldest sequence, with the shares that PrefillSteps has by default."""
+"""Tokens of a step that belong to the oldest sequences, with the share that PrefillSteps has by default."""
+LENGTHS = 3
+"""Powers of two of steps that prompts of up to 200 tokens take."""
 
 prompts = st.lists(st.tuples(st.integers(1, 200), st.integers(-3, 3)), min_size=1, max_size=6)
 
@@ -24,7 +26,7 @@ def test_what_came_before_bounds_the_end_whatever_comes_after(
     rooms = [steps.add(length, priority) for length, priority in prompts]
     bound = 0
     for room, (length, _) in zip(rooms, prompts, strict=True):
-        bound += -(-length // SHARE)
+        bound += -(-length // (SHARE // LENGTHS))
         while room not in steps.ended:
             if steps.steps.num_waiting <= len(rivals):
                 for rival_length, rival_priority in rivals:
@@ -68,6 +70,30 @@ def test_short_prompts_go_on_beside_a_long_one_and_it_goes_on_beside_them() -> N
         assert {row.room: len(row.token_ids) for row in plan.rows}[long] == SHARE
 
 
+def test_a_prompt_of_a_few_steps_is_not_starved_by_shorter_ones_while_another_is_the_oldest() -> None:
+    steps = PrefillSteps(chunk_tokens=CHUNK)
+    oldest = steps.add(200 * CHUNK)
+    medium = steps.add(4 * CHUNK)
+    while medium not in steps.ended:
+        for _ in range(6):
+            steps.add(SHARE)
+        steps.run_step()
+        assert steps.num_steps <= 4 * CHUNK // (SHARE // LENGTHS)
+    assert oldest not in steps.ended
+
+
+def test_who_waits_for_a_page_gives_its_turn_to_whom_computes_it() -> None:
+    prompt = list(range(1000, 1000 + 40 * CHUNK))
+    steps = PrefillSteps(chunk_tokens=CHUNK, prefix_cache=True)
+    steps.add(prompt, priority=9)
+    urgent = steps.add([*prompt[: 4 * CHUNK], *range(SHARE)], priority=-1)
+    while urgent not in steps.ended:
+        for _ in range(6):
+            steps.add(CHUNK)
+        steps.run_step()
+    assert steps.num_steps <= 6
+
+
 def test_the_oldest_gets_what_the_others_leave_even_when_all_rows_are_taken() -> None:
     steps = PrefillSteps(chunk_tokens=CHUNK, max_requests=2)
     steps.add(10 * CHUNK)
@@ -86,7 +112,7 @@ def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> No
     while urgent not in steps.ended:
         plan = steps.run_step()
         assert plan is not None
-        assert {row.room: len(row.token_ids) for row in plan.rows}[oldest] >= SHARE
+        assert {row.room: len(row.token_ids) for row in plan.rows}[oldest] >= SHARE // LENGTHS
     steps.run()
     assert steps.ended[urgent] < steps.ended[usual] < steps.ended[oldest]
 

@@ -4,18 +4,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.spec.config import HicacheConfig, WritePolicy
+from cluster.spec.config import HicacheConfig, PrefetchPolicy, WritePolicy
+from cluster.spec.ids import Room
 from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import MoveKind, PagesMoved, TierPage
 from tests.fakes.tier_world import TierWorld
 from workers.hicache.host_index import HostIndex
 from workers.hicache.orders import Orders, Outcome
+from workers.hicache.prefetcher import PATIENCE_S
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 EVENTS = st.lists(
     st.one_of(
-        TOKENS.map(lambda tokens: ("start", tokens)),
+        TOKENS.map(lambda tokens: ("submit", tokens)),
         st.tuples(st.just("finish"), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["pin", "unpin", "forget", "restart"]), st.integers(0, 9)),
         st.tuples(st.sampled_from(["step", "step", "step", "fail"]), st.integers(0, 3)),
     ),
     max_size=80,
@@ -24,7 +27,9 @@ EVENTS = st.lists(
 
 def world_of(
     policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+    prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
     *,
+    backend: str = "none",
     cp: int = 1,
     ownership: KvOwnership = KvOwnership.REPLICATED,
     device_pages: int = 8,
@@ -36,7 +41,12 @@ def world_of(
         host_pages=host_pages,
         cp=cp,
         ownership=ownership,
-        config=HicacheConfig(write=policy),
+        config=HicacheConfig.model_validate(
+            {
+                "write": policy,
+                "storage": {"backend": backend, "prefetch": prefetch, "prefetch_min_tokens": 1, "prefetch_base_s": 0.3},
+            }
+        ),
         seed=seed,
     )
 
@@ -44,6 +54,8 @@ def world_of(
 @settings(max_examples=150)
 @given(
     policy=st.sampled_from(WritePolicy),
+    prefetch=st.sampled_from(PrefetchPolicy),
+    backend=st.sampled_from(["none", "files"]),
     cp=st.integers(1, 3),
     ownership=st.sampled_from(KvOwnership),
     device_pages=st.integers(3, 8),
@@ -53,6 +65,8 @@ def world_of(
 )
 def test_no_page_is_found_with_the_tokens_of_another(
     policy: WritePolicy,
+    prefetch: PrefetchPolicy,
+    backend: str,
     cp: int,
     ownership: KvOwnership,
     device_pages: int,
@@ -60,15 +74,36 @@ def test_no_page_is_found_with_the_tokens_of_another(
     seed: int,
     events: list[tuple[str, list[int] | int]],
 ) -> None:
-    world = world_of(policy, cp=cp, ownership=ownership, device_pages=device_pages, host_pages=host_pages, seed=seed)
+    world = world_of(
+        policy,
+        prefetch,
+        backend=backend,
+        cp=cp,
+        ownership=ownership,
+        device_pages=device_pages,
+        host_pages=host_pages,
+        seed=seed,
+    )
+    pinned: set[bytes] = set()
     for name, value in events:
         if isinstance(value, list):
-            world.start(value)
+            world.submit(value)
         elif name == "finish":
             world.finish(value)
+        elif name == "restart":
+            pinned.clear()
+            world.restart()
+        elif name in ("pin", "unpin"):
+            keys = world.tiers.host.filled_keys()[value : value + 1]
+            world.tiers.host.pin(keys, is_pinned=name == "pin")
+            pinned = pinned | set(keys) if name == "pin" else pinned - set(keys)
+        elif name == "forget":
+            world.allocator.flush()
         else:
             world.step(value, fails=name == "fail")
+        world.start_waiting()
         world.check()
+        assert pinned <= set(world.tiers.host.filled_keys()), "a pinned page was given up"
     world.drain()
     world.check_device()
     assert not world.loading
@@ -154,3 +189,70 @@ def test_an_order_is_over_when_every_rank_has_answered_once() -> None:
     )
     (outcome,) = ended
     assert (outcome.done, outcome.num_leading, outcome.failures["corrupt"]) == ([True, False, False], 1, 1)
+
+
+@pytest.mark.parametrize("ownership", KvOwnership)
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_what_was_computed_before_a_restart_comes_back_from_storage(
+    policy: WritePolicy, ownership: KvOwnership
+) -> None:
+    world = world_of(policy, cp=3, ownership=ownership, backend="files")
+    for _ in range(3):
+        world.submit([0] * 12)
+        world.drain()
+        world.finish(0)
+    world.drain()
+    world.restart()
+    for length in (8, 10):
+        world.submit([0] * length)
+        world.drain()
+        world.finish(0)
+    assert (world.num_loaded, world.num_fetched) == (5, 5)
+    assert world.tree.num_pages == 5
+
+
+@pytest.mark.parametrize("policy", PrefetchPolicy)
+def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: PrefetchPolicy) -> None:
+    world = world_of(prefetch=policy, backend="files")
+    world.submit([0] * 8)
+    world.drain()
+    world.restart()
+    world.submit([0] * 8)
+    waited_s = 0.0
+    while world.tiers.is_waiting(Room(2), waited_s):
+        deadline_s = world.tiers.next_deadline_s()
+        assert deadline_s is not None
+        waited_s = deadline_s
+    expected = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: 0.3 + 0.25 * 8 / 1000}
+    assert waited_s - world.now_s == pytest.approx(expected.get(policy, PATIENCE_S))
+
+
+def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
+    world = world_of(prefetch=PrefetchPolicy.TIMEOUT, backend="files")
+    for number in range(3):
+        assert not world.tiers.next_deadline_s()
+        world.submit([number + 1] * 8)
+        assert world.tiers.is_waiting(Room(number + 1), world.now_s)
+        world.now_s += 10.0
+        world.start_waiting()
+    world.submit([9] * 8)
+    assert not world.tiers.is_waiting(Room(4), world.now_s)
+    world.now_s += 100.0
+    world.submit([8] * 8)
+    assert world.tiers.is_waiting(Room(5), world.now_s)
+
+
+def test_detached_storage_is_neither_asked_nor_given_anything() -> None:
+    world = world_of(backend="files")
+    world.tiers.attach(is_attached=False)
+    world.submit([0] * 8)
+    world.drain()
+    assert not world.ranks[0].stored
+    assert [work.kind for work in world.tiers.state().work] == [MoveKind.SAVE]
+    world.tiers.attach(is_attached=True)
+    world.submit([1] * 8)
+    world.drain()
+    assert len(world.ranks[0].stored) == 4
+    without = world_of(backend="none")
+    without.tiers.attach(is_attached=True)
+    assert not without.tiers.state().is_attached

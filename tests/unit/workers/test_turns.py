@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from cluster.spec.ids import Room
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.scheduler.step_time import even_chunk
-from workers.scheduler.turns import WINDOW, Budget, rank
+from workers.scheduler.turns import WINDOW, Budget, turn
 
 CHUNK = 64
 
@@ -14,7 +14,7 @@ CHUNK = 64
 def order(sequences: list[tuple[int, int, int]]) -> list[int]:
     """Arrivals by turn, of (priority, prefix, pending)."""
     ranks = [
-        rank(priority=priority, arrival=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK)
+        turn(priority=priority, arrival=arrival, prefix_len=prefix, pending_len=pending, chunk_tokens=CHUNK).rank
         for arrival, (priority, prefix, pending) in enumerate(sequences)
     ]
     assert len(set(ranks)) == len(ranks)
@@ -32,6 +32,21 @@ def test_a_lower_priority_value_goes_before_less_work_and_that_before_a_longer_p
     assert order([(1, 50, 1), (0, 0, 1000)]) == [1, 0]
     assert order([(0, 5000, 2 * CHUNK), (0, 0, CHUNK)]) == [1, 0]
     assert order([(0, 0, CHUNK), (0, 8, CHUNK), (0, 4, CHUNK)]) == [1, 2, 0]
+
+
+@given(num_steps=st.integers(1, 2000), age_steps=st.integers(0, 10**7))
+def test_waiting_moves_a_long_prompt_up_but_not_before_those_of_one_step(num_steps: int, age_steps: int) -> None:
+    def work(age_steps: int) -> int:
+        pending_len = num_steps * CHUNK
+        aged = turn(
+            priority=0, arrival=0, prefix_len=0, pending_len=pending_len, chunk_tokens=CHUNK, age_steps=age_steps
+        )
+        assert aged.length == num_steps.bit_length()
+        return aged.rank[1]
+
+    assert work(age_steps) <= work(age_steps // 2)
+    assert work(0) == num_steps.bit_length()
+    assert work(2 * num_steps * num_steps) == min(num_steps, 2)
 
 
 @given(prefixes=st.lists(st.integers(0, 500), max_size=4 * WINDOW))

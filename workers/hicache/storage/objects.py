@@ -60,8 +60,11 @@ class Naming:
     weights: str
     """Digest of what the weights are."""
 
-    def namespace(self, ownership: KvOwnership) -> str:
-        """What must be equal for KV to be the same; the name under which the model is served is not part of it."""
+    def namespace(self, ownership: KvOwnership | None = None) -> str:
+        """What must be equal for KV to be the same; the name under which the model is served is not part of it.
+
+        Without an ownership, where the replicas of every ownership leave word of themselves.
+        """
         geometry = self.geometry
         facts = (
             LAYOUT_VERSION,
@@ -69,9 +72,13 @@ class Naming:
             geometry.dtype,
             geometry.page_size,
             (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim),
-            ownership.value,
+            ownership.value if ownership else "any",
         )
         return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
+
+    def mark(self, cut: Cut) -> str:
+        """The name of the object that says that replicas of a cut have stored pages."""
+        return f"{self.namespace()}/cut.{cut.ownership}-cp{cut.cp}-tp{cut.tp}-pp{cut.pp}"
 
     def parts(self, cut: Cut, key: bytes, place: int, heads: range, layers: range) -> Iterator[StoredPart]:
         """The objects that replicas of a cut keep some of these heads and layers of a page in."""

@@ -13,6 +13,7 @@ from cluster.spec.registry import RankRow
 from cluster.spec.tiers import TierPage
 from transfer.layout import heads, layers
 from transfer.plan import make_spans
+from workers.hicache.storage.cuts import KnownCuts
 from workers.hicache.storage.interface import CorruptObjectError, StorageBackend, StorageError
 from workers.hicache.storage.objects import HEADER_BYTES, Cut, Naming, StoredPart, digest_of
 from workers.hicache.storage.throttle import Throttle
@@ -35,7 +36,6 @@ class PageStore:
         backend: StorageBackend,
         naming: Naming,
         row: RankRow,
-        others: Sequence[Cut],
         reads: Throttle,
         writes: Throttle,
     ) -> None:
@@ -44,18 +44,19 @@ class PageStore:
         self._layout = row.layout
         self._writes_heads = row.coords.tp % head_copies(row.geometry.num_kv_heads, row.sizes.tp) == 0
         """Of ranks with the same heads, the first one."""
-        own = Cut.of(row.ownership, row.sizes)
-        self._cuts = [own, *(cut for cut in dict.fromkeys(others) if cut != own)]
+        self._known = KnownCuts(backend, naming, Cut.of(row.ownership, row.sizes))
         self._reads = reads
         self._writes = writes
+        self._is_stopping = False
         self._scratch: dict[int, bytearray] = {}
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
         """Which leading ones of these are there, under any cut."""
         num_found = 0
         try:
+            self._known.look()
             while self._in_time(until_s, failures) and num_found < len(pages):
-                num_more = max(self._count_leading(cut, pages[num_found:]) for cut in self._cuts)
+                num_more = max(self._count_leading(cut, pages[num_found:]) for cut in self._known.cuts)
                 if not num_more:
                     break
                 num_found += num_more
@@ -71,6 +72,10 @@ class PageStore:
         """Write pages, as ``fetch`` reads them."""
         return [self._in_time(until_s, failures) and self._store(page, buffer(page), failures) for page in pages]
 
+    def stop(self) -> None:
+        """From any thread: begin no further page."""
+        self._is_stopping = True
+
     def close(self) -> None:
         """Let go of the backend."""
         self._backend.close()
@@ -83,7 +88,7 @@ class PageStore:
     def _fetch(self, page: TierPage, buffer: memoryview, failures: Counter[str]) -> bool:
         self._reads.wait(len(buffer))
         try:
-            return any(self._read(cut, page, buffer, failures) for cut in self._cuts)
+            return any(self._read(cut, page, buffer, failures) for cut in self._known.cuts)
         except StorageError as error:
             _note(error, failures)
             return False
@@ -117,9 +122,11 @@ class PageStore:
     def _store(self, page: TierPage, buffer: memoryview, failures: Counter[str]) -> bool:
         if not self._writes_heads:
             return True
-        (part,) = self._parts(self._cuts[0], page)
+        (part,) = self._parts(self._known.cuts[0], page)
         try:
-            if self._backend.count_leading([part.name]):
+            self._known.mark()
+            self._known.look()
+            if any(self._count_leading(cut, [page]) for cut in self._known.cuts):
                 return True
             self._writes.wait(len(buffer))
             header = self._naming.header(part, page.key, digest_of(buffer))
@@ -133,7 +140,7 @@ class PageStore:
         return list(self._naming.parts(cut, page.key, page.place, heads(self._layout), layers(self._layout)))
 
     def _in_time(self, until_s: float, failures: Counter[str]) -> bool:
-        is_in_time = time.monotonic() < until_s
+        is_in_time = time.monotonic() < until_s and not self._is_stopping
         failures["late"] += not is_in_time
         return is_in_time
 

@@ -5,24 +5,39 @@ from pathlib import Path
 
 from cluster.spec.config import StorageBackendName, StorageConfig
 from cluster.spec.env import CACHE_DIR
+from cluster.spec.errors import UserError
 from workers.hicache.storage.interface import StorageBackend
 
 
-def make_storage(config: StorageConfig) -> StorageBackend | None:
-    """The backend that a configuration names, if it names one.
+def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
+    """The backend that a configuration names, if it names one; ``host`` is where peers reach this process.
 
     Raises:
         UserError: what it needs is not there.
     """
     maker = MAKERS.get(config.backend)
-    return maker(config) if maker else None
+    return maker(config, host) if maker else None
 
 
-def _files(config: StorageConfig) -> StorageBackend:
+def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder is the same for all
     from workers.hicache.storage.files import FileStorage
 
     folder = Path(config.folder).expanduser() if config.folder else CACHE_DIR.get() / "hicache"
     return FileStorage(folder, int(config.max_gib * (1 << 30)), fsync=config.fsync)
 
 
-MAKERS: dict[StorageBackendName, Callable[[StorageConfig], StorageBackend]] = {StorageBackendName.FILES: _files}
+def _mooncake_store(config: StorageConfig, host: str) -> StorageBackend:
+    try:
+        from workers.hicache.storage.mooncake_store import MooncakeStorage
+    except ImportError as error:
+        raise UserError(
+            f"hicache.storage.backend: mooncake_store cannot be loaded ({error}); it needs the Python package "
+            "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
+        ) from error
+    return MooncakeStorage(host, config.master, int(config.lent_gib * (1 << 30)))
+
+
+MAKERS: dict[StorageBackendName, Callable[[StorageConfig, str], StorageBackend]] = {
+    StorageBackendName.FILES: _files,
+    StorageBackendName.MOONCAKE_STORE: _mooncake_store,
+}

@@ -1,0 +1,50 @@
+"""Who shows no life, and since when. A process that stands still, or is on a lost machine, does not end by itself."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cluster.launch.services import BOOTSTRAP
+from cluster.supervisor import events as words
+from cluster.supervisor.state import Cluster, Member, MemberState, Now, Silence
+
+
+def on_table_seen(cluster: Cluster, event: words.TableSeen, now: Now) -> Cluster:
+    """Replicas that run and are not ready are silent; the bootstrap service is not."""
+    silent = {
+        member.name: _silence(cluster, member, _who(event.silent.get(member.name, ())), now)
+        for member in cluster.members.values()
+        if _is_replica(member)
+        and member.state in (MemberState.RUNNING, MemberState.DRAINING)
+        and (member.name, member.incarnation) not in event.ready
+    }
+    return replace(cluster, silent=silent, draining=event.draining)
+
+
+def on_table_lost(cluster: Cluster, now: Now) -> Cluster:
+    """Nobody can say who shows life, except that the bootstrap service does not."""
+    member = cluster.members[BOOTSTRAP]
+    if member.state is not MemberState.RUNNING:
+        return replace(cluster, silent={})
+    return replace(cluster, silent={BOOTSTRAP: _silence(cluster, member, "it does not answer", now)})
+
+
+def out_of_patience(cluster: Cluster, now: Now) -> list[tuple[Member, str]]:
+    """Members that have been silent for too long, and what is known of it."""
+    late = [
+        (member, silence) for member, silence in cluster.silences() if now.s >= silence.since_s + cluster.patience_s
+    ]
+    return [(member, silence.reason) for member, silence in late]
+
+
+def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence:
+    known = cluster.silent.get(member.name)
+    since_s = known.since_s if known is not None and known.incarnation == member.incarnation else now.s
+    return Silence(member.incarnation, since_s, reason)
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))} shows no life" if ranks else "it is not in the rank table"
+
+
+def _is_replica(member: Member) -> bool:
+    return member.name.startswith(("prefill-", "decode-"))

@@ -1,0 +1,51 @@
+"""Storage that is slow and fails at random, and the worker that uses it instead of files."""
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.spec.config import StorageBackendName, StorageConfig
+from workers.hicache.storage import registry
+from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.interface import StorageError
+from workers.worker import Worker
+
+DELAY_S = 2.0
+
+
+class FaultyStorage(FileStorage):
+    """Every second call fails; of the others every second takes long."""
+
+    _random = random.Random(1)
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        self._suffer()
+        return super().count_leading(names)
+
+    def read(self, name: str, parts: Sequence[memoryview]) -> bool:
+        self._suffer()
+        return super().read(name, parts)
+
+    def write(self, name: str, parts: Sequence[memoryview]) -> None:
+        self._suffer()
+        super().write(name, parts)
+
+    def _suffer(self) -> None:
+        draw = self._random.random()
+        if draw < 0.5:
+            raise StorageError("storage fails at random")
+        if draw < 0.75:
+            time.sleep(DELAY_S)
+
+
+def _faulty(config: StorageConfig, host: str) -> FaultyStorage:  # noqa: ARG001 - as every maker of a backend
+    assert config.folder is not None
+    return FaultyStorage(Path(config.folder), 1 << 30, fsync=False)
+
+
+class WorkerWithFaultyStorage(Worker):
+    """Its module, which only its process imports, puts the backend in place."""
+
+
+registry.MAKERS[StorageBackendName.FILES] = _faulty

@@ -1,0 +1,76 @@
+"""What is left of a GPU for pages: arithmetic, and what the planner expects of known models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.planner.gpu import expected_memory
+from cluster.planner.memory import model_problems, pool_gib
+from cluster.planner.model import ModelFacts, read_model
+from cluster.spec.config import DeployConfig
+from cluster.spec.gpu_memory import GpuMemory
+from cluster.spec.loader import parse_config
+
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+LLAMA_3_70B = LLAMA_3_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+
+
+def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfig, ModelFacts]:
+    (folder / "config.json").write_text(json.dumps(shape))
+    config = parse_config(f"model: {{path: {folder}}}\nresources: {{device: cuda}}\n{text}", "f.yaml")
+    model = read_model(config)
+    assert isinstance(model, ModelFacts)
+    return config, model
+
+
+def test_what_is_left() -> None:
+    memory = GpuMemory(total=100, fraction=0.9, weights=16, activations=2, others=1)
+    assert memory.left == 71
+    assert str(memory) == (
+        "0.9 of 100 GiB of GPU memory, less 16 for weights, 2 for activations and 1 for others, leaves 71"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "weights_gib"), [(LLAMA_3_8B, 1, 14.96), (LLAMA_3_8B, 4, 3.74), (LLAMA_3_70B, 8, 16.4)]
+)
+def test_weights_of_known_models(tmp_path: Path, shape: dict[str, Any], tp: int, weights_gib: float) -> None:
+    config, model = planned(tmp_path, shape, f"prefill: {{parallel: {{tp: {tp}}}}}\ndecode: {{parallel: {{tp: {tp}}}}}")
+    memory = expected_memory(config, config.decode, model)
+    assert memory.weights == pytest.approx(weights_gib, rel=0.01)
+    assert pool_gib(config, config.decode, model) == memory.left > 80
+    assert not model_problems(config, model)
+
+
+def test_what_does_not_fit_is_told_with_the_arithmetic(tmp_path: Path) -> None:
+    config, model = planned(tmp_path, LLAMA_3_70B, "")
+    messages = [str(problem) for problem in model_problems(config, model)]
+    assert len(messages) == 2
+    assert messages[0].startswith(
+        "kv.memory_fraction: a prefill worker does not fit: 0.9 of 139 GiB of GPU memory, less 131 for weights, "
+    )
+
+
+def test_a_pool_that_is_too_large_is_told_too(tmp_path: Path) -> None:
+    config, model = planned(tmp_path, LLAMA_3_8B, "kv: {memory_gib: 120}")
+    message = str(model_problems(config, model)[0])
+    assert message.startswith("kv.memory_gib: a prefill worker does not fit: 0.9 of 139 GiB")
+    assert message.endswith("and 120.0 GiB are wanted for pages")
+    assert pool_gib(config, config.prefill, model) == 120

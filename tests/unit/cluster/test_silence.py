@@ -1,0 +1,101 @@
+"""Whoever shows no life for too long is ended and started again, and nobody else is."""
+
+from cluster.supervisor.events import Action, End, Ended, Start, Started, StopRequested, TableLost, TableSeen, Tick
+from cluster.supervisor.orders import RestartOrder
+from cluster.supervisor.state import Phase
+from tests.fakes.supervised import NAMES, PATIENCE_S, Run
+
+
+def see(run: Run, *quiet: str, ranks: dict[str, tuple[int, ...]] | None = None) -> list[Action]:
+    """A table in which some replicas are not ready."""
+    ready = frozenset((name, run.incarnation(name)) for name in NAMES if name not in quiet)
+    return run.step(TableSeen(ready, frozenset(), ranks or {}))
+
+
+def at(run: Run, now_s: float) -> list[Action]:
+    """What happens when the time has come."""
+    run.now_s = now_s
+    return run.step(Tick())
+
+
+def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
+    run = Run().serve()
+    incarnation = run.incarnation("prefill-0")
+    assert see(run, "prefill-0", ranks={"prefill-0": (1,)}) == []
+    assert run.cluster.next_wake_s() == PATIENCE_S
+    assert at(run, PATIENCE_S - 0.1) == []
+    assert see(run, "prefill-0", ranks={"prefill-0": (1,)}) == [], "silent for as long as before"
+    assert at(run, PATIENCE_S) == [End("prefill-0", incarnation)]
+    assert run.lines == [
+        f"prefill-0: failed, incarnation {incarnation}: rank 1 shows no life, "
+        "for longer than resources.silence_s allows"
+    ]
+    run.step(Ended("prefill-0", incarnation, True))
+    (start,) = at(run, run.now_s + 1.0)
+    assert isinstance(start, Start)
+    assert start.incarnation > incarnation
+
+
+def test_who_shows_life_again_in_time_stays() -> None:
+    run = Run().serve()
+    see(run, "prefill-0")
+    run.now_s = PATIENCE_S - 1.0
+    see(run)
+    assert run.cluster.next_wake_s() is None
+    assert see(run, "prefill-0") == []
+    assert at(run, PATIENCE_S + 1.0) == []
+    assert at(run, 2 * PATIENCE_S - 1.0) == [End("prefill-0", run.incarnation("prefill-0"))]
+
+
+def test_a_new_start_is_not_blamed_for_the_silence_of_the_one_before() -> None:
+    run = Run().serve()
+    see(run, "decode-0")
+    first = run.incarnation("decode-0")
+    at(run, PATIENCE_S)
+    run.step(Ended("decode-0", first, False))
+    at(run, run.now_s + 1.0)
+    run.step(Started("decode-0", run.incarnation("decode-0")))
+    run.step(TableSeen(frozenset({("prefill-0", run.incarnation("prefill-0"))}), frozenset(), {}))
+    assert at(run, run.now_s + PATIENCE_S - 0.1) == []
+
+
+def test_while_the_table_is_away_only_the_bootstrap_service_is_silent() -> None:
+    run = Run().serve()
+    see(run, "prefill-0", "decode-0")
+    run.now_s = 1.0
+    run.step(TableLost())
+    assert at(run, PATIENCE_S + 0.9) == []
+    assert at(run, PATIENCE_S + 1.0) == [End("bootstrap", run.incarnation("bootstrap"))]
+    run.step(TableLost())
+    assert run.cluster.silent == {}, "it is being ended"
+
+
+def test_a_replica_has_time_to_come_back_to_a_new_table() -> None:
+    run = Run().serve()
+    run.step(TableLost())
+    run.now_s = PATIENCE_S - 1.0
+    see(run, "prefill-0", "decode-0")
+    assert at(run, PATIENCE_S + 1.0) == []
+    see(run)
+    assert at(run, 10 * PATIENCE_S) == []
+
+
+def test_a_replica_that_drains_may_not_be_silent_either() -> None:
+    run = Run().serve()
+    run.order(RestartOrder(replicas=()))
+    see(run, "decode-0")
+    assert End("decode-0", run.incarnation("decode-0")) in at(run, PATIENCE_S)
+
+
+def test_nobody_is_ended_for_silence_before_all_is_up_or_when_it_stops() -> None:
+    run = Run()
+    run.step(Tick())
+    run.step(Started("prefill-0", run.incarnation("prefill-0")))
+    see(run, "prefill-0")
+    assert run.cluster.next_wake_s() is None
+    assert at(run, 10 * PATIENCE_S) == []
+    run = Run().serve()
+    see(run, "prefill-0")
+    run.step(StopRequested("SIGINT"))
+    assert at(run, 10 * PATIENCE_S) == []
+    assert run.cluster.phase is Phase.DRAINING

@@ -1,0 +1,26 @@
+"""The header that asks for a DP rank: read where some side has such a rank, refused in words elsewhere."""
+
+import pytest
+from starlette.requests import Request
+
+from cluster.spec.config import DeployConfig
+from router.api.dp_rank import dp_rank_of
+from router.api.errors import ApiError
+
+CONFIG = DeployConfig.model_validate({"prefill": {"parallel": {"dp": 2}}, "decode": {"parallel": {"dp": 4}}})
+
+
+def request(value: str | None) -> Request:
+    headers = [] if value is None else [(b"x-data-parallel-rank", value.encode())]
+    return Request({"type": "http", "headers": headers})
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), ("0", 0), ("3", 3)])
+def test_a_rank_of_either_side_is_taken(value: str | None, expected: int | None) -> None:
+    assert dp_rank_of(request(value), CONFIG) == expected
+
+
+@pytest.mark.parametrize("value", ["4", "-1", "one", ""])
+def test_what_is_no_rank_is_refused_with_what_is_allowed(value: str) -> None:
+    with pytest.raises(ApiError, match=f"X-data-parallel-rank: got '{value}'; allowed: 0 to 3"):
+        dp_rank_of(request(value), CONFIG)

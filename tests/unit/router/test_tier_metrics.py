@@ -1,0 +1,74 @@
+"""The metrics of tiers, from what a leader's heartbeat says of its ranks."""
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from cluster.spec.ids import Incarnation
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.tiers import MoveKind, PagesMoved, TierState
+from router.tier_metrics import tier_metrics
+from tests.fakes.paged_ranks import row
+from workers.hicache.tally import Tally
+
+
+class _Fixed(Collector):
+    def __init__(self, snapshot: TableSnapshot | None) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> list[Metric]:
+        return list(tier_metrics(self._snapshot))
+
+
+def exposition(snapshot: TableSnapshot | None) -> list[str]:
+    registry = CollectorRegistry()
+    registry.register(_Fixed(snapshot))
+    return generate_latest(registry).decode().splitlines()
+
+
+def snapshot_of(tiers: TierState | None) -> TableSnapshot:
+    rows = tuple(row(Role.PREFILL, rank, 2, num_pages=1) for rank in range(2))
+    entry = ReplicaEntry(
+        replica=rows[0].replica,
+        role=Role.PREFILL,
+        incarnation=Incarnation(1),
+        ready=True,
+        rows=rows,
+        load=ReplicaLoad(tiers=tiers),
+    )
+    return TableSnapshot(version=1, replicas=(entry,), reaped={})
+
+
+def test_every_rank_has_its_own_lines() -> None:
+    tally = Tally()
+    for rank, num_bytes in ((1, 100), (1, 50), (0, 7)):
+        failures = {"corrupt": 1} if rank else {}
+        answer = PagesMoved(number=1, global_rank=rank, done=[], num_bytes=num_bytes, failures=failures)
+        tally.add(MoveKind.FETCH, answer)
+    state = TierState(
+        host_pages=8,
+        used_host_pages=3,
+        num_evicted=1,
+        num_lost=2,
+        num_late=4,
+        num_waiting=5,
+        is_attached=True,
+        num_opened=6,
+        work=tally.work,
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=TierState) == state
+    lines = exposition(snapshot_of(state))
+    ranks = 'cp_rank="1",cp_size="2",order="fetch",pp_rank="0",pp_size="1",replica="prefill-0",tp_rank="0",tp_size="1"'
+    assert f"baton_tier_bytes_total{{{ranks}}} 150.0" in lines
+    assert f"baton_tier_orders_total{{{ranks}}} 2.0" in lines
+    assert f'baton_tier_failures_total{{{ranks},why="corrupt"}} 2.0' in lines
+    assert 'baton_host_pages{replica="prefill-0"} 8.0' in lines
+    assert 'baton_storage_attached{replica="prefill-0"} 1.0' in lines
+    assert 'baton_tier_lost_pages_total{replica="prefill-0"} 2.0' in lines
+
+
+def test_replicas_without_tiers_have_no_lines() -> None:
+    for snapshot in (None, snapshot_of(None)):
+        assert not [line for line in exposition(snapshot) if not line.startswith("#")]

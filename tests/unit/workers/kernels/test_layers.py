@@ -1,0 +1,53 @@
+"""Whole models with every kernel in its place against the same in plain torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.strategy import Strategy
+from tests.fakes.checkpoints import make_checkpoint
+from workers import kernel_devices
+from workers.attention.interface import AttentionBackend
+from workers.attention.torch_backend import TorchAttention
+from workers.attention.triton.backend import TritonAttention
+from workers.cache.page_pool import PagePool
+from workers.engine.attention_context import CpExchange
+from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.contexts import make_context
+from workers.engine.weights import load_model
+from workers.models.decoder import DecoderModel
+from workers.parallel.collectives import Communicator
+
+PAGE_SIZE = 16
+
+
+def hidden_states(model: DecoderModel, backend: AttentionBackend) -> Tensor:
+    """Of a prompt in two chunks, and of another's first token beside the second."""
+    config = model.config
+    pool = PagePool(4, config.num_kv_heads, config.num_layers, PAGE_SIZE, config.head_dim, torch.float32)
+    exchange = CpExchange(Communicator("cp"))
+    outs = []
+    for rows in ([(range(3, 24), 0, [2, 0])], [(range(30, 36), 21, [2, 0]), ([7], 0, [3])]):
+        batch = build_step_batch(
+            [BatchRow(tokens, prefix, pages, sampled=True, scored=True) for tokens, prefix, pages in rows],
+            Strategy.NONE,
+            cp=1,
+            cp_rank=0,
+            page_size=PAGE_SIZE,
+            trash_slot=pool.trash_slot,
+            device=torch.device("cpu"),
+        )
+        outs.append(model(batch.token_ids, batch.positions, make_context(batch, None, pool, backend, exchange)))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+def test_hidden_states(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(make_checkpoint(tmp_path, family))
+    with torch.inference_mode():
+        expected = hidden_states(model, TorchAttention())
+        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", {"cpu"})
+        found = hidden_states(model, TritonAttention())
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,229 @@
+"""Several DP ranks behind one leader: who gets a request, what is one step, and which word goes where."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.kv import KvGeometry
+from cluster.spec.messages import (
+    Cancel,
+    FollowPages,
+    Message,
+    PageNews,
+    Peer,
+    Resume,
+    Row,
+    StepPlan,
+    StepResult,
+    Submit,
+    Ticket,
+)
+from cluster.spec.registry import ReplicaLoad
+from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.strategy import DpPolicy, Passing, Strategy
+from workers.context_parallel.shard_lens import Extend, lens_of
+from workers.context_parallel.shard_plan import make_shard_plan
+from workers.scheduler.replica_leader import ReplicaLeader
+
+PEER = Peer(replica=ReplicaId("decode-0"), incarnation=Incarnation(1), address="here")
+
+
+@dataclass
+class FakeLeader:
+    """Remembers what it is told, and plans what is put into ``plans``."""
+
+    outgoing: list[tuple[str, Message]] = field(default_factory=list)
+    got: list[Message] = field(default_factory=list)
+    plans: list[StepPlan] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+
+    def on_message(self, message: Message, now_s: float) -> None:
+        del now_s
+        self.got.append(message)
+        if isinstance(message, FollowPages):
+            self.outgoing += [(message.router.address, _news(number)) for number in (0, 1)]
+
+    def tick(self, now_s: float) -> None: ...
+
+    def has_work(self) -> bool:
+        return bool(self.plans)
+
+    def next_deadline_s(self) -> float | None:
+        return None
+
+    def next_plan(self) -> StepPlan | None:
+        return self.plans.pop(0) if self.plans else None
+
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
+        del sampled, now_s
+        self.committed.append(plan.step)
+
+    def load(self) -> ReplicaLoad:
+        submits = [message for message in self.got if isinstance(message, Submit)]
+        num_tokens = sum(len(submit.prompt_ids) for submit in submits)
+        return ReplicaLoad(num_running=len(submits), num_tokens=num_tokens, free_pages=1, total_pages=2)
+
+    def is_idle(self) -> bool:
+        return not self.plans
+
+    def check_integrity(self) -> None: ...
+
+
+def leader_of(dp: int, **settings: Any) -> tuple[ReplicaLeader, list[FakeLeader]]:
+    leaders = [FakeLeader() for _ in range(dp)]
+    return ReplicaLeader(leaders, **settings), leaders
+
+
+def submit(room: int, prompt_len: int = 1, dp_rank: int | None = None) -> Submit:
+    return Submit(
+        room=Room(room),
+        prompt_ids=[1] * prompt_len,
+        sampling=Sampling(),
+        stopping=Stopping(max_tokens=1),
+        prefill=PEER,
+        decode=PEER,
+        router=PEER,
+        dp_rank=dp_rank,
+    )
+
+
+def ticket(room: int, wanted: int | None = None) -> Ticket:
+    geometry = KvGeometry(model="m", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
+    return Ticket(
+        room=Room(room),
+        generation=1,
+        decode=PEER,
+        prefill_incarnation=Incarnation(1),
+        pages=[[]],
+        held_pages=0,
+        geometry=geometry,
+        wanted_dp_rank=wanted,
+    )
+
+
+def plan_of(step: int, *lens: int, samples: bool = True) -> StepPlan:
+    rows = [
+        Row(room=Room(i), first_position=0, token_ids=[1] * n, new_pages=[], samples=samples, output_position=0)
+        for i, n in enumerate(lens)
+    ]
+    return StepPlan(step=step, strategy=Strategy.CONTIGUOUS, admits=[], rows=rows, releases=[])
+
+
+def _news(number: int) -> PageNews:
+    return PageNews(replica=ReplicaId("x"), incarnation=Incarnation(1), number=number, stored=[], removed=[])
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "expected"),
+    [
+        (DpPolicy.LEAST_TOKENS, [9, 2, 3, 1], [[0], [1, 2, 3]]),
+        (DpPolicy.LEAST_REQUESTS, [9, 2, 3, 1], [[0, 2], [1, 3]]),
+        (DpPolicy.FOLLOW_ROOM, [9, 2, 3, 1], [[0, 2], [1, 3]]),
+    ],
+)
+def test_requests_go_where_the_policy_says(policy: DpPolicy, lengths: list[int], expected: list[list[int]]) -> None:
+    replica, leaders = leader_of(2, policy=policy)
+    for room, length in enumerate(lengths):
+        replica.on_message(submit(room, length), 0.0)
+    assert [[message.room for message in leader.got if isinstance(message, Submit)] for leader in leaders] == expected
+
+
+@pytest.mark.parametrize("policy", DpPolicy)
+def test_a_request_goes_where_it_asks_and_nowhere_else_where_there_is_such_a_rank(policy: DpPolicy) -> None:
+    replica, leaders = leader_of(2, policy=policy)
+    replica.on_message(submit(4, dp_rank=1), 0.0)
+    assert leaders[1].got == [submit(4, dp_rank=1)]
+    alone, (only,) = leader_of(1, policy=policy)
+    alone.on_message(submit(4, dp_rank=1), 0.0)
+    assert len(only.got) == 1
+
+
+@pytest.mark.parametrize("first", [ticket(7), ticket(7, wanted=1), Cancel(room=Room(7), incarnation=Incarnation(1))])
+def test_everything_of_a_room_meets_in_one_place_whatever_comes_first(first: Message) -> None:
+    replica, leaders = leader_of(3)
+    replica.on_message(first, 0.0)
+    replica.on_message(submit(7, dp_rank=1 if getattr(first, "wanted_dp_rank", None) else None), 0.0)
+    assert sorted(len(leader.got) for leader in leaders) == [0, 0, 2]
+
+
+def test_another_choice_goes_where_the_pages_of_its_prompt_are() -> None:
+    replica, leaders = leader_of(2)
+    replica.on_message(submit(3, prompt_len=9), 0.0)
+    other = replace(submit(5), prompt_of=Room(3))
+    replica.on_message(other, 0.0)
+    replica.on_message(Cancel(room=Room(5), incarnation=Incarnation(1)), 0.0)
+    assert [len(leader.got) for leader in leaders] == [3, 0]
+
+
+def test_what_is_of_no_room_goes_to_all() -> None:
+    replica, leaders = leader_of(2)
+    replica.on_message(Resume(), 0.0)
+    assert [leader.got for leader in leaders] == [[Resume()]] * 2
+    assert (replica.load().free_pages, replica.load().total_pages) == (2, 4)
+
+
+def test_a_router_sees_one_stream_of_news() -> None:
+    replica, leaders = leader_of(2)
+    for _ in range(2):
+        replica.on_message(FollowPages(router=PEER, incarnation=Incarnation(1)), 0.0)
+        numbers = [message.number for _, message in replica.take_outgoing() if isinstance(message, PageNews)]
+        assert numbers == [0, 1, 2, 3]
+    leaders[1].outgoing.append(("here", _news(2)))
+    (_, news), *_ = replica.take_outgoing()
+    assert isinstance(news, PageNews)
+    assert news.number == 4
+
+
+def test_a_rank_with_nothing_to_do_takes_part_and_all_know_all_lengths() -> None:
+    replica, leaders = leader_of(2, cp=2)
+    leaders[1].plans = [plan_of(1, 5)]
+    idle, busy = replica.next_plans()
+    assert (idle.rows, busy.step) == ([], 1)
+    assert idle.shard_lens == busy.shard_lens == [0, 0, 3, 2]
+    assert idle.last_shard_lens == busy.last_shard_lens == [0, 0, 0, 1]
+    assert replica.next_plans() == []
+
+
+def test_no_step_begins_before_all_ranks_of_the_last_one_have_told_its_outcome() -> None:
+    replica, leaders = leader_of(2)
+    for leader in leaders:
+        leader.plans = [plan_of(1, 1), plan_of(2, 1)]
+    assert len(replica.next_plans()) == 2
+    replica.commit(0, {}, 0.0)
+    assert not replica.has_work()
+    replica.on_message(StepResult(step=1, dp_rank=1, sampled={}), 0.0)
+    assert [leader.committed for leader in leaders] == [[1], [1]]
+    assert [plan.step for plan in replica.next_plans()] == [2, 2]
+
+
+def test_stages_have_several_steps_under_way_which_end_in_order() -> None:
+    replica, (leader,) = leader_of(1, depth=2)
+    leader.plans = [plan_of(step, 1) for step in (1, 2, 3)]
+    assert [bool(replica.next_plans()) for _ in range(3)] == [True, True, False]
+    replica.commit(0, {}, 0.0)
+    assert leader.committed == [1]
+    assert replica.has_work()
+
+
+@given(
+    rows=st.lists(st.builds(Extend, st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=4),
+    strategy=st.sampled_from(Strategy),
+    passing=st.sampled_from([None, *Passing]),
+    cp=st.integers(1, 4),
+)
+def test_lengths_are_those_that_ranks_derive(
+    rows: list[Extend], strategy: Strategy, passing: Passing | None, cp: int
+) -> None:
+    lens = lens_of(rows, strategy, passing, cp)
+    plan = make_shard_plan(strategy, [row.extend_len for row in rows], [row.prefix_len for row in rows], cp)
+    assert lens.every == plan.lens
+    if passing is not Passing.PASS_Q:
+        copies = cp if plan.replicated else 1
+        assert sum(lens.last) == copies * sum(row.samples for row in rows)
+        assert all(last <= every for every, last in zip(*lens, strict=True))

@@ -1,0 +1,36 @@
+"""Pages on their way through host memory: each in its place, and no other touched."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.cache.page_pool import PagePool
+from workers.cache.staging import Staging
+
+
+def make_staging() -> tuple[PagePool, torch.Tensor, Staging]:
+    pool = PagePool(5, 2, 3, 4, 8, torch.bfloat16)
+    pool.data.copy_(torch.randn(pool.data.shape))
+    host = torch.zeros(6 * pool.page_bytes + 100, dtype=torch.uint8)
+    return pool, host, Staging(pool, memoryview(host.numpy()))
+
+
+@given(st.lists(st.integers(0, 4), unique=True))
+def test_pages_go_out(pages: list[int]) -> None:
+    pool, host, staging = make_staging()
+    staging.put_out(pages, staging.mark())
+    by_page = host[: 6 * pool.page_bytes].view(torch.bfloat16).view(pool.data.shape)
+    for page in range(6):
+        expected = pool.data[page] if page in pages else torch.zeros_like(pool.data[page])
+        assert torch.equal(by_page[page], expected)
+
+
+@given(st.lists(st.integers(0, 4), unique=True))
+def test_pages_come_in(pages: list[int]) -> None:
+    pool, host, staging = make_staging()
+    before = pool.data.clone()
+    host.fill_(1)
+    staging.take_in(pages)
+    for page in range(6):
+        expected = torch.ones(pool.page_bytes, dtype=torch.uint8).view(torch.bfloat16).view(before[0].shape)
+        assert torch.equal(pool.data[page], expected if page in pages else before[page])

@@ -1,0 +1,54 @@
+"""Host memory in the shape of a GPU's pool, through which pages travel: peers read from and write to this.
+
+A page has the same place in both. It goes out only after it was written, and comes in before anything reads it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.cache.page_pool import PagePool
+
+
+class Staging:
+    """The pages of one pool and their like in host memory, which is pinned where the pool is on a GPU."""
+
+    def __init__(self, pool: PagePool, host: memoryview) -> None:
+        """``host`` has at least the bytes of the pool."""
+        self._pages = pool.data.view(len(pool.data), -1).view(torch.uint8)
+        flat = torch.frombuffer(host, dtype=torch.uint8)
+        self._host = flat[: self._pages.numel()].view(self._pages.shape)
+        self._stream: torch.cuda.Stream | None = None
+        if self._pages.is_cuda:
+            _pin(self._host)
+            self._stream = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event | None:
+        """On the computing thread: a moment after everything that was started so far."""
+        return torch.cuda.current_stream(self._pages.device).record_event() if self._stream is not None else None
+
+    def put_out(self, pages: Sequence[int], written: torch.cuda.Event | None) -> None:
+        """On any one thread: copy pages to the host once ``written`` has come; they are there on return."""
+        if self._stream is None:
+            self._copy(self._host, self._pages, pages)
+            return
+        assert written is not None, "a GPU's pages without the moment in which they were written"
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(written)
+            self._copy(self._host, self._pages, pages)
+        self._stream.synchronize()
+
+    def take_in(self, pages: Sequence[int]) -> None:
+        """On the computing thread: copy pages from the host, before what is started from now on."""
+        self._copy(self._pages, self._host, pages)
+
+    @staticmethod
+    def _copy(target: torch.Tensor, source: torch.Tensor, pages: Sequence[int]) -> None:
+        for page in pages:
+            target[page].copy_(source[page], non_blocking=True)
+
+
+def _pin(host: torch.Tensor) -> None:
+    """Let the GPU copy by itself; RuntimeError where the system does not allow so much."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), host.numel(), 0)))

@@ -1,0 +1,58 @@
+"""How many tokens every attention shard has in a step, so that shards can bring them together. Pure."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from cluster.spec.messages import StepPlan
+from cluster.spec.strategy import Passing, Strategy
+from workers.context_parallel.shard_plan import make_shard_plan
+
+
+class ShardLens(NamedTuple):
+    """By CP rank, or of a stage by dp * cp_size + cp."""
+
+    every: tuple[int, ...]
+    """In every layer but the last."""
+    last: tuple[int, ...]
+    """In the last layer, where tokens that nobody samples have no query."""
+
+
+class Extend(NamedTuple):
+    """One row of a step."""
+
+    extend_len: int
+    prefix_len: int
+    samples: bool
+    scored: bool = False
+    """Final hidden states of all its tokens are wanted."""
+
+
+def lens_of(rows: Sequence[Extend], strategy: Strategy, passing: Passing | None, cp: int) -> ShardLens:
+    """Of the CP ranks of one DP rank; ranks that compute the same tokens count them each."""
+    plan = make_shard_plan(strategy, [row.extend_len for row in rows], [row.prefix_len for row in rows], cp)
+    if passing is Passing.PASS_Q or any(row.scored for row in rows):
+        return ShardLens(plan.lens, plan.lens)
+    last = [plan.owner(plan.last_token(number)).cp_rank for number, row in enumerate(rows) if row.samples]
+    counts = [len(last)] * cp if plan.replicated else [last.count(cp_rank) for cp_rank in range(cp)]
+    return ShardLens(plan.lens, tuple(counts))
+
+
+def with_shard_lens(plans: Sequence[StepPlan], cp: int) -> list[StepPlan]:
+    """The plans of one step, by DP rank, with what each must know of the others; unchanged where there is one."""
+    if len(plans) == 1:
+        return list(plans)
+    lens = [_lens_of_plan(plan, cp) for plan in plans]
+    every, last = ([count for of_rank in counts for count in of_rank] for counts in zip(*lens, strict=True))
+    return [replace(plan, shard_lens=every, last_shard_lens=last) for plan in plans]
+
+
+def idle_plan() -> StepPlan:
+    """For a DP rank that only takes part in what others compute."""
+    return StepPlan(step=0, strategy=Strategy.NONE, admits=[], rows=[], releases=[])
+
+
+def _lens_of_plan(plan: StepPlan, cp: int) -> ShardLens:
+    rows = [Extend(len(row.token_ids), row.first_position, row.samples, bool(row.targets)) for row in plan.rows]
+    return lens_of(rows, plan.strategy, plan.passing, cp)

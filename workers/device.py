@@ -1,0 +1,27 @@
+"""The device that a worker computes on: finding it, and how much of its memory the page pool can have."""
+
+import torch
+
+from cluster.spec.config import Device
+from cluster.spec.errors import UserError
+
+
+def open_device(device: Device) -> torch.device:
+    """The CPU, or this process's first GPU, which becomes its current one.
+
+    Raises:
+        UserError: torch sees no GPU.
+    """
+    if device is Device.CPU:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        build = "has no CUDA" if torch.version.cuda is None else f"is for CUDA {torch.version.cuda} and sees no GPU"
+        raise UserError(f"resources.device: got cuda, but torch {torch.__version__} {build}; allowed here: cpu")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was started on a GPU; a CPU is never ahead."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,30 @@
+"""Counts what ranks have made of their orders."""
+
+from collections import Counter
+
+from cluster.spec.tiers import MoveKind, PagesMoved, RankWork
+
+
+class Tally:
+    """One replica's."""
+
+    def __init__(self) -> None:
+        self._work: dict[tuple[MoveKind, int], RankWork] = {}
+
+    def add(self, kind: MoveKind, answer: PagesMoved) -> None:
+        """A rank has answered an order."""
+        key = kind, answer.global_rank
+        before = self._work.get(key, RankWork(kind=kind, global_rank=answer.global_rank))
+        self._work[key] = RankWork(
+            kind=kind,
+            global_rank=answer.global_rank,
+            num_orders=before.num_orders + 1,
+            num_bytes=before.num_bytes + answer.num_bytes,
+            busy_s=before.busy_s + answer.busy_s,
+            failures=dict(Counter(before.failures) + Counter(answer.failures)),
+        )
+
+    @property
+    def work(self) -> tuple[RankWork, ...]:
+        """Of all ranks and kinds that there were orders of."""
+        return tuple(self._work.values())

@@ -1,0 +1,58 @@
+"""Collectives of tensors that are not where a backend wants them: counts over NCCL, or a GPU's tensors over TCP."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from workers.parallel.collectives import Backend, Work
+
+
+class MovedBackend:
+    """Copies tensors to the device of a backend, and what arrives back; those that are there go as they are."""
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self.in_background = backend.in_background
+        self._backend, self._device = backend, device
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+        return self._into(output, lambda there: self._backend._allgather_base(there, tensor.to(self._device)))
+
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        return self._in_place(tensor, self._backend.allreduce)
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        return self._in_place(tensor, lambda there: self._backend.broadcast(there, root))
+
+    def barrier(self) -> Work:
+        return self._backend.barrier()
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
+        return self._into(output, lambda there: self._backend.shift(there, tensor.to(self._device), distance))
+
+    def leave(self) -> None:
+        self._backend.leave()
+
+    def _into(self, output: Tensor, begin: Callable[[Tensor], Work]) -> Work:
+        if output.device.type == self._device.type:
+            return begin(output)
+        there = torch.empty_like(output, device=self._device)
+        return _Arriving(begin(there), there, output)
+
+    def _in_place(self, tensor: Tensor, begin: Callable[[Tensor], Work]) -> Work:
+        if tensor.device.type == self._device.type:
+            return begin(tensor)
+        there = tensor.to(self._device)
+        return _Arriving(begin(there), there, tensor)
+
+
+class _Arriving:
+    """A work on a copy, which ends in the tensor itself."""
+
+    def __init__(self, work: Work, there: Tensor, tensor: Tensor) -> None:
+        self._work, self._there, self._tensor = work, there, tensor
+
+    def wait(self) -> bool:
+        done = self._work.wait()
+        self._tensor.copy_(self._there)
+        return done
