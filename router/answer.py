@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Peer
+from router.flight import Pair
 from router.stream import Stream
 
 
@@ -18,25 +18,31 @@ class Answer:
         self._enough = enough
         self._leave = leave
         self._rooms: list[Room] = []
-        self._prefills: dict[str, None] = {}
-        self._decodes: dict[str, None] = {}
+        self._pairs: dict[Room, Pair] = {}
         self._timeline: dict[str, str] = {}
         self.stream = Stream(num_choices)
 
-    def add(self, room: Room, prefill: Peer | None, decode: Peer, *, timed: bool = False) -> None:
-        """The next choice is in this room."""
+    def add(self, room: Room, *, timed: bool = False) -> None:
+        """The request of the next choice has this name."""
         self._rooms.append(room)
-        if prefill is not None:
-            self._prefills[prefill.replica] = None
-        self._decodes[decode.replica] = None
         if timed:
             self._timeline = {"x-baton-timeline": f"/timelines/{room}"}
+
+    def place(self, room: Room, pair: Pair) -> None:
+        """A request is now computed there."""
+        self._pairs[room] = pair
+
+    @property
+    def is_timed(self) -> bool:
+        """Its requests are."""
+        return bool(self._timeline)
 
     @property
     def headers(self) -> dict[str, str]:
         """Which replicas answer, and where the timeline will be if there is to be one."""
-        replicas = {"x-baton-prefill": ", ".join(self._prefills), "x-baton-decode": ", ".join(self._decodes)}
-        return replicas | self._timeline
+        prefills = dict.fromkeys(pair.prefill.replica for pair in self._pairs.values() if pair.prefill is not None)
+        decodes = dict.fromkeys(pair.decode.replica for pair in self._pairs.values())
+        return {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)} | self._timeline
 
     def enough(self, index: int) -> None:
         """A choice is complete before the model ended it."""

@@ -1,7 +1,7 @@
 """Why a request got no answer, or no whole one."""
 
 from cluster.spec.errors import BatonError
-from router.flight import Cause
+from router.actions import Cause
 
 
 class NotReadyError(BatonError):

@@ -1,21 +1,24 @@
-"""One open request: its stages and legal moves, and what ``router.dispatch`` asks to be done about it."""
+"""One open request: what is asked, its stages and legal moves, and its attempts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum
 
-from cluster.spec.ids import Room
+import msgspec
+
+from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Moves
-from cluster.spec.messages import Cancel, Output, Peer, Submit
-from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
-from cluster.spec.tiers import CachedTokens
+from cluster.spec.messages import Output, Peer, Submit
+from cluster.spec.sampling import Sampling, Stopping
 
 
 class Stage(Enum):
     """Where an open request stands."""
 
+    BETWEEN = "between"
+    """No attempt is under way: the last one failed, and the next one waits for its time."""
     WAITING = "waiting"
-    """Both legs have the Submit; no token came yet."""
+    """Both legs of an attempt have the Submit; no token of it came yet."""
     STREAMING = "streaming"
     """The decode leg sends tokens; the prefill leg is done."""
     FINISHED = "finished"
@@ -30,67 +33,13 @@ ENDS = frozenset({Stage.FINISHED, Stage.FAILED, Stage.CANCELLED})
 """Stages of a request that is not open any more."""
 
 MOVES: Moves[Stage] = {
-    Stage.WAITING: ENDS | {Stage.STREAMING},
-    Stage.STREAMING: ENDS,
+    Stage.BETWEEN: ENDS | {Stage.WAITING},
+    Stage.WAITING: ENDS | {Stage.STREAMING, Stage.BETWEEN},
+    Stage.STREAMING: ENDS | {Stage.BETWEEN},
     Stage.FINISHED: frozenset(),
     Stage.FAILED: frozenset(),
     Stage.CANCELLED: frozenset(),
 }
-
-
-class Cause(StrEnum):
-    """Why a request failed."""
-
-    REFUSED = "refused"
-    """A leg cannot do it; another attempt would fail too."""
-    REPLICA_FAILED = "replica_failed"
-    """A leg failed; another attempt may succeed."""
-    REPLICA_LOST = "replica_lost"
-    """A leg's replica is gone."""
-    TIMED_OUT = "timed_out"
-    """The request's deadline passed."""
-    STOPPED = "stopped"
-    """The router stops."""
-    SLOW_READER = "slow_reader"
-    """The client left too much of its stream unread."""
-    BROKEN_OUTPUT = "broken_output"
-    """The tokens that came are not one answer: one is missing, or there are too many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """Send a message."""
-
-    address: str
-    message: Submit | Cancel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
-    """Give tokens to the client."""
-
-    room: Room
-    token_ids: list[int]
-    finish: FinishReason | None
-    """Set with the last tokens."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of every token, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of every token of the prompt but the first, where they were asked for; with the first tokens."""
-    cached: CachedTokens = field(default_factory=CachedTokens)
-    """Set with the first tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """Tell the client that there will be no (more) answer."""
-
-    room: Room
-    cause: Cause
-    reason: str
-
-
-Action = Send | Emit | Fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,44 +65,130 @@ class Ask:
     """Another choice of the prompt before it, which alone is sent to prefill."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Flight:
-    """One open request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The replicas that an attempt runs on."""
 
-    room: Room
     prefill: Peer | None
+    """None where decode computes what it does not have of the prompt."""
     decode: Peer
-    prompt_len: int
-    """Prompt tokens that decode keeps for it alone."""
-    prefill_len: int
-    """Prompt tokens that prefill is expected to compute."""
-    max_tokens: int
-    has_logprobs: bool
-    """Every token must come with them."""
-    deadline_s: float
-    stage: Stage = Stage.WAITING
-    num_received: int = 0
-    """Tokens given to the client."""
+    cached_tokens: int = 0
+    """Of the prompt, that prefill is not expected to compute."""
 
     @property
     def legs(self) -> list[Peer]:
-        """The replicas that work on it."""
+        """Those that work; decode is the last one."""
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
+
+Pick = Callable[[Ask, Room, frozenset[Peer], float], Pair | None]
+"""(request, room of the attempt, those to avoid if others are ready, clock time) -> None if a role has no replica."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try of a request, in a room of its own."""
+
+    room: Room
+    pair: Pair
+    prefill_len: int
+    """Tokens that prefill is expected to compute."""
+    decode_len: int
+    """The most tokens that decode keeps for it alone."""
+    prompt_of: Room | None = None
+    """The attempt of another choice, on the same decode replica, that brings the prompt."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """One open request, and the attempt that is under way."""
+
+    room: Room
+    """Its name, and the room of its first attempt."""
+    ask: Ask
+    deadline_s: float
+    stage: Stage = Stage.BETWEEN
+    attempt: Attempt | None = None
+    given: list[int] = field(default_factory=list)
+    """Tokens that the client has been given."""
+    avoided: set[Peer] = field(default_factory=set)
+    """Replicas that have failed it."""
+    num_retries: int = 0
+    """Attempts after the first one."""
+    due_s: float = 0.0
+    """While BETWEEN: when the next attempt is made."""
+    reason: str = ""
+    """Why the last attempt failed."""
+
     @property
-    def decode_tokens(self) -> int:
-        """The longest that prompt and answer can become."""
-        return self.prompt_len + self.max_tokens
+    def legs(self) -> list[Peer]:
+        """The replicas of the attempt under way."""
+        return self.attempt.pair.legs if self.attempt is not None else []
+
+    @property
+    def awaited(self) -> list[Peer]:
+        """Those of them that have not done their part."""
+        return self.legs if self.stage is Stage.WAITING else self.legs[-1:]
+
+    @property
+    def awaits(self) -> str:
+        """What has to come next, and from whom."""
+        if self.attempt is None:
+            return f"waited to be tried again after {self.reason}"
+        names = " and ".join(peer.replica for peer in self.awaited)
+        return f"waited for token {len(self.given)} from {names}"
+
+    def leg(self, replica: ReplicaId, incarnation: Incarnation) -> Peer | None:
+        """The one of the legs that is this start of a replica."""
+        return next((leg for leg in self.legs if (leg.replica, leg.incarnation) == (replica, incarnation)), None)
+
+    @property
+    def wake_at_s(self) -> float:
+        """When time alone changes something."""
+        return min(self.due_s, self.deadline_s) if self.stage is Stage.BETWEEN else self.deadline_s
+
+    def begin(self, room: Room, pair: Pair, prompt_of: Room | None = None) -> Attempt:
+        """The next attempt: prefill computes prompt and given tokens, but for what is cached."""
+        prompt_len = len(self.ask.prompt_ids)
+        self.attempt = Attempt(
+            room=room,
+            pair=pair,
+            prefill_len=prompt_len + len(self.given) - pair.cached_tokens,
+            decode_len=self.ask.stopping.max_tokens + (0 if prompt_of is not None else prompt_len),
+            prompt_of=prompt_of,
+        )
+        return self.attempt
+
+    def submit(self, attempt: Attempt, router: Peer) -> Submit:
+        """What the legs of an attempt get."""
+        ask, sampling = self.ask, self.ask.sampling
+        if self.given:  # with the first of which the client has those of the prompt
+            sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
+        return Submit(
+            room=attempt.room,
+            prompt_ids=[*ask.prompt_ids, *self.given] if self.given else ask.prompt_ids,
+            num_given=len(self.given),
+            sampling=sampling,
+            stopping=ask.stopping,
+            prefill=attempt.pair.prefill,
+            decode=attempt.pair.decode,
+            router=router,
+            prompt_of=attempt.prompt_of,
+            cache_salt=ask.cache_salt,
+            priority=ask.priority,
+            timed=ask.timed,
+            dp_rank=ask.dp_rank,
+        )
 
     def problem(self, output: Output) -> str | None:
         """Why these tokens cannot follow the ones before; None when they can."""
-        end = output.first_index + len(output.token_ids)
-        if output.first_index > self.num_received:
-            return f"output {self.num_received} is missing; {output.first_index} came next"
-        if end > self.max_tokens:
-            return f"{end} tokens came, {self.max_tokens} were asked for"
-        if output.finish is not None and end < self.num_received:
-            return f"the answer ended at {end} tokens, but {self.num_received} came before"
-        if self.has_logprobs and len(output.logprobs) != len(output.token_ids):
+        end, max_tokens = output.first_index + len(output.token_ids), self.ask.stopping.max_tokens
+        if output.first_index > len(self.given):
+            return f"output {len(self.given)} is missing; {output.first_index} came next"
+        if end > max_tokens:
+            return f"{end} tokens came, {max_tokens} were asked for"
+        if output.finish is not None and end < len(self.given):
+            return f"the answer ended at {end} tokens, but {len(self.given)} came before"
+        if self.ask.sampling.num_logprobs is not None and len(output.logprobs) != len(output.token_ids):
             return f"{len(output.token_ids)} tokens came with log-probabilities of {len(output.logprobs)}"
         return None

@@ -1,14 +1,17 @@
 """What Prometheus may read of one router."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.spec.clock import Clock
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import CachedTokens, Tier
+from router.breaker import BreakerState
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.flight import ENDS
@@ -18,6 +21,17 @@ from router.tier_metrics import tier_metrics
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Parts of a router that count for themselves."""
+
+    dispatch: Dispatch
+    directory: Directory
+    gate: Gate
+    pages: PageIndex
+    clock: Clock
 
 
 class Metrics:
@@ -63,9 +77,9 @@ class Metrics:
         for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
             self._cached_by_tier.labels(tier).inc(count)
 
-    def watch(self, dispatch: Dispatch, directory: Directory, gate: Gate, pages: PageIndex) -> None:
+    def watch(self, watched: Watched) -> None:
         """Also report what these count themselves."""
-        self.registry.register(_Counts(dispatch, directory, gate, pages))
+        self.registry.register(_Counts(watched))
 
     def exposition(self) -> bytes:
         """Everything, in Prometheus' text format."""
@@ -73,39 +87,80 @@ class Metrics:
 
 
 class _Counts(Collector):
-    def __init__(self, dispatch: Dispatch, directory: Directory, gate: Gate, pages: PageIndex) -> None:
-        self._dispatch = dispatch
-        self._gate = gate
-        self._pages = pages
-        self._directory = directory
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("baton_num_requests_running", "Requests that are open.", value=self._dispatch.num_open)
+        watched = self._watched
+        yield from _request_metrics(watched.dispatch, watched.gate)
+        yield from _replica_metrics(watched)
         yield GaugeMetricFamily(
-            "baton_num_requests_waiting", "HTTP requests that wait for room.", value=self._gate.num_waiting
+            "baton_router_known_pages", "Cached pages of replicas, as told.", value=watched.pages.num_pages
         )
-        ended = CounterMetricFamily("baton_request_ended", "Requests by how they ended.", labels=["outcome"])
-        for stage in sorted(ENDS, key=lambda stage: stage.value):
-            ended.add_metric([stage.value], self._dispatch.ended[stage])
-        yield ended
-        dropped = CounterMetricFamily("baton_message_dropped", "Messages that were not used, by why.", labels=["why"])
-        for why, count in sorted(self._dispatch.dropped.items()):
-            dropped.add_metric([why], count)
-        yield dropped
-        ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that take requests.", labels=["role"])
-        for role in Role:
-            ready.add_metric([role.value], len(self._directory.ready(role)))
-        yield ready
-        pages = self._pages
-        yield GaugeMetricFamily("baton_router_known_pages", "Cached pages of replicas, as told.", value=pages.num_pages)
-        yield CounterMetricFamily("baton_router_page_gaps", "Times that news of a cache were missing.", pages.num_gaps)
-        yield _wrong_pages(self._directory.snapshot)
-        yield _retractions(self._directory.snapshot)
-        yield from _step_metrics(self._directory.snapshot)
-        yield from tier_metrics(self._directory.snapshot)
+        yield CounterMetricFamily(
+            "baton_router_page_gaps", "Times that news of a cache were missing.", watched.pages.num_gaps
+        )
+        yield _wrong_pages(watched.directory.snapshot)
+        yield _retractions(watched.directory.snapshot)
+        yield from _step_metrics(watched.directory.snapshot)
+        yield from tier_metrics(watched.directory.snapshot)
+
+
+def _request_metrics(dispatch: Dispatch, gate: Gate) -> Iterator[Metric]:
+    yield GaugeMetricFamily("baton_num_requests_running", "Requests that are open.", value=dispatch.num_open)
+    yield GaugeMetricFamily("baton_num_requests_waiting", "HTTP requests that wait for room.", value=gate.num_waiting)
+    yield CounterMetricFamily(
+        "baton_request_retries", "Attempts that began a request anew after one had failed.", dispatch.num_retries
+    )
+    yield CounterMetricFamily(
+        "baton_request_continuations",
+        "Attempts that went on behind the tokens which a client had.",
+        dispatch.num_continuations,
+    )
+    ended = CounterMetricFamily("baton_request_ended", "Requests by how they ended.", labels=["outcome"])
+    for stage in sorted(ENDS, key=lambda stage: stage.value):
+        ended.add_metric([stage.value], dispatch.ended[stage])
+    yield ended
+    dropped = CounterMetricFamily("baton_message_dropped", "Messages that were not used, by why.", labels=["why"])
+    for why, count in sorted(dispatch.dropped.items()):
+        dropped.add_metric([why], count)
+    yield dropped
+
+
+def _replica_metrics(watched: Watched) -> Iterator[Metric]:
+    ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that take requests.", labels=["role"])
+    breakers = GaugeMetricFamily(
+        "baton_breaker_state", "1 for the state that the breaker of a replica is in.", labels=["replica", "state"]
+    )
+    for role in Role:
+        ready.add_metric([role.value], len(watched.directory.ready(role)))
+        for peer in watched.directory.peers(role):
+            now = watched.dispatch.breakers.state(peer, watched.clock.now_s())
+            for state in BreakerState:
+                breakers.add_metric([peer.replica, state.value], float(state is now))
+    yield ready
+    yield breakers
+    yield from _load_metrics(watched.directory.snapshot)
+
+
+def _load_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
+    """Of every replica in the table, as told by its last heartbeat."""
+    pages = GaugeMetricFamily("baton_replica_pages", "Pages of a replica, by state.", labels=["replica", "state"])
+    dropped = CounterMetricFamily(
+        "baton_replica_message_dropped", "Messages that a leader did not use, by type.", labels=["replica", "kind"]
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        load = entry.load
+        counts = {"total": load.total_pages, "free": load.free_pages, "quarantined": load.quarantined_pages}
+        for state, count in counts.items():
+            pages.add_metric([entry.replica, state], count)
+        for kind, count in sorted(load.dropped.items()):
+            dropped.add_metric([entry.replica, kind], count)
+    yield pages
+    yield dropped
 
 
 def _wrong_pages(snapshot: TableSnapshot | None) -> Metric:

@@ -8,8 +8,9 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Peer
+from router.breaker import Breakers
 from router.directory import Directory
-from router.flight import Ask
+from router.flight import Ask, Pair
 from router.load import LoadBook, with_room
 from router.page_index import PageIndex
 from router.policies.candidate import Bounds, Candidate, Chance
@@ -21,38 +22,52 @@ _PREFIX_AWARE = "prefix_aware"
 class Picker:
     """The choices of one router."""
 
-    def __init__(self, config: DeployConfig, directory: Directory, load: LoadBook) -> None:
+    def __init__(
+        self,
+        config: DeployConfig,
+        directory: Directory,
+        load: LoadBook,
+        breakers: Breakers,
+        chance: random.Random | None = None,
+    ) -> None:
+        """``chance`` is where random numbers come from."""
         names = {Role.PREFILL: config.router.prefill_policy, Role.DECODE: config.router.decode_policy}
         self._policies = {role: find_policy(name) for role, name in names.items()}
         self._turns = {role: itertools.count() for role in Role}
-        self._random = random.Random()
+        self._random = chance or random.Random()
         self._bounds = Bounds(config.router.prefix_max_imbalance, config.router.prefix_max_ratio)
         self._page_size = config.kv.page_size
         self._max_queued_tokens = config.prefill.max_queued_tokens
         self._max_fill = config.decode.max_fill
         self._directory = directory
         self._load = load
+        self._breakers = breakers
         self.prefix_roles = [role for role, name in names.items() if name == _PREFIX_AWARE]
         """Those whose policy asks what replicas have cached."""
         self.pages = PageIndex(config.router.max_known_pages)
         """What they have cached, as far as they were asked."""
 
-    def why_full(self, asks: Sequence[Ask]) -> str | None:
+    def why_full(self, asks: Sequence[Ask], now_s: float) -> str | None:
         """What must end before requests can be taken; None when there is room."""
-        if not with_room(self._candidates(Role.PREFILL), self._max_queued_tokens):
+        if not with_room(self._candidates(Role.PREFILL, now_s), self._max_queued_tokens):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
-        if not self._decodes_for(sum(_longest(ask) for ask in asks)):
+        if not self._with_pages(self._candidates(Role.DECODE, now_s), sum(_longest(ask) for ask in asks)):
             limit = f"{self._max_fill:g} times what it holds (decode.max_fill)"
             return f"the queue is full: every decode replica has tokens for {limit}; try again later"
         return None
 
-    def pick(self, role: Role, ask: Ask, room: Room) -> tuple[Peer, int]:
-        """A replica, and how many tokens of the prompt it is known to have cached."""
-        if role is Role.PREFILL:
-            candidates = with_room(self._candidates(role, ask), self._max_queued_tokens)
-        else:
-            candidates = self._decodes_for(_longest(ask), ask)
+    def pair(self, ask: Ask, room: Room, avoided: frozenset[Peer], now_s: float) -> Pair | None:
+        """Where an attempt of a request is to run; see ``Pick``."""
+        prefills = self._candidates(Role.PREFILL, now_s, avoided, ask)
+        decodes = self._candidates(Role.DECODE, now_s, avoided, ask)
+        if not prefills or not decodes:
+            return None
+        prefill = self._pick(Role.PREFILL, with_room(prefills, self._max_queued_tokens) or prefills, ask, room)
+        decode = self._pick(Role.DECODE, self._with_pages(decodes, _longest(ask)) or decodes, ask, room)
+        return Pair(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
+
+    def _pick(self, role: Role, candidates: Sequence[Candidate], ask: Ask, room: Room) -> Candidate:
         chance = Chance(
             turn=next(self._turns[role]),
             unit=self._random.random(),
@@ -60,10 +75,9 @@ class Picker:
             session=ask.session,
             bounds=self._bounds,
         )
-        picked = self._policies[role](candidates or self._candidates(role, ask), chance)
-        return picked.peer, picked.cached_tokens
+        return self._policies[role](candidates, chance)
 
-    def _decodes_for(self, num_tokens: int, ask: Ask | None = None) -> list[Candidate]:
+    def _with_pages(self, candidates: Sequence[Candidate], num_tokens: int) -> list[Candidate]:
         """Those that are idle, or would not be filled beyond what they may."""
 
         def fits(candidate: Candidate) -> bool:
@@ -71,12 +85,18 @@ class Picker:
             has_room = pool_tokens is None or candidate.load.num_tokens + num_tokens <= pool_tokens * self._max_fill
             return has_room or not candidate.load.num_requests
 
-        return [candidate for candidate in self._candidates(Role.DECODE, ask) if fits(candidate)]
+        return [candidate for candidate in candidates if fits(candidate)]
 
-    def _candidates(self, role: Role, ask: Ask | None = None) -> list[Candidate]:
+    def _candidates(
+        self, role: Role, now_s: float, avoided: frozenset[Peer] = frozenset(), ask: Ask | None = None
+    ) -> list[Candidate]:
+        """Those that are ready; none that is avoided or has an open breaker, as long as others are left."""
+        peers = self._directory.ready(role)
+        peers = [peer for peer in peers if peer not in avoided] or peers
+        peers = [peer for peer in peers if self._breakers.allows(peer, now_s)] or peers
         return [
             Candidate(peer=peer, load=self._load.of(peer), cached_tokens=self._count_cached(peer, ask))
-            for peer in self._directory.ready(role)
+            for peer in peers
         ]
 
     def _count_cached(self, peer: Peer, ask: Ask | None) -> int:

@@ -3,16 +3,17 @@
 import itertools
 
 from cluster.spec.timeline import Interval
-from router.flight import Emit
+from router.actions import Emit
+from router.answer import Answer
 from router.metrics import Metrics
-from router.stream import Stream
 
 
 class Progress:
     """Hands tokens to the stream and measures them."""
 
-    def __init__(self, stream: Stream, index: int, arrived_s: float, opened_s: float, metrics: Metrics) -> None:
-        self.stream = stream
+    def __init__(self, answer: Answer, index: int, arrived_s: float, opened_s: float, metrics: Metrics) -> None:
+        self.answer = answer
+        self.stream = answer.stream
         self._index = index
         self._arrived_s = arrived_s
         self._opened_s = opened_s

@@ -12,11 +12,12 @@ from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Failure, FollowPages, Message, Output, PageNews, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
+from router.actions import Action, Emit, Fail, Place, Send, Wait
 from router.answer import Answer
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.errors import NotReadyError, QueueFullError
-from router.flight import Action, Ask, Emit, Fail, Send
+from router.flight import Ask
 from router.metrics import Metrics
 from router.picker import Picker
 from router.policies.candidate import Load
@@ -84,48 +85,32 @@ class Relay:
         """
         if reason := self.why_not_ready():
             raise NotReadyError(reason)
-        if reason := self._picker.why_full(asks):
+        opened_s = self._clock.now_s()
+        if reason := self._picker.why_full(asks, opened_s):
             raise QueueFullError(reason)
         answer = Answer(len(asks), self._enough, self._leave)
         self._num_answers += 1
         self._idle.clear()
-        opened_s = self._clock.now_s()
         deadline_s = opened_s + self._request_timeout_s
-        first: tuple[Room, Peer] | None = None
+        first: Room | None = None
         for index, ask in enumerate(asks):
-            first = first if ask.shares_prompt else None
-            room, prefill, decode, actions = self._start(ask, first, deadline_s)
-            first = first or (room, decode)
-            answer.add(room, prefill, decode, timed=ask.timed)
-            self._progress[room] = Progress(answer.stream, index, arrived_s, opened_s, self._metrics)
+            room, actions = self._dispatch.open(ask, deadline_s, opened_s, first if ask.shares_prompt else None)
+            if not ask.shares_prompt:
+                first = room
+                self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
+            answer.add(room, timed=ask.timed)
+            self._progress[room] = Progress(answer, index, arrived_s, opened_s, self._metrics)
             self._perform(actions)
         self._wake_at(deadline_s)
         return answer
-
-    def _start(
-        self, ask: Ask, first: tuple[Room, Peer] | None, deadline_s: float
-    ) -> tuple[Room, Peer | None, Peer, list[Action]]:
-        """Pick replicas for an ask. ``first`` are room and decode replica of the choice that brings its prompt."""
-        room = self._dispatch.draw_room()
-        if first is not None:
-            prompt_of, decode = first
-            room, actions = self._dispatch.open(ask, None, decode, deadline_s, room, prompt_of=prompt_of)
-            return room, None, decode, actions
-        prefill, cached_tokens = self._picker.pick(Role.PREFILL, ask, room)
-        decode, _ = self._picker.pick(Role.DECODE, ask, room)
-        self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
-        if ask.timed:
-            self.timelines.begin(room, [*self._directory.rows(prefill), *self._directory.rows(decode)])
-        room, actions = self._dispatch.open(ask, prefill, decode, deadline_s, room, cached_tokens)
-        return room, prefill, decode, actions
 
     def on_message(self, message: Message) -> None:
         """A replica said something."""
         match message:
             case Output():
-                self._perform(self._dispatch.on_output(message))
+                self._perform(self._dispatch.on_output(message, self._clock.now_s()))
             case Failure():
-                self._perform(self._dispatch.on_failure(message))
+                self._perform(self._dispatch.on_failure(message, self._clock.now_s()))
             case PageNews():
                 self._on_page_news(message)
             case Timeline():
@@ -211,11 +196,22 @@ class Relay:
             match action:
                 case Send():
                     self._send(action)
+                case Place():
+                    self._place(action)
+                case Wait():
+                    self._wake_at(action.until_s)
                 case Emit():
                     self._progress[action.room].emit(action, self._clock.now_s())
                     self._end_slow_reader(action.room)
                 case Fail():
                     self._progress[action.room].stream.fail(action)
+
+    def _place(self, place: Place) -> None:
+        progress = self._progress[place.room]
+        progress.answer.place(place.room, place.pair)
+        if progress.answer.is_timed:
+            ranks = [row for leg in place.pair.legs for row in self._directory.rows(leg)]
+            self.timelines.begin(place.room, place.attempt, ranks)
 
     def _on_page_news(self, news: PageNews) -> None:
         if self._picker.pages.on_news(news, self._clock.now_s()):
@@ -237,7 +233,8 @@ class Relay:
             self._outbox.send(action.address, action.message)
         except PeerUnreachableError as error:
             if isinstance(action.message, Submit):
-                self._perform(self._dispatch.on_unreachable(action.message.room, str(error)))
+                room, now_s = action.message.room, self._clock.now_s()
+                self._perform(self._dispatch.on_unreachable(room, action.address, str(error), now_s))
 
     def _tell(self, address: str, message: Message) -> None:
         with contextlib.suppress(PeerUnreachableError):
@@ -245,7 +242,7 @@ class Relay:
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:
-            self._perform(self._dispatch.on_lost(peer))
+            self._perform(self._dispatch.on_lost(peer, self._clock.now_s()))
             asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._outbox.forget, peer.address)
 
     def _wake_at(self, when_s: float | None) -> None:

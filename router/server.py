@@ -23,13 +23,15 @@ from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import Rendezvous
 from cluster.tokenizer import Tokenizer
 from router.app import create_app
+from router.breaker import Breakers
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.gate import Gate
 from router.key_limits import KeyLimits
 from router.key_ring import read_keys
 from router.listener import listen, reachable
-from router.metrics import Metrics
+from router.load import LoadBook
+from router.metrics import Metrics, Watched
 from router.picker import Picker
 from router.relay import Relay
 from router.service import Service, max_context
@@ -158,13 +160,15 @@ class RouterServer:
 
     def _service(self, address: str, outbox: Outbox) -> Service:
         me = Peer(replica=ROUTER, incarnation=self._incarnation, address=address)
-        dispatch, metrics = Dispatch(me), Metrics()
+        config = self._config.router
         directory = Directory(grace_s=self._config.resources.lease_s)
+        load, breakers = LoadBook(), Breakers(config.breaker_failures, config.breaker_s)
+        picker = Picker(self._config, directory, load, breakers)
+        dispatch, metrics = Dispatch(me, config, load, breakers, picker.pair), Metrics()
         timelines = Timelines(address)
-        gate = Gate(self._config.router.max_waiting_requests, self._config.router.max_wait_s)
-        picker = Picker(self._config, directory, dispatch.load)
-        metrics.watch(dispatch, directory, gate, picker.pages)
+        gate = Gate(config.max_waiting_requests, config.max_wait_s)
         clock = SystemClock()
+        metrics.watch(Watched(dispatch, directory, gate, picker.pages, clock))
         relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, timelines, gate.look)
         return Service(
             config=self._config,

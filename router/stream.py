@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
+from router.actions import Fail
 from router.errors import RequestFailedError
-from router.flight import Fail
 
 
 @dataclass(slots=True)

@@ -18,6 +18,8 @@ MAX_KEPT = 8
 class Gathering:
     """What is known of one timed request."""
 
+    attempt: Room
+    """Room of its last attempt, which is the one that is shown."""
     ranks: Sequence[RankRow]
     """Of both replicas."""
     timelines: list[Timeline] = field(default_factory=list)
@@ -42,10 +44,11 @@ class Timelines:
     def __init__(self, reply_to: str) -> None:
         self._reply_to = reply_to
         self._gatherings: OrderedDict[Room, Gathering] = OrderedDict()
+        """By the request's name."""
 
-    def begin(self, room: Room, ranks: Sequence[RankRow]) -> None:
-        """A timed request starts on these ranks."""
-        self._gatherings[room] = Gathering(ranks)
+    def begin(self, room: Room, attempt: Room, ranks: Sequence[RankRow]) -> None:
+        """An attempt of a timed request starts on these ranks."""
+        self._gatherings[room] = Gathering(attempt, ranks)
         if len(self._gatherings) > MAX_KEPT:
             self._gatherings.popitem(last=False)
 
@@ -55,11 +58,13 @@ class Timelines:
         if gathering is None:
             return []
         gathering.router = router
-        return [(rank.address, GiveTimeline(room=room, reply_to=self._reply_to)) for rank in gathering.ranks]
+        ask = GiveTimeline(room=gathering.attempt, reply_to=self._reply_to)
+        return [(rank.address, ask) for rank in gathering.ranks]
 
     def on_timeline(self, timeline: Timeline) -> None:
         """A rank answers; one that was not asked is passed over."""
-        gathering = self._gatherings.get(timeline.room)
+        found = (gathering for gathering in self._gatherings.values() if gathering.attempt == timeline.room)
+        gathering = next(found, None)
         if gathering is None or rank_name(timeline.replica, timeline.global_rank) not in gathering.missing:
             return
         gathering.timelines.append(timeline)
@@ -70,7 +75,7 @@ class Timelines:
         """What is known of a timed request once every rank has answered, or after so long; None of another one.
 
         Args:
-            name: its room, in decimal.
+            name: in decimal.
         """
         gathering = next((found for room, found in self._gatherings.items() if str(room) == name), None)
         if gathering is not None and gathering.ranks:

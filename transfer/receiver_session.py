@@ -13,6 +13,8 @@ from cluster.spec.messages import Done, Drained, PageDigests, Peer, Refused, Res
 from cluster.spec.registry import Verify
 from transfer.digests import coverage_problem
 
+TICKET_AGAIN_S = 10.0
+"""A ticket of which nothing was heard is sent again after so long: prefill may be at work, or may not have got it."""
 REVOKE_AGAIN_S = 1.0
 """An unanswered Revoke is sent again after so long; it is idempotent."""
 
@@ -53,7 +55,7 @@ class FailureKind(Enum):
     CANCELLED = "cancelled"
     """This side gave up."""
     TIMED_OUT = "timed out"
-    """The deadline passed."""
+    """A part of it arrived, and then nothing more."""
     REFUSED = "refused"
     """Prefill will not use the ticket."""
     STOPPED = "stopped"
@@ -76,7 +78,9 @@ class TransferFailure:
 class ReceiverSession:
     """One transfer as the decode leader sees it.
 
-    Each event returns the Revoke to send to the prefill leader, if there is one; the states say the rest.
+    Prefill may take as long as it lives until it says the first word (Result or a Done): it has a queue, and a long
+    prompt to compute. From then on no silence may be longer than ``silence_s``. Each event returns what to send to
+    the prefill leader, if there is anything; the states say the rest.
     Messages of another generation or incarnation, repeated ones and late ones change nothing and are counted.
     """
 
@@ -87,7 +91,7 @@ class ReceiverSession:
         *,
         num_pages: int,
         num_bytes: int,
-        deadline_s: float,
+        silence_s: float,
         settle_s: float,
         verify: Verify = Verify.COUNTS,
     ) -> None:
@@ -96,7 +100,7 @@ class ReceiverSession:
         Args:
             num_pages: the ticketed ones; all Done together must report a multiple of them, the parts each is sent in.
             num_bytes: bytes that all Done together must report.
-            deadline_s: clock time at which the ticket is revoked.
+            silence_s: longest wait between two of prefill's words, after the first one.
             settle_s: seconds in which bytes may still arrive after their sender has died.
             verify: whether every Done must bring digests.
         """
@@ -110,8 +114,9 @@ class ReceiverSession:
         self._expected = (num_pages, num_bytes)
         self._verify = verify
         self._dones: dict[int, Done] = {}
+        self._silence_s = silence_s
         self._settle_s = settle_s
-        self._wake_at_s = deadline_s
+        self._wake_at_s = 0.0
 
     @property
     def prefill(self) -> Peer:
@@ -133,9 +138,10 @@ class ReceiverSession:
         """Clock time at which ``tick`` must be called; None while only an event can change anything."""
         return self._wake_at_s if self.state in _LISTENING else None
 
-    def open(self) -> Ticket:
+    def open(self, now_s: float) -> Ticket:
         """Give the permission to write: the ticket to send to the prefill leader."""
         self._move(ReceiverState.TICKETED, "open")
+        self._wake_at_s = now_s + TICKET_AGAIN_S
         return self.ticket
 
     def handle(self, message: Result | Done | Refused | Drained, now_s: float) -> Revoke | None:
@@ -177,7 +183,7 @@ class ReceiverSession:
             self._wake_at_s = now_s + self._settle_s
             self._move(ReceiverState.SETTLING, "prefill gone")
 
-    def tick(self, now_s: float) -> Revoke | None:
+    def tick(self, now_s: float) -> Ticket | Revoke | None:
         """Time passed. A time-out revokes; it never frees."""
         if self.state not in _LISTENING or now_s < self._wake_at_s:
             return None
@@ -186,8 +192,26 @@ class ReceiverSession:
             return None
         if self.state is ReceiverState.REVOKING:
             return self._revoke_message(now_s)
-        reason = f"{self._prefill.replica} had not sent everything to {self.ticket.decode.replica} by the deadline"
-        return self._revoke(FailureKind.TIMED_OUT, reason, now_s)
+        if not self._has_begun:
+            self._wake_at_s = now_s + TICKET_AGAIN_S
+            return self.ticket
+        return self._revoke(FailureKind.TIMED_OUT, self._missing(), now_s)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Prefill has said something."""
+        return self.result is not None or bool(self._dones)
+
+    def _missing(self) -> str:
+        """What did not come, and whose it is."""
+        missing = "its result"
+        if self.result is not None:
+            ranks = ", ".join(str(rank) for rank in sorted(set(self.result.senders) - self._dones.keys()))
+            missing = f"the pages of its ranks {ranks}"
+        return (
+            f"{self.ticket.decode.replica} waited for {missing} from {self._prefill.replica}, "
+            f"which said nothing for {self._silence_s:g} s"
+        )
 
     def _on_result(self, message: Result, now_s: float) -> Revoke | None:
         if self.result is None:
@@ -210,6 +234,8 @@ class ReceiverSession:
 
     def _check_complete(self, now_s: float) -> Revoke | None:
         """With the result and every Done there: ready, or over if it was given up, or mismatched."""
+        if self.state is ReceiverState.TICKETED:
+            self._wake_at_s = now_s + self._silence_s
         if self.result is None or not self._dones.keys() >= set(self.result.senders):
             return None
         if reason := self._mismatch(self.result):

@@ -77,12 +77,11 @@ class SenderSession:
         target: Target,
         prefill: Peer,
         sender_rank: int,
-        prompt_len: int,
         page_size: int,
         owned: range,
         sends: bool,
     ) -> None:
-        self.num_pages = pages_for(prompt_len, page_size)
+        self.num_pages = pages_for(target.num_tokens, page_size)
         assert len(target.pages) + target.held_pages == self.num_pages, f"room {room}: ticket of another length"
         assert not owned or (owned[0] >= target.held_pages and owned[-1] < self.num_pages), f"room {room}: {owned}"
         self.room = room
@@ -94,7 +93,6 @@ class SenderSession:
         self._digests: list[PageDigests] = []
         self._prefill = prefill
         self._sender_rank = sender_rank
-        self._prompt_len = prompt_len
         self._page_size = page_size
         self._owned = owned
         self._sends = sends
@@ -111,12 +109,14 @@ class SenderSession:
 
         Args:
             page_table: the request's page ids here, from its first page on; at least the computed ones.
-            computed_len: tokens of the prompt that have KV. At the prompt's length the partial last page goes too.
+            computed_len: leading tokens that have KV. At their whole number the partial last page goes too.
         """
-        assert computed_len <= self._prompt_len, f"room {self.room}: {computed_len} of {self._prompt_len} tokens"
+        assert computed_len <= self.target.num_tokens, (
+            f"room {self.room}: {computed_len} of {self.target.num_tokens} tokens"
+        )
         if self.state is not SenderState.SENDING:
             return []
-        self._saw_last_chunk = computed_len == self._prompt_len
+        self._saw_last_chunk = computed_len == self.target.num_tokens
         complete = self.num_pages if self._saw_last_chunk else computed_len // self._page_size
         fresh = self._owned[self._num_handed : bisect_left(self._owned, complete)]
         self._num_handed += len(fresh)

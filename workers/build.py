@@ -92,6 +92,7 @@ def _make_decode_leader(
         layout=rank.layout,
         page_bytes=sum(row.layout.page_bytes for row in own),
         transfer_timeout_s=config.transfer.transfer_timeout_s,
+        quarantine_limit=config.transfer.quarantine_limit,
         rank_addresses=tuple(row.address for row in rows),
         verify=config.transfer.verify,
         settle_s=rank.backend.settle_s,

@@ -144,9 +144,8 @@ class KvSender:
                 target=admit.target,
                 prefill=self._prefill,
                 sender_rank=row.global_rank,
-                prompt_len=admit.prompt_len,
                 page_size=row.layout.page_size,
-                owned=self._owned_pages(admit, admit.target.held_pages) if sends else range(0),
+                owned=self._owned_pages(admit.owner_base, admit.target) if sends else range(0),
                 sends=sends,
             )
         return self._sessions[transfer]
@@ -154,15 +153,15 @@ class KvSender:
     def _receivers(self, target: Target) -> list[RankRow]:
         return receivers(self._config.mode, self._row.coords, self._row.sizes, target.rows)
 
-    def _owned_pages(self, admit: Admit, num_held: int) -> range:
+    def _owned_pages(self, base: int, target: Target) -> range:
         return owned_pages(
             self._config.page_filter,
             self._config.mode,
-            num_pages=pages_for(admit.prompt_len, self._row.layout.page_size),
+            num_pages=pages_for(target.num_tokens, self._row.layout.page_size),
             cp_rank=self._row.coords.cp,
             cp_size=self._row.sizes.cp,
-            base=admit.owner_base,
-            first=num_held,
+            base=base,
+            first=target.held_pages,
         )
 
     def _forget_older(self, target: Target) -> None:

@@ -114,6 +114,8 @@ class Prompt:
     token_ids: Sequence[int]
     stopping: Stopping
     sampling: Sampling = field(default_factory=Sampling)
+    num_given: int = 0
+    """The last so many of the tokens are output of an earlier attempt."""
     shares_prompt: bool = False
     """Another choice of the prompt before it."""
 
@@ -127,6 +129,8 @@ class Answer:
     """Of every token, where they were asked for."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of every token of the prompt but the first, where they were asked for."""
+    num_given: int = 0
+    """Of the prompt: output that comes before these tokens."""
     cached: CachedTokens = field(default_factory=CachedTokens)
 
 
@@ -287,7 +291,7 @@ class LocalCluster:
         for prompt in prompts:
             rooms.append(self._submit(prompt, first if prompt.shares_prompt else None))
             first = first if prompt.shares_prompt else rooms[-1]
-        answers = {room: Answer() for room in rooms}
+        answers = {room: Answer(num_given=prompt.num_given) for room, prompt in zip(rooms, prompts, strict=True)}
         unfinished = set(rooms)
         while unfinished:
             messages = self._inbox.receive(timeout_s)
@@ -300,7 +304,7 @@ class LocalCluster:
                 if isinstance(message, Failure):
                     raise RemoteError(f"{message.replica}: {message.reason}")
                 answer = answers[message.room]
-                assert message.first_index == len(answer.token_ids), "tokens out of order"
+                assert message.first_index == answer.num_given + len(answer.token_ids), "tokens out of order"
                 answer.token_ids += message.token_ids
                 answer.logprobs += message.logprobs
                 answer.prompt_logprobs += message.prompt_logprobs
@@ -333,6 +337,7 @@ class LocalCluster:
             prefill=prefill if prompt_of is None else None,
             decode=decode,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
+            num_given=prompt.num_given,
             prompt_of=prompt_of,
         )
         for peer in (prefill, decode) if prompt_of is None else (decode,):

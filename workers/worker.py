@@ -19,7 +19,7 @@ from cluster.bootstrap.table import TableRefusedError
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.errors import PeerUnreachableError, QuarantineError
 from cluster.spec.ids import Room
 from cluster.spec.messages import (
     CheckPages,
@@ -147,6 +147,8 @@ class Worker:
                 plans = leader.next_plans()
                 # First tokens, tickets and pages that are loaded do not wait for the step.
                 self._emit(leader, mover, outbox)
+                if leader.must_end:
+                    raise QuarantineError(leader.must_end)
                 if plans:
                     for addresses, plan in zip(followers, plans, strict=True):
                         outbox.broadcast(addresses, plan)

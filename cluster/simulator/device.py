@@ -18,16 +18,16 @@ from transfer.plan import local_page
 from workers.kv_sender import KvSender
 
 
-def next_token(tokens: bytes) -> int:
-    """The simulated model."""
-    return zlib.crc32(tokens) % VOCAB_SIZE
+def next_token(tokens: bytes, output_position: int) -> int:
+    """The simulated model and its chance, which depends on the output position."""
+    return zlib.crc32(tokens, output_position) % VOCAB_SIZE
 
 
 def answer(prompt: bytes, count: int) -> bytes:
     """The tokens that follow a prompt."""
     tokens = prompt
-    for _ in range(count):
-        tokens += bytes([next_token(tokens)])
+    for position in range(count):
+        tokens += bytes([next_token(tokens, position)])
     return tokens[len(prompt) :]
 
 
@@ -64,7 +64,7 @@ class VirtualDevice:
             pages += row.new_pages
             self._write(row, pages)
             if row.samples and self._row.global_rank == 0:
-                sampled[row.room] = Sampled(token_id=next_token(self._read(row, pages)))
+                sampled[row.room] = Sampled(token_id=next_token(self._read(row, pages), row.output_position))
         self.sender.after_step(plan, self._known)
         return sampled
 

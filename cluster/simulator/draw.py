@@ -1,5 +1,6 @@
 """From a seed to a scenario: how big, how busy and how bad."""
 
+from dataclasses import replace
 from random import Random
 
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE, Ask, Fault, FaultKind, Hazards, Scenario, Shape
@@ -7,15 +8,35 @@ from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed; one of eight is calm."""
+    """The scenario of a seed; one of eight is calm, and one mild."""
     random = Random(seed)
     shape = _draw_shape(random)
     asks = _draw_asks(random, shape)
-    if random.random() < 0.125:
+    weather = random.random()
+    if weather < 0.125:
         return Scenario(seed=seed, shape=shape, asks=asks)
+    if weather < 0.25:
+        return draw_mild(random, Scenario(seed=seed, shape=shape, asks=asks))
     members = Scenario(seed=seed, shape=shape, asks=()).members
     faults = tuple(_draw_fault(random, members, shape) for _ in range(random.randint(0, 4)))
     return Scenario(seed=seed, shape=shape, asks=asks, faults=faults, hazards=_draw_hazards(random))
+
+
+def draw_mild(random: Random, scenario: Scenario) -> Scenario:
+    """The same with two replicas of each role, of which the first ones have a hard time."""
+    shape = replace(scenario.shape, num_prefill=2, num_decode=2)
+    kinds = (FaultKind.KILL, FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE)
+    faults = [
+        Fault(
+            kind=random.choice(kinds),
+            at_s=random.uniform(0, 10),
+            member=random.choice(["prefill-0", "decode-0"]),
+            rank=random.randrange(shape.cp),
+            duration_s=random.uniform(0.1, 12),
+        )
+        for _ in range(random.randint(1, 3))
+    ]
+    return replace(scenario, shape=shape, faults=tuple(faults))
 
 
 def _draw_shape(random: Random) -> Shape:

@@ -98,6 +98,10 @@ class LeaderProcess(RankProcess):
                 self._show_new()
         self.leader.tick(self.around.now_s())
         self._show_new()
+        if self.leader.must_end:
+            self.around.happened["quarantine"] += 1
+            self._on_refused(self.leader.must_end)
+            return
         plan = self.leader.next_plan()
         if plan is None:
             self._close_turn()
@@ -127,7 +131,7 @@ class LeaderProcess(RankProcess):
             if isinstance(message, Ticket):
                 self.around.tickets.give(self.memory, message, bytes(self.around.submits[message.room].prompt_ids))
                 send_late_words(self.around, message)
-            elif isinstance(message, Output) and message.first_index == 0:
+            elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
                 self.around.tickets.check_start(self.memory, message)
         self._num_shown = len(self.leader.outgoing)
 

@@ -1,25 +1,28 @@
-"""One start of the router: the loop of ``router.relay`` around the real dispatch and directory."""
+"""One start of the router: the loop of ``router.relay`` around the real dispatch, directory and picker."""
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import count
 
 from cluster.simulator.bootstrap import LEASE_S, Bootstrap
 from cluster.simulator.client import Client, End
+from cluster.simulator.duties import Duties
 from cluster.simulator.network import HOME
 from cluster.simulator.process import Process
-from cluster.simulator.scenario import Ask
+from cluster.simulator.scenario import PAGE_SIZE, Ask
 from cluster.simulator.surroundings import Surroundings
+from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Failure, Message, Output, Peer, Submit
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
+from router.actions import Action, Emit, Fail, Place, Send, Wait
+from router.breaker import Breakers
 from router.directory import Directory
 from router.dispatch import Dispatch
-from router.flight import Action, Emit, Fail, Send
 from router.flight import Ask as RouterAsk
-from router.policies.candidate import Chance
+from router.load import LoadBook
+from router.picker import Picker
 from router.policies.registry import POLICIES
 
 _LOOK_S = 0.25
@@ -34,10 +37,12 @@ class RouterProcess(Process):
     def __init__(self, around: Surroundings, bootstrap: Bootstrap, incarnation: Incarnation) -> None:
         super().__init__(around, f"{HOME}/{ROUTER}.{incarnation}")
         me = Peer(replica=ROUTER, incarnation=incarnation, address=self.address)
-        self.dispatch = Dispatch(me, self._draw_room)
+        config = _config(around)
         self.directory = Directory(grace_s=LEASE_S)
-        self._policies = {role: POLICIES[around.random.choice(sorted(POLICIES))] for role in Role}
-        self._turns = count()
+        load, breakers = LoadBook(), Breakers(config.router.breaker_failures, config.router.breaker_s)
+        picker = Picker(config, self.directory, load, breakers, around.random)
+        self.dispatch = Dispatch(me, config.router, load, breakers, picker.pair, self._draw_room)
+        self._duties = Duties()
         self._clients: dict[Room, Client] = {}
         """Of the open requests."""
         self._unwatch = bootstrap.watch(HOME, self._on_table)
@@ -59,28 +64,26 @@ class RouterProcess(Process):
 
     def open(self, client: Client) -> None:
         """A client sends its request."""
-        ready = {role: self.directory.ready(role) for role in Role}
-        if not all(ready.values()):
+        if not all(self.directory.ready(role) for role in Role):
             client.finish(End.REFUSED)
             return
-        room = self.dispatch.draw_room()
-        prefill, decode = (self._pick(role, ready[role], room) for role in (Role.PREFILL, Role.DECODE))
-        deadline_s = self.around.now_s() + self.around.shape.request_timeout_s
-        room, actions = self.dispatch.open(_request(client.ask), prefill, decode, deadline_s, room)
+        now_s = self.around.now_s()
+        ask = _request(client.ask, self.around.random.choice(_SESSIONS))
+        room, actions = self.dispatch.open(ask, now_s + self.around.shape.request_timeout_s, now_s)
         self._clients[room] = client
-        self.around.trace.add(
-            "request", room, "of", len(client.ask.prompt), "tokens to", prefill.replica, decode.replica
-        )
         self._perform(actions)
         if client.ask.patience_s is not None:
             self.after(client.ask.patience_s, partial(self._leave, room))
 
     def take(self, message: Message) -> None:
         """A replica said something."""
+        if not isinstance(message, Output | Failure):
+            return
+        self._duties.note_heard(message)
         if isinstance(message, Output):
-            self._perform(self.dispatch.on_output(message))
-        elif isinstance(message, Failure):
-            self._perform(self.dispatch.on_failure(message))
+            self._perform(self.dispatch.on_output(message, self.around.now_s()))
+        else:
+            self._perform(self.dispatch.on_failure(message, self.around.now_s()))
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
         self._give_up(self.directory.update(snapshot, self.around.now_s()))
@@ -92,17 +95,12 @@ class RouterProcess(Process):
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:
-            self._perform(self.dispatch.on_lost(peer))
+            self._perform(self.dispatch.on_lost(peer, self.around.now_s()))
 
     def _leave(self, room: Room) -> None:
         if self.dispatch.is_open(room):
             self._perform(self.dispatch.on_client_left(room))
             self._finish(room, End.LEFT)
-
-    def _pick(self, role: Role, ready: list[Peer], room: Room) -> Peer:
-        random = self.around.random
-        chance = Chance(turn=next(self._turns), unit=random.random(), room=room, session=random.choice(_SESSIONS))
-        return self._policies[role](self.dispatch.load.candidates(ready), chance).peer
 
     def _draw_room(self) -> Room:
         return Room(self.around.random.getrandbits(62) + 1)
@@ -113,12 +111,19 @@ class RouterProcess(Process):
                 case Send():
                     if isinstance(action.message, Submit):
                         self.around.submits[action.message.room] = action.message
+                    self._duties.note_sent(action)
                     self.send(action.address, action.message)
+                case Place():
+                    legs = (leg.replica for leg in action.pair.legs)
+                    self.around.trace.add("request", action.room, "in room", action.attempt, "of", *legs)
+                case Wait():
+                    pass  # it looks often enough
                 case Emit():
                     self._emit(action)
                 case Fail():
                     self._finish(action.room, End.FAILED, f"{action.cause}: {action.reason}")
         self.dispatch.check_integrity()
+        self._duties.check(self.dispatch.is_under_way)
 
     def _emit(self, action: Emit) -> None:
         client = self._clients[action.room]
@@ -136,5 +141,11 @@ class RouterProcess(Process):
         self._clients.pop(room).finish(end, reason)
 
 
-def _request(ask: Ask) -> RouterAsk:
-    return RouterAsk(prompt_ids=list(ask.prompt), sampling=Sampling(), stopping=Stopping(max_tokens=ask.max_tokens))
+def _config(around: Surroundings) -> DeployConfig:
+    policies = {f"{role}_policy": around.random.choice(sorted(POLICIES)) for role in Role}
+    return DeployConfig.model_validate({"kv": {"page_size": PAGE_SIZE}, "router": policies})
+
+
+def _request(ask: Ask, session: str) -> RouterAsk:
+    stopping = Stopping(max_tokens=ask.max_tokens)
+    return RouterAsk(prompt_ids=list(ask.prompt), sampling=Sampling(), stopping=stopping, session=session)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
 PAGE_SIZE = 4
@@ -25,6 +26,11 @@ class FaultKind(StrEnum):
     """A replica's machine cannot be reached by the supervisor, bootstrap and router; its processes may live on."""
     DRAIN = "drain"
     """A replica is asked to take no new requests."""
+
+
+_MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
+_MAX_MILD_FAULTS = 3
+"""As many as a request has further attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,8 @@ class Shape:
     """How long bytes are on their way after their sender died or failed."""
     reuses_addresses: bool = False
     """A replica that starts again listens where it did before."""
-    transfer_timeout_s: float = 10.0
+    transfer_timeout_s: float = 5.0
+    quarantine_limit: float = 0.25
     request_timeout_s: float = 30.0
 
 
@@ -110,6 +117,19 @@ class Scenario:
     def is_calm(self) -> bool:
         """Nothing goes wrong, so every request must be answered."""
         return not self.faults and self.hazards == Hazards()
+
+    @property
+    def is_mild(self) -> bool:
+        """A replica of each role, the router and the network are spared, so every request must be answered."""
+        struck = {fault.member for fault in self.faults} - {"bootstrap"}
+        spared = set(self.members) - struck
+        return (
+            self.hazards == Hazards()
+            and all(fault.kind in _MILD for fault in self.faults)
+            and len(self.faults) <= _MAX_MILD_FAULTS
+            and "router" in spared
+            and all(any(name.startswith(role) for name in spared) for role in Role)
+        )
 
     @property
     def members(self) -> list[str]:

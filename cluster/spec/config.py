@@ -183,8 +183,10 @@ class TransferConfig(_Node):
     """What decode checks before it uses KV: `counts` of pages and bytes, or a `digest` of each page as well."""
     ticket_timeout_s: PositiveSeconds = 30.0
     """Longest wait of a ticket in prefill for the request it belongs to."""
-    transfer_timeout_s: PositiveSeconds = 600.0
-    """Longest wait of a decode request from its ticket to the last page."""
+    transfer_timeout_s: PositiveSeconds = 60.0
+    """Longest silence of prefill after its first word about a transfer: the result, or the end of one rank's part."""
+    quarantine_limit: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
+    """Part of a decode pool in quarantine beyond which its replica drains and starts again, with new memory."""
     batch_spans: PositiveInt = 256
     """Most spans handed to the backend at once."""
 
@@ -311,6 +313,14 @@ class RouterConfig(_Node):
     """Longest time in which a client may take nothing of its stream; then the request ends."""
     request_timeout_s: PositiveSeconds = 3600.0
     """Longest life of one request."""
+    max_retries: Annotated[int, Field(ge=0, le=16, strict=True)] = 3
+    """Most further attempts of a request after one has failed, before and after its first token together."""
+    retry_backoff_s: PositiveSeconds = 0.1
+    """Wait before the second of them, which doubles each time; the first is made at once."""
+    breaker_failures: PositiveInt = 5
+    """Failures in a row after which a replica gets no more requests while another can take them."""
+    breaker_s: PositiveSeconds = 10.0
+    """Time for which it gets none; then a single one tries it."""
     sse_comment_s: PositiveSeconds = 10.0
     """Silence after which a waiting stream gets a comment line."""
     drain_s: PositiveSeconds = 20.0

@@ -6,6 +6,7 @@ BatonError
 ├── HandoffRefusedError    two replicas cannot exchange KV; says why in words
 ├── TransferError          bytes could not be moved
 ├── PeerUnreachableError   a process that should listen does not
+├── QuarantineError        a replica has too few pages left that nobody may still write to
 ├── PeerLostError          a worker of the same replica has ended; its own error says why
 └── IllegalTransitionError a state machine was asked for a move its table does not hold (our own bug)
 """
@@ -58,6 +59,10 @@ class TransferError(BatonError):
 
 class PeerUnreachableError(BatonError):
     """A message could not be handed to the process it is for."""
+
+
+class QuarantineError(BatonError):
+    """So many pages of a replica may still be written to by others that it must begin anew, with other memory."""
 
 
 class PeerLostError(BatonError):

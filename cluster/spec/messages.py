@@ -66,6 +66,8 @@ class Submit(_Message, frozen=True):
     decode: Peer
     router: Peer
     """Gets the outputs; when it is gone, nobody waits for them."""
+    num_given: int = 0
+    """The last so many of ``prompt_ids`` are output that the client has from earlier attempts, and count as output."""
     prompt_of: Room | None = None
     """Another choice of the same prompt on the same decode replica; this one reads its pages once they are there."""
     cache_salt: str = ""
@@ -124,6 +126,8 @@ class Failure(_Message, frozen=True):
     """One sentence that names what failed."""
     retryable: bool
     """Another attempt may succeed."""
+    mutual: bool = False
+    """It may be the other leg's fault as well, such as where pages did not get from one to the other."""
 
 
 class PageNews(_Message, frozen=True):
@@ -266,6 +270,8 @@ class Target(_Struct, frozen=True):
     decode: Peer
     rows: list[RankRow]
     """The decode ranks, by global rank: endpoints and layouts of their pools."""
+    num_tokens: int
+    """Those whose KV goes there: the prompt, and output of earlier attempts."""
     pages: list[int]
     held_pages: int
 

@@ -132,9 +132,13 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int = 0
     """Pages kept for their tokens, held or not."""
     total_pages: int = 0
+    quarantined_pages: int = 0
+    """Pages of transfers that were given up long ago, and of which nobody has proven that nobody writes any more."""
     wrong_pages: int = 0
     """Received since the start, and not as they were sent; see `transfer.verify`."""
     draining: bool = False
+    dropped: dict[str, int] = {}
+    """Messages without effect, by type: late, repeated, foreign or unknown ones."""
     num_retracted: int = 0
     """Times that a request had to give its pages back, since the start."""
     num_kept: int = 0

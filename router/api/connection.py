@@ -64,16 +64,16 @@ class EventStream(Response):
             return
 
     async def _write(self, send: Send) -> None:
-        async with self._open_answer() as answer:
-            self.headers.update(answer.headers)
-            async with aclosing(self._commented(self._frames(answer))) as frames:
-                try:
-                    async for frame in frames:
-                        await self._send(send, frame)
-                except RequestFailedError as error:
+        async with self._open_answer() as answer, aclosing(self._commented(self._frames(answer))) as frames:
+            try:
+                async for frame in frames:
                     if not self._started:
-                        raise
-                    await self._send(send, event(failed(error).body))
+                        self.headers.update(answer.headers)
+                    await self._send(send, frame)
+            except RequestFailedError as error:
+                if not self._started:
+                    raise
+                await self._send(send, event(failed(error).body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _commented(self, frames: Frames) -> Frames:

@@ -9,8 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from router.actions import Cause
 from router.errors import ClientLeftError, KeyLimitError, NotReadyError, QueueFullError, RequestFailedError
-from router.flight import Cause
 from router.metrics import Metrics
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -19,6 +19,7 @@ _STATUS = {
     Cause.REFUSED: HTTPStatus.BAD_REQUEST,
     Cause.REPLICA_FAILED: HTTPStatus.SERVICE_UNAVAILABLE,
     Cause.REPLICA_LOST: HTTPStatus.SERVICE_UNAVAILABLE,
+    Cause.NO_REPLICA: HTTPStatus.SERVICE_UNAVAILABLE,
     Cause.TIMED_OUT: HTTPStatus.GATEWAY_TIMEOUT,
     Cause.STOPPED: HTTPStatus.SERVICE_UNAVAILABLE,
     Cause.BROKEN_OUTPUT: HTTPStatus.INTERNAL_SERVER_ERROR,

@@ -3,7 +3,7 @@
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import httpx
 from tests.terminal import Terminal
 
 CTRL_C = b"\x03"
-START_S = 120.0
+START_S = 240.0
 STOP_S = 60.0
 
 
@@ -65,11 +65,11 @@ class RunningCluster:
 
 
 @contextmanager
-def running_cluster(deploy: str, name: str, *settings: str) -> Iterator[RunningCluster]:
+def running_cluster(deploy: str, name: str, *settings: str, arguments: Sequence[str] = ()) -> Iterator[RunningCluster]:
     """``baton up`` on a terminal until Ctrl-C; it must exit with 0."""
     port = _free_port()
     changes = [f"name={name}", f"router.port={port}", *settings]
-    command = [str(Path(sys.executable).with_name("baton")), "up", deploy]
+    command = [str(Path(sys.executable).with_name("baton")), "up", deploy, *arguments]
     for change in changes:
         command += ["--set", change]
     with Terminal(command) as terminal:

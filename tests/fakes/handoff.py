@@ -74,6 +74,8 @@ class Client:
     failure: str | None = None
     cancelled: bool = False
     cached_tokens: int = 0
+    num_given: int = 0
+    """Of the prompt: output of an earlier attempt."""
 
 
 class World:
@@ -145,6 +147,7 @@ class World:
             layout=self.decode_row.layout,
             page_bytes=self.decode_row.layout.page_bytes,
             transfer_timeout_s=60.0,
+            quarantine_limit=0.25,
             rank_addresses=(self.decode_row.address,),
             verify=verify,
             settle_s=0.5,
@@ -180,10 +183,11 @@ class World:
         priority: int = 0,
         prompt_of: Room | None = None,
         on_decode: bool = False,
+        num_given: int = 0,
     ) -> Room:
         """A new request, sent to both leaders; to decode alone where it shares a prompt, or is computed there."""
         room = Room(len(self.clients) + 1)
-        self.clients[room] = Client(prompt, max_tokens)
+        self.clients[room] = Client(prompt, max_tokens, num_given=num_given)
         message = Submit(
             room=room,
             prompt_ids=prompt,
@@ -195,6 +199,7 @@ class World:
             prompt_of=prompt_of,
             cache_salt=cache_salt,
             priority=priority,
+            num_given=num_given,
         )
         for peer in (message.prefill, message.decode):
             if peer is not None:
@@ -267,7 +272,7 @@ class World:
         if isinstance(message, Failure):
             client.failure = message.reason
         else:
-            assert message.first_index == len(client.tokens)
+            assert message.first_index == client.num_given + len(client.tokens)
             client.tokens += message.token_ids
             client.logprobs += message.logprobs
             client.cached_tokens += message.cached.total
@@ -293,7 +298,7 @@ class World:
     def _send_cached(self, rank: int, plan: StepPlan) -> None:
         for admit in plan.admits:
             assert admit.target is not None
-            num_pages = -(-admit.prompt_len // PAGE_SIZE)
+            num_pages = -(-admit.target.num_tokens // PAGE_SIZE)
             owned = owned_pages(
                 self.page_filter,
                 self.mode,
@@ -308,7 +313,6 @@ class World:
                 target=admit.target,
                 prefill=self.prefill_peer,
                 sender_rank=rank,
-                prompt_len=admit.prompt_len,
                 page_size=PAGE_SIZE,
                 owned=owned,
                 sends=is_sender(self.mode, rank),

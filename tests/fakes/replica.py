@@ -34,8 +34,9 @@ from tests.fakes.bootstrap import peer_of
 
 
 def answer_of(submit: Submit) -> tuple[list[int], FinishReason]:
-    """The whole answer, computable on paper."""
-    body = submit.prompt_ids[1:] or submit.prompt_ids
+    """The whole answer, computable on paper, with what was given of it before."""
+    prompt_ids = submit.prompt_ids[: len(submit.prompt_ids) - submit.num_given]
+    body = prompt_ids[1:] or prompt_ids
     tokens: list[int] = []
     for i in range(submit.stopping.max_tokens):
         tokens.append(body[i % len(body)])
@@ -73,8 +74,8 @@ class FakeReplica:
     """Fail once this many tokens were sent."""
     cached_tokens: int = 0
     """What the first Output says of the prompt."""
-    skips: bool = False
-    """Lose the second batch of every answer."""
+    skips: int = 0
+    """So many answers lose their second batch."""
     silent: bool = False
     """Give no timelines."""
     says: Sequence[int] | None = None
@@ -149,7 +150,7 @@ class FakeReplica:
                     if self.fails is not None:
                         self._fail(message, outbox, self.fails)
                     elif self.name.startswith("decode"):
-                        self._open[message.room] = message, 0
+                        self._open[message.room] = message, message.num_given
                 case GiveTimeline() if not self.silent:
                     outbox.send(message.reply_to, self._timeline(message.room))
                 case Cancel():
@@ -193,7 +194,9 @@ class FakeReplica:
                 del self._open[room]
             if not last and room not in self._open:
                 self._fail(submit, outbox, "out of memory")
-            elif not (self.skips and start == self.batch):
+            elif self.skips and start == submit.num_given + self.batch:
+                self.skips -= 1
+            else:
                 self._send(outbox, submit, start, tokens[start:end], finish if last else None)
 
     def _send(self, outbox: Outbox, submit: Submit, start: int, tokens: list[int], finish: FinishReason | None) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -81,6 +82,21 @@ def test_everybody_keeps_to_his_grammar(cluster: LocalCluster) -> None:
     assert len(together[1].logprobs) == len(together[1].token_ids)
     alone = [cluster.answer([prompt], timeout_s=120)[0] for prompt in prompts]
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+
+
+def test_an_answer_goes_on_elsewhere_where_its_grammar_stood(cluster: LocalCluster) -> None:
+    first, second = prompts_of((60, 33))
+    prompts = [
+        asked(first, {"json_schema": SCHEMA}, temperature=1.5, seed=3, frequency_penalty=0.5),
+        asked(second, {"lark_grammar": f"start: /{CODE}/"}, temperature=2.0, seed=4, min_tokens=3),
+    ]
+    wholes = cluster.generate(prompts, timeout_s=120)
+    for num_given in (1, 5, 12):
+        going_on = [
+            replace(prompt, token_ids=[*prompt.token_ids, *whole[:num_given]], num_given=num_given)
+            for prompt, whole in zip(prompts, wholes, strict=True)
+        ]
+        assert cluster.generate(going_on, timeout_s=120) == [whole[num_given:] for whole in wholes]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 60])

@@ -92,6 +92,7 @@ def admit_to(decode: Inbox, target: Region, owner_base: int = 0) -> Admit:
             generation=1,
             decode=Peer(replica=theirs.replica, incarnation=Incarnation(1), address=decode.address),
             rows=[theirs],
+            num_tokens=4 * PAGE_SIZE,
             pages=TICKETED,
             held_pages=HELD,
         ),

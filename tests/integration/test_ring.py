@@ -106,8 +106,7 @@ def test_a_chain_through_every_page_of_128k_tokens_is_followed(tmp_path: Path, e
     build_recall_checkpoint(tmp_path)
     prefill = {"parallel": {"cp": 4}, "mode": "ring"}
     kv = {"page_size": page_size, "memory_gib": 0.3}
-    transfer = {"transfer_timeout_s": 3600}  # counts from the ticket on, and so from before the prompt is computed
-    config = DeployConfig.model_validate({"kv": kv, "prefill": prefill, "transfer": transfer})
+    config = DeployConfig.model_validate({"kv": kv, "prefill": prefill})
     with engine.running(tmp_path, config) as cluster:
         (answer,) = cluster.generate(asked([prompt], num_pages), timeout_s=3600)
     assert answer == recall_oracle(prompt, num_pages)

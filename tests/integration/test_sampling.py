@@ -1,5 +1,6 @@
 """What requests ask of sampling holds over the handoff: the first token is drawn on prefill, the others on decode."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,32 @@ def compare(model: Any, prompt: list[int], answer: Answer, settings: dict[str, A
         assert told.logprob == pytest.approx(float(logprobs[token_id]), abs=1e-3)
         assert told.top_ids == logprobs.topk(3).indices.tolist()
         assert told.top_logprobs == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("num_given", [1, 7, 17])
+def test_an_answer_goes_on_elsewhere_as_if_nothing_had_happened(cluster: LocalCluster, num_given: int) -> None:
+    """Random numbers, penalties, banned words, lengths and log-probabilities count what was given before as output."""
+    drawn = Sampling(temperature=1.2, seed=9, frequency_penalty=0.4, presence_penalty=0.2, top_p=0.9)
+    samplings = [*(sampling for sampling, _ in REQUESTS.values()), drawn]
+    prompts = prompts_of((90, 60, 33, 5, 64, 47))
+    asked = [
+        Prompt(prompt, stopping_of(sampling), replace(sampling, num_logprobs=2))
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+    wholes = cluster.answer(asked, timeout_s=120)
+    going_on = [
+        dataclasses.replace(ask, token_ids=[*ask.token_ids, *whole.token_ids[:num_given]], num_given=num_given)
+        for ask, whole in zip(asked, wholes, strict=True)
+        if len(whole.token_ids) > num_given
+    ]
+    assert len(going_on) >= len(asked) - 1
+    rests = iter(cluster.answer(going_on, timeout_s=120))
+    for whole in wholes:
+        if len(whole.token_ids) > num_given:
+            rest = next(rests)
+            assert rest.token_ids == whole.token_ids[num_given:]
+            for ours, theirs in zip(rest.logprobs, whole.logprobs[num_given:], strict=True):
+                assert ours.top_logprobs == pytest.approx(theirs.top_logprobs, abs=1e-3)
 
 
 def test_frequency_and_presence_count_the_first_token_too(folder: Path, cluster: LocalCluster) -> None:

@@ -1,5 +1,6 @@
 """Defects that can be put into the real code, each a mistake that somebody might make."""
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,10 @@ from cluster.simulator.rank_process import Follower
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
 from cluster.spec.ids import Incarnation, Room
-from cluster.spec.messages import Done, Drained, Message, Revoke
+from cluster.spec.messages import Done, Drained, Message, Peer, Revoke, Submit
+from router.actions import Action
+from router.attempts import Attempts
+from router.flight import Attempt, Flight, Pair
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
 from workers.scheduler.leader import LeaderCore
@@ -58,7 +62,11 @@ def reuse_a_room(patch: Patch) -> None:
     """The router numbers its open requests, and gives the numbers of those that have ended to others."""
 
     def draw(self: RouterProcess) -> Room:
-        return next(Room(number) for number in count(1) if not self.dispatch.is_open(Room(number)))
+        return next(
+            room
+            for room in map(Room, count(1))
+            if not (self.dispatch.is_open(room) or self.dispatch.is_under_way(room))
+        )
 
     patch.setattr(RouterProcess, "_draw_room", draw)
 
@@ -146,6 +154,60 @@ def take_silence_for_proof(patch: Patch) -> None:
 def keep_no_tombstones(patch: Patch) -> None:
     """Rooms that have ended are forgotten."""
     patch.setattr("workers.scheduler.leader.Tombstones.add", lambda _self, _room, _reason: None)
+
+
+def continue_at_output_0(patch: Patch) -> None:
+    """What the client has is sent as a longer prompt: output positions begin anew."""
+    submit = Flight.submit
+
+    def submit_as_prompt(self: Flight, attempt: Attempt, router: Peer) -> Submit:
+        return replace(submit(self, attempt, router), num_given=0)
+
+    patch.setattr(Flight, "submit", submit_as_prompt)
+
+
+def begin_anew_behind_given_tokens(patch: Patch) -> None:
+    """A request that goes on elsewhere is sent as it was at first."""
+    submit = Flight.submit
+
+    def submit_first_prompt(self: Flight, attempt: Attempt, router: Peer) -> Submit:
+        return replace(submit(self, attempt, router), prompt_ids=self.ask.prompt_ids)
+
+    patch.setattr(Flight, "submit", submit_first_prompt)
+
+
+def retry_in_the_same_room(patch: Patch) -> None:
+    """All attempts of a request meet in one room."""
+    begin = Attempts.begin
+
+    def begin_in_first_room(self: Attempts, flight: Flight, _room: Room, *others: Any) -> list[Action]:
+        return begin(self, flight, flight.room, *others)
+
+    patch.setattr(Attempts, "begin", begin_in_first_room)
+
+
+def cancel_no_other_leg(patch: Patch) -> None:
+    """When one leg fails, the other is left to find out by itself."""
+    leave = Attempts.leave
+
+    def leave_without_a_word(self: Attempts, flight: Flight, _cancelled: Sequence[Peer]) -> list[Action]:
+        return leave(self, flight, [])
+
+    patch.setattr(Attempts, "leave", leave_without_a_word)
+
+
+def retry_where_it_failed(patch: Patch) -> None:
+    """A request takes the pair that it had, whatever has become of it."""
+    begin = Attempts.begin
+
+    def begin_there(self: Attempts, flight: Flight, room: Room, now_s: float, *others: Any) -> list[Action]:
+        pairs[flight.room] = pairs.get(flight.room) or self._pick(flight.ask, room, frozenset(), now_s)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self, "_pick", lambda *_: pairs[flight.room])
+            return begin(self, flight, room, now_s, *others)
+
+    pairs: dict[Room, Pair | None] = {}
+    patch.setattr(Attempts, "begin", begin_there)
 
 
 def take_a_page_id_for_its_place(patch: Patch) -> None:

@@ -32,6 +32,7 @@ from cluster.spec.messages import (
     StepPlan,
     Submit,
     TableUpdate,
+    Ticket,
 )
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
@@ -100,12 +101,13 @@ class DecodeLeader(LeaderCore):
         self._reserve(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Revoke tickets whose transfer took too long; let bytes settle."""
+        """Send tickets again of which nothing was heard, revoke those of which too long; let bytes settle."""
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
         self._reserve(now_s)
+        self._watch_quarantine()
         self.follow_cache()
 
     def has_work(self) -> bool:
@@ -153,8 +155,10 @@ class DecodeLeader(LeaderCore):
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
+            quarantined_pages=sum(len(request.pages) - request.num_held for request in self._quarantined()),
             wrong_pages=self._num_wrong_pages,
             draining=self.draining,
+            dropped=dict(self.dropped),
             num_retracted=self._steps.num_retractions,
             num_kept=self._steps.num_kept,
             tiers=self.tiers.state() if self.tiers else None,
@@ -212,35 +216,40 @@ class DecodeLeader(LeaderCore):
                 self._run(request, request.submit.prompt_ids, cached_len)
 
     def _open(self, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
-        session = request.session = receiver_session(self._settings, request, prefill, now_s)
+        session = request.session = receiver_session(self._settings, request, prefill)
         if self._steps.num_under_way:
             self._unsent.append((self._newest_step, request))
         else:
-            self.send(prefill.address, session.open())
+            self.send(prefill.address, session.open(now_s))
 
     def _send_unsent(self, computed_step: int) -> None:
         """Ticket pages that nobody in this replica writes to any more."""
         while self._unsent and self._unsent[0][0] <= computed_step:
             _, request = self._unsent.popleft()
             if request.state is DecodeState.RECEIVING and request.session is not None:
-                self.send(request.session.prefill.address, request.session.open())
+                self.send(request.session.prefill.address, request.session.open(self._now_s))
 
     def _on_prefill(self, message: Result | Done | Refused | Drained, now_s: float) -> None:
         request = self._requests.get(message.room)
         if request is None or request.session is None or request.state is DecodeState.RUNNING:
             self.drop(message)
             return
-        self._follow(request, request.session, request.session.handle(message, now_s))
+        num_dropped = request.session.num_dropped.total()
+        answer = request.session.handle(message, now_s)
+        if request.session.num_dropped.total() > num_dropped:
+            self.drop(message)
+        self._follow(request, request.session, answer)
 
-    def _follow(self, request: DecodeRequest, session: ReceiverSession, revoke: Revoke | None) -> None:
+    def _follow(self, request: DecodeRequest, session: ReceiverSession, message: Ticket | Revoke | None) -> None:
         """Do what the session's new state asks for."""
-        if revoke is not None:
-            self.send(session.prefill.address, revoke)
+        if message is not None:
+            self.send(session.prefill.address, message)
         if request.state is DecodeState.RECEIVING:
             if session.failure is not None:
                 self._move(request, DecodeState.STOPPING, session.failure.reason)
+                request.stopping_since_s = self._now_s
                 if session.failure.kind is not FailureKind.CANCELLED:
-                    self.send_failure(request.submit, session.failure.reason, retryable=True)
+                    self.send_failure(request.submit, session.failure.reason, retryable=True, mutual=True)
             elif session.state is ReceiverState.READY:
                 self._verify(request, session)
         if request.state is DecodeState.STOPPING and session.may_free:
@@ -274,7 +283,7 @@ class DecodeLeader(LeaderCore):
             f"{request.num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
             "with other bytes than were sent (transfer.verify)"
         )
-        self.send_failure(request.submit, reason, retryable=True)
+        self.send_failure(request.submit, reason, retryable=True, mutual=True)
         self._end(request, reason)
 
     def _start(self, request: DecodeRequest, session: ReceiverSession) -> None:
@@ -295,7 +304,7 @@ class DecodeLeader(LeaderCore):
         sequence = Sequence(
             room=submit.room,
             tokens=list(tokens),
-            prompt_len=len(submit.prompt_ids),
+            prompt_len=len(submit.prompt_ids) - submit.num_given,
             sampling=submit.sampling,
             stopping=submit.stopping,
             max_len=self._allocator.num_pages * self._settings.layout.page_size,
@@ -387,6 +396,31 @@ class DecodeLeader(LeaderCore):
             if reaped is not None:
                 session.prefill_gone(reaped, now_s)
                 self._follow(request, session, None)
+
+    def _quarantined(self) -> list[DecodeRequest]:
+        """Those that were given up longer ago than any silence is waited for."""
+        since_s = self._now_s - self._settings.transfer_timeout_s
+        requests = self._requests.values()
+        return [
+            request
+            for request in requests
+            if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
+        ]
+
+    def _watch_quarantine(self) -> None:
+        """With too much of the pool in quarantine, take nothing more; at the end of what is at hand, begin anew."""
+        quarantined = self._quarantined()
+        num_pages = sum(len(request.pages) - request.num_held for request in quarantined)
+        limit = self._settings.quarantine_limit
+        if num_pages <= limit * self._allocator.num_pages:
+            return
+        self.draining = True
+        if len(quarantined) == len(self._requests):
+            names = ", ".join(sorted({request.session.prefill.replica for request in quarantined if request.session}))
+            self.must_end = (
+                f"{num_pages} of {self._allocator.num_pages} pages are in quarantine, more than {limit:g} of them "
+                f"(transfer.quarantine_limit): {names} did not say that it writes no more"
+            )
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
         """Fail a request that holds nothing yet."""

@@ -50,6 +50,8 @@ class DecodeSettings:
     page_bytes: int
     """Of one page over all ranks that hold a part of it."""
     transfer_timeout_s: float
+    quarantine_limit: float
+    """Part of the pool in quarantine beyond which this replica must end."""
     rank_addresses: tuple[str, ...] = ()
     """Every rank's, by global rank."""
     verify: Verify = Verify.COUNTS
@@ -72,6 +74,8 @@ class DecodeRequest:
     page_keys: list[bytes] = field(default_factory=list)
     """Of the prompt's full pages, as far as they may come from the cache."""
     session: ReceiverSession | None = None
+    stopping_since_s: float = 0.0
+    """While STOPPING."""
     unchecked: set[int] = field(default_factory=set)
     """While VERIFYING: ranks that have not answered."""
     num_wrong: int = 0
@@ -90,7 +94,7 @@ class DecodeRequest:
         return self.submit.priority
 
 
-def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer, now_s: float) -> ReceiverSession:
+def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:
     """A transfer into the pages that a request has got and does not hold already."""
     pages = request.pages[request.num_held :]
     ticket = Ticket(
@@ -109,7 +113,7 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         prefill,
         num_pages=len(pages),
         num_bytes=len(pages) * settings.page_bytes,
-        deadline_s=now_s + settings.transfer_timeout_s,
+        silence_s=settings.transfer_timeout_s,
         settle_s=settings.settle_s,
         verify=settings.verify,
     )

@@ -22,6 +22,8 @@ class Leader(Protocol):
 
     outgoing: list[tuple[str, Message]]
     """Messages to send, as (address, message); the loop takes them away."""
+    must_end: str
+    """Why this replica cannot go on; empty while it can."""
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -65,6 +67,7 @@ class LeaderCore:
 
     def __init__(self, me: Peer, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
+        self.must_end = ""
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
         self.me = me
@@ -110,14 +113,15 @@ class LeaderCore:
             self.recorder.follow(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 
-    def send_failure(self, submit: Submit, reason: str, *, retryable: bool) -> None:
-        """Tell the router that this leg cannot finish the request."""
+    def send_failure(self, submit: Submit, reason: str, *, retryable: bool, mutual: bool = False) -> None:
+        """Tell the router that this leg cannot finish the request; ``mutual`` if the other may be why."""
         failure = Failure(
             room=submit.room,
             replica=self.me.replica,
             incarnation=self.me.incarnation,
             reason=reason,
             retryable=retryable,
+            mutual=mutual,
         )
         self.send(submit.router.address, failure)
 

@@ -91,7 +91,7 @@ class PrefillLeader(LeaderCore):
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.state is PrefillState.QUEUED and now_s >= request.deadline_s:
-                self._give_up(request, f"{request.submit.decode.replica} sent no ticket in time")
+                self._give_up(request, f"{request.submit.decode.replica} sent no ticket in time", mutual=True)
             elif request.state is PrefillState.STOPPING:
                 self._settle(request)
             else:
@@ -123,7 +123,7 @@ class PrefillLeader(LeaderCore):
         for sequence in self._steps.commit(plan, sampled):
             request = self._requests[sequence.room]
             if self._allocator.is_caching:
-                request.page_keys = sequence.keys_of(sequence.prompt_len, self._settings.layout.page_size)
+                request.page_keys = sequence.keys_of(sequence.computed_len, self._settings.layout.page_size)
             if problem := sampled[sequence.room].problem:
                 self._give_up(request, problem, retryable=False)
                 continue
@@ -147,6 +147,7 @@ class PrefillLeader(LeaderCore):
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
             draining=self.draining,
+            dropped=dict(self.dropped),
             tiers=self.tiers.state() if self.tiers else None,
         )
 
@@ -203,7 +204,7 @@ class PrefillLeader(LeaderCore):
             mine.replica, mine.geometry, ticket.decode.replica, ticket.geometry
         ) or ticket_refusal(ticket, len(request.submit.prompt_ids))
         if reason is not None:
-            self._give_up(request, reason)
+            self._give_up(request, reason, mutual=True)
         else:
             self._schedule(request)
 
@@ -219,7 +220,7 @@ class PrefillLeader(LeaderCore):
             if request.state is PrefillState.QUEUED and (
                 is_gone or table.reaped.get(decode.replica, 0) >= decode.incarnation
             ):
-                self._give_up(request, f"{decode.replica} was lost before it sent a ticket")
+                self._give_up(request, f"{decode.replica} was lost before it sent a ticket", mutual=True)
             elif self.has_no_router(request.submit, table):
                 self._stop(request, "its router is gone")
 
@@ -233,7 +234,7 @@ class PrefillLeader(LeaderCore):
         if not rows:
             return
         if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
-            self._give_up(request, reason)
+            self._give_up(request, reason, mutual=True)
         else:
             self._move(request, PrefillState.SCHEDULED, "ticket")
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
@@ -249,7 +250,7 @@ class PrefillLeader(LeaderCore):
         return TokenSequence(
             room=submit.room,
             tokens=list(submit.prompt_ids),
-            prompt_len=len(submit.prompt_ids),
+            prompt_len=len(submit.prompt_ids) - submit.num_given,
             sampling=submit.sampling,
             stopping=submit.stopping,
             max_len=len(submit.prompt_ids) + 1,
@@ -266,6 +267,7 @@ class PrefillLeader(LeaderCore):
                 generation=ticket.generation,
                 decode=ticket.decode,
                 rows=list(rows),
+                num_tokens=len(submit.prompt_ids),
                 pages=ticket.pages[0],
                 held_pages=ticket.held_pages,
             ),
@@ -310,7 +312,8 @@ class PrefillLeader(LeaderCore):
         if report.state is SendState.FAILED:
             request.quiet_at_s = self._now_s + self._settings.settle_s
             if request.state is not PrefillState.STOPPING:
-                self._give_up(request, f"rank {report.sender_rank} of {self.me.replica}: {report.reason}")
+                reason = f"rank {report.sender_rank} of {self.me.replica}: {report.reason}"
+                self._give_up(request, reason, mutual=True)
         self._settle(request)
 
     def _settle(self, request: PrefillRequest) -> None:
@@ -346,11 +349,17 @@ class PrefillLeader(LeaderCore):
             self.send(address, DropSend(room=request.submit.room, generation=request.ticket.generation))
 
     def _give_up(
-        self, request: PrefillRequest, reason: str, ticket: Ticket | None = None, *, retryable: bool = True
+        self,
+        request: PrefillRequest,
+        reason: str,
+        ticket: Ticket | None = None,
+        *,
+        retryable: bool = True,
+        mutual: bool = False,
     ) -> None:
         """Fail a request; a ticket that came before it is answered too."""
         request.ticket = request.ticket or ticket
-        self.send_failure(request.submit, reason, retryable=retryable)
+        self.send_failure(request.submit, reason, retryable=retryable, mutual=mutual)
         self._stop(request, reason)
 
     def _say_drained(self, request: PrefillRequest) -> None:

@@ -3,7 +3,7 @@
 Each has requests, pages and a cache of its own. Here is decided who gets a request, and what is one step. Sans I/O.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ _COUNTS = (
     "free_pages",
     "cached_pages",
     "total_pages",
+    "quarantined_pages",
     "wrong_pages",
     "num_retracted",
     "num_kept",
@@ -78,6 +79,13 @@ class ReplicaLeader:
         deadlines_s = [leader.next_deadline_s() for leader in self._leaders]
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
+    @property
+    def must_end(self) -> str:
+        """Why this replica cannot go on, once nothing else is at hand; empty while it can."""
+        reasons = [leader.must_end for leader in self._leaders if leader.must_end]
+        has_work = any(not leader.must_end and not leader.is_idle() for leader in self._leaders)
+        return "" if has_work else "; ".join(reasons)
+
     def next_plans(self) -> list[StepPlan]:
         """The next step, by DP rank; empty if there is nothing to compute. A rank with nothing to do takes part."""
         plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
@@ -96,7 +104,8 @@ class ReplicaLeader:
         """What the heartbeat tells the router."""
         loads = [leader.load() for leader in self._leaders]
         sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
-        return replace(loads[0], **sums)
+        dropped = sum((Counter(load.dropped) for load in loads), Counter[str]())
+        return replace(loads[0], **sums, draining=any(load.draining for load in loads), dropped=dict(dropped))
 
     @property
     def _can_plan(self) -> bool:

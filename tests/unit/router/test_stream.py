@@ -6,8 +6,8 @@ import pytest
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import FinishReason
+from router.actions import Cause, Fail
 from router.errors import RequestFailedError
-from router.flight import Cause, Fail
 from router.stream import Part, Stream
 
 

@@ -60,7 +60,7 @@ def test_what_is_missing_is_named() -> None:
 
 def _gathering(router: list[Interval], *timelines: Timeline) -> Gathering:
     row = entry_of(peer_of("prefill-0", address="tcp://nowhere")).rows[0]
-    return Gathering([row], timelines=list(timelines), router=router)
+    return Gathering(Room(1), [row], timelines=list(timelines), router=router)
 
 
 def _timeline(intervals: list[Interval], clock: ClockReading) -> Timeline:

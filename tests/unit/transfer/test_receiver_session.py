@@ -7,18 +7,24 @@ from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.messages import Done, Drained, PageDigests, Peer, Refused, Result, Revoke
 from cluster.spec.registry import Verify
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
-from transfer.receiver_session import REVOKE_AGAIN_S, FailureKind, ReceiverSession, ReceiverState
+from transfer.receiver_session import (
+    REVOKE_AGAIN_S,
+    TICKET_AGAIN_S,
+    FailureKind,
+    ReceiverSession,
+    ReceiverState,
+)
 
-DEADLINE_S = 100.0
+SILENCE_S = 100.0
 SETTLE_S = 5.0
 
 
 def _session(*, is_open: bool = True) -> ReceiverSession:
     session = ReceiverSession(
-        ticket([4, 5, 6]), PREFILL, num_pages=3, num_bytes=30, deadline_s=DEADLINE_S, settle_s=SETTLE_S
+        ticket([4, 5, 6]), PREFILL, num_pages=3, num_bytes=30, silence_s=SILENCE_S, settle_s=SETTLE_S
     )
     if is_open:
-        assert session.open() == session.ticket
+        assert session.open(0.0) == session.ticket
     return session
 
 
@@ -142,13 +148,40 @@ def test_a_mismatch_names_all_three_counts() -> None:
     )
 
 
+def test_a_prefill_that_says_nothing_yet_is_waited_for_and_gets_the_ticket_again() -> None:
+    session = _session()
+    now_s = 0.0
+    for _ in range(50):
+        assert session.wake_at_s == now_s + TICKET_AGAIN_S
+        assert session.tick(now_s + TICKET_AGAIN_S - 1) is None
+        now_s += TICKET_AGAIN_S
+        assert session.tick(now_s) == session.ticket
+    assert session.state is ReceiverState.TICKETED
+    assert session.failure is None
+
+
+@pytest.mark.parametrize(("word", "missing"), [(_done(0, 2), "its result"), (_result(), "the pages of its ranks 1")])
+def test_a_timeout_counts_from_the_last_word_and_names_what_is_missing(word: Result | Done, missing: str) -> None:
+    session = _session()
+    session.handle(word, 1000.0)
+    session.handle(_done(0, 2), 1050.0)
+    since_s = 1050.0 if isinstance(word, Result) else 1000.0
+    assert session.wake_at_s == since_s + SILENCE_S
+    assert session.tick(since_s + SILENCE_S) is not None
+    assert session.failure is not None
+    assert session.failure.reason == (
+        f"decode-1 waited for {missing} from prefill-0, which said nothing for {SILENCE_S:g} s"
+    )
+
+
 def test_a_timeout_revokes_and_asks_again_but_never_frees() -> None:
     session = _session()
-    assert session.wake_at_s == DEADLINE_S
-    assert session.tick(DEADLINE_S - 1) is None
-    now_s = DEADLINE_S
+    session.handle(_done(0, 2), 0.0)
+    assert session.wake_at_s == SILENCE_S
+    assert session.tick(SILENCE_S - 1) is None
+    now_s = SILENCE_S
     for _ in range(50):
-        assert session.tick(now_s) is not None
+        assert isinstance(session.tick(now_s), Revoke)
         assert session.tick(now_s) is None
         assert session.wake_at_s == now_s + REVOKE_AGAIN_S
         assert not session.may_free
@@ -215,8 +248,8 @@ def test_a_gone_prefill_frees_after_its_bytes_have_settled() -> None:
 
 
 def test_a_gone_prefill_frees_at_once_where_nothing_can_be_on_its_way() -> None:
-    session = ReceiverSession(ticket([4]), PREFILL, num_pages=1, num_bytes=10, deadline_s=9.0, settle_s=0.0)
-    session.open()
+    session = ReceiverSession(ticket([4]), PREFILL, num_pages=1, num_bytes=10, silence_s=9.0, settle_s=0.0)
+    session.open(0.0)
     session.cancel("client left", 1.0)
     session.prefill_gone(Incarnation(PREFILL.incarnation + 4), 1.0)
     assert session.state is ReceiverState.RELEASED
@@ -242,11 +275,11 @@ def test_counts_alone_do_not_make_a_verified_transfer_ready() -> None:
             PREFILL,
             num_pages=3,
             num_bytes=30,
-            deadline_s=DEADLINE_S,
+            silence_s=SILENCE_S,
             settle_s=SETTLE_S,
             verify=Verify.DIGEST,
         )
-        session.open()
+        session.open(0.0)
         session.handle(_result(), 0.0)
         session.handle(msgspec.structs.replace(_done(0, 1), digests=digests[:1]), 0.0)
         session.handle(msgspec.structs.replace(_done(1, 2), digests=digests[1:]), 0.0)

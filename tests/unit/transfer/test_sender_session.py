@@ -15,14 +15,18 @@ PAGE = 4
 def _session(prompt_len: int, owned: range, *, held: int = 0, sends: bool = True) -> SenderSession:
     num_pages = -(-prompt_len // PAGE)
     target = Target(
-        generation=2, decode=DECODE, rows=[], pages=[100 + i for i in range(held, num_pages)], held_pages=held
+        generation=2,
+        decode=DECODE,
+        rows=[],
+        num_tokens=prompt_len,
+        pages=[100 + i for i in range(held, num_pages)],
+        held_pages=held,
     )
     return SenderSession(
         room=ROOM,
         target=target,
         prefill=PREFILL,
         sender_rank=1,
-        prompt_len=prompt_len,
         page_size=PAGE,
         owned=owned,
         sends=sends,

@@ -11,13 +11,13 @@ from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Done, Drained, Peer, Refused, Result, Revoke, SendState, Target, Ticket
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
 from transfer.receiver_session import ReceiverSession, ReceiverState
-from transfer.sender_session import SenderSession, is_quiet
+from transfer.sender_session import SenderSession, SenderState, is_quiet
 
 PAGE = 2
 PAGE_BYTES = 10
 RANKS = 2
 SETTLE_S = 3.0
-DEADLINE_S = 30.0
+SILENCE_S = 30.0
 ToDecode = Result | Done | Refused | Drained
 
 
@@ -39,11 +39,21 @@ class _Prefill:
     quiet_at_s: float = 0.0
     """Until then bytes of failed writes may arrive."""
 
-    def accept(self, message: Ticket) -> None:
-        if self.sessions or self.was_revoked:
-            return
+    def accept(self, message: Ticket) -> list[ToDecode]:
+        if self.was_revoked:
+            return []
+        if self.sessions:
+            has_ended = self.has_result and all(session.state is SenderState.SENT for session in self.sessions)
+            return [_refused("it has ended")] if has_ended else []
         num_pages = -(-self.prompt_len // PAGE)
-        target = Target(generation=1, decode=DECODE, rows=[], pages=message.pages[0], held_pages=0)
+        target = Target(
+            generation=1,
+            decode=DECODE,
+            rows=[],
+            num_tokens=self.prompt_len,
+            pages=message.pages[0],
+            held_pages=0,
+        )
         for rank in range(RANKS):
             self.sessions.append(
                 SenderSession(
@@ -51,13 +61,13 @@ class _Prefill:
                     target=target,
                     prefill=PREFILL,
                     sender_rank=rank,
-                    prompt_len=self.prompt_len,
                     page_size=PAGE,
                     owned=range(rank, num_pages, RANKS),
                     sends=True,
                 )
             )
             self.queued.append([])
+        return []
 
     def compute(self, num_tokens: int) -> list[ToDecode]:
         self.computed_len = min(self.prompt_len, self.computed_len + num_tokens)
@@ -119,13 +129,15 @@ class _Prefill:
             return []
         if self.was_revoked:
             return [Drained(room=ROOM, generation=1, prefill=PREFILL, decode_incarnation=DECODE.incarnation)]
-        return [
-            Refused(room=ROOM, generation=1, prefill=PREFILL, decode_incarnation=DECODE.incarnation, reason="it failed")
-        ]
+        return [_refused("it failed")]
 
     def _last_words(self, session: SenderSession) -> list[ToDecode]:
         done = session.done()
         return [done] if done else []
+
+
+def _refused(reason: str) -> Refused:
+    return Refused(room=ROOM, generation=1, prefill=PREFILL, decode_incarnation=DECODE.incarnation, reason=reason)
 
 
 class TransferProtocol(RuleBasedStateMachine):
@@ -144,14 +156,14 @@ class TransferProtocol(RuleBasedStateMachine):
             PREFILL,
             num_pages=num_pages,
             num_bytes=num_pages * PAGE_BYTES,
-            deadline_s=DEADLINE_S,
+            silence_s=SILENCE_S,
             settle_s=SETTLE_S,
         )
-        self.to_prefill.append(self.decode.open())
+        self.to_prefill.append(self.decode.open(self.now_s))
 
-    def _tell(self, revoke: Revoke | None) -> None:
-        if revoke is not None:
-            self.to_prefill.append(revoke)
+    def _tell(self, message: Ticket | Revoke | None) -> None:
+        if message is not None:
+            self.to_prefill.append(message)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
     def time_passes(self, seconds: float) -> None:
@@ -260,6 +272,7 @@ class TransferProtocol(RuleBasedStateMachine):
                         self.to_decode += self.prefill.end_write(rank)
                 for message in self.to_prefill:
                     self._at_prefill(message)
+                self.to_decode += self.prefill.compute(9) if self.prefill.sessions else []
                 self.to_decode += self.prefill.answer(self.now_s)
             else:
                 self.decode.prefill_gone(PREFILL.incarnation, self.now_s)
@@ -275,7 +288,7 @@ class TransferProtocol(RuleBasedStateMachine):
 
     def _at_prefill(self, message: Ticket | Revoke) -> None:
         if isinstance(message, Ticket):
-            self.prefill.accept(message)
+            self.to_decode += self.prefill.accept(message)
         else:
             self.prefill.was_revoked = True
             self.prefill.stop()

@@ -22,7 +22,7 @@ SENDING = [
 def answer_of(client: Client, num_pages: int) -> list[int]:
     """The tokens that the fake model gives, as far as a pool of so many pages lets it; the first needs no room."""
     tokens = list(client.prompt)
-    for _ in range(client.max_tokens):
+    for _ in range(client.max_tokens - client.num_given):
         tokens.append(next_token(tokens))
     return tokens[len(client.prompt) : max(num_pages * PAGE_SIZE, len(client.prompt) + 1)]
 
@@ -54,6 +54,7 @@ def check(world: World, num_pages: int) -> None:
     lengths=st.lists(st.tuples(st.integers(1, 24), st.integers(1, 12)), min_size=1, max_size=6),
     cancels=st.lists(st.integers(0, 200), max_size=3),
     priorities=st.lists(st.integers(-2, 2), min_size=6, max_size=6),
+    given_lens=st.lists(st.integers(0, 6), min_size=6, max_size=6),
     prefix_cache=st.booleans(),
 )
 def test_every_request_ends_right_and_nothing_is_left(
@@ -65,6 +66,7 @@ def test_every_request_ends_right_and_nothing_is_left(
     lengths: list[tuple[int, int]],
     cancels: list[int],
     priorities: list[int],
+    given_lens: list[int],
     prefix_cache: bool,
 ) -> None:
     ownership, mode, page_filter = sending
@@ -79,10 +81,13 @@ def test_every_request_ends_right_and_nothing_is_left(
         chunk_tokens=chunk_tokens,
         prefix_cache=prefix_cache,
     )
-    rooms = [
-        world.submit([(7 * index + place) % 100 for place in range(length)], max_tokens, priority=priorities[index])
-        for index, (length, max_tokens) in enumerate(lengths)
-    ]
+    rooms = []
+    for index, (length, max_tokens) in enumerate(lengths):
+        prompt = [(7 * index + place) % 100 for place in range(length)]
+        num_given = min(given_lens[index], max_tokens - 1)
+        for _ in range(num_given):
+            prompt.append(next_token(prompt))
+        rooms.append(world.submit(prompt, max_tokens, priority=priorities[index], num_given=num_given))
     for number, moment in enumerate(sorted(cancels)):
         for _ in range(moment):
             world.act()
@@ -242,6 +247,41 @@ def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:
     decode.tick(1.0)
     assert decode.is_idle()
     decode.check_integrity()
+
+
+def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> None:
+    """Prefill never answers the Revoke: time alone frees nothing, but in the end there are new pages elsewhere."""
+    world = quiet_world(num_pages=10)
+    decode = world.leaders["decode/0"]
+    for _ in range(2):
+        world.submit([1] * 3 * PAGE_SIZE, 4)
+    submits = list(world.queues[ROUTER, "decode/0"])
+    for submit in submits:
+        decode.on_message(submit, 0.0)
+    decode.on_message(Cancel(room=submits[0].room, incarnation=Incarnation(1)), 0.0)
+    decode.tick(59.0)
+    assert (decode.load().quarantined_pages, decode.load().draining) == (0, False)
+    decode.tick(60.0)
+    assert (decode.load().quarantined_pages, decode.load().draining, decode.must_end) == (3, True, "")
+    decode.on_message(Cancel(room=submits[1].room, incarnation=Incarnation(1)), 60.0)
+    decode.tick(61.0)
+    assert decode.must_end == ""
+    decode.tick(120.0)
+    assert decode.must_end == (
+        "6 of 10 pages are in quarantine, more than 0.25 of them (transfer.quarantine_limit): "
+        "prefill-0 did not say that it writes no more"
+    )
+
+
+def test_messages_without_effect_are_counted_by_type() -> None:
+    world = quiet_world()
+    world.submit(PROMPT, 4)
+    decode = world.leaders["decode/0"]
+    submit = world.queues[ROUTER, "decode/0"].popleft()
+    foreign = Drained(room=Room(1), generation=7, prefill=world.prefill_peer, decode_incarnation=Incarnation(1))
+    for message in (submit, submit, foreign, foreign):
+        decode.on_message(message, 0.0)
+    assert decode.load().dropped == {"Submit": 1, "Drained": 2}
 
 
 def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:

@@ -1,0 +1,103 @@
+"""Clients that stream answers which can be computed by hand, and what became of each."""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from workers.models.recall_prompts import LINK_LEN, chain_prompt, recall_oracle
+
+HUNG_S = 300.0
+"""A stream that has not ended by then never will."""
+
+
+@dataclass
+class Stream:
+    """One client's request: a chain whose every link is a token of the answer."""
+
+    num_tokens: int
+    seed: int
+    prompt_len: int = 0
+    """Tokens of the prompt; as many as the chain needs by default."""
+    patience_s: float = HUNG_S
+    """The client leaves after so long."""
+    tokens: list[int] = field(default_factory=list)
+    longest_pause_s: float = 0.0
+    """Between two tokens."""
+    end: str = ""
+    """``right``, ``left``, or what was wrong; empty while it is open."""
+    retry_after: str | None = None
+    """Of an answer that is no stream."""
+
+    def __post_init__(self) -> None:
+        num_tokens = max(self.prompt_len, self.num_tokens * LINK_LEN + 1)
+        self.prompt = chain_prompt(num_tokens, (num_tokens - 1) // self.num_tokens, seed=self.seed)
+        self.expected = recall_oracle(self.prompt, self.num_tokens)
+
+    def run(self, url: str) -> None:
+        """Ask, and read to the end."""
+        body = {"model": "recall", "prompt": self.prompt, "max_tokens": self.num_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+        try:
+            timeout = httpx.Timeout(HUNG_S, read=self.patience_s)
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False) as reply:
+                self.end = self._read(reply)
+        except httpx.ReadTimeout:
+            self.end = "left" if self.patience_s < HUNG_S else "hung"
+        except httpx.HTTPError as error:
+            self.end = f"failed: {type(error).__name__}"
+
+    def _read(self, reply: httpx.Response) -> str:
+        if reply.status_code != 200:
+            self.retry_after = reply.headers.get("retry-after")
+            return f"failed: {reply.status_code} {reply.read().decode()}"
+        last_s = start_s = time.monotonic()
+        for line in reply.iter_lines():
+            if time.monotonic() > start_s + self.patience_s:
+                return "left"
+            if line.startswith('data: {"error"'):
+                return f"failed: {line}"
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                self.tokens += [token for choice in choices for token in choice.get("token_ids", [])]
+                now_s = time.monotonic()
+                self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
+                last_s = now_s
+        return "right" if self.tokens == self.expected else f"wrong: {self.tokens}, not {self.expected}"
+
+
+class Crowd:
+    """Several streams at once, each in a thread; leaving the context waits for their ends."""
+
+    def __init__(self, url: str, streams: Sequence[Stream]) -> None:
+        self.streams = streams
+        self._threads = [threading.Thread(target=stream.run, args=[url], daemon=True) for stream in self.streams]
+
+    @classmethod
+    def alike(cls, url: str, num_clients: int, num_tokens: int, seed: int, prompt_len: int = 0) -> Self:
+        """Clients that ask for answers of one length."""
+        return cls(url, [Stream(num_tokens, seed + number, prompt_len) for number in range(num_clients)])
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for thread in self._threads:
+            thread.join(2 * HUNG_S)
+
+    def have_tokens(self, count: int) -> bool:
+        """Whether every stream has begun, by so many tokens, or has ended."""
+        return all(stream.end or len(stream.tokens) >= count for stream in self.streams)
+
+    def count(self, end: str) -> int:
+        """Streams that ended so; those that have not ended are ``hung``."""
+        return sum((stream.end or "hung").startswith(end) for stream in self.streams)

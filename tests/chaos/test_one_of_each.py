@@ -1,0 +1,125 @@
+"""One replica of each role on real Ray: what is lost with the last replica or the router, and how it comes back."""
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.bootstrap.client import BootstrapClient
+from cluster.cli.running import find_running
+from cluster.spec.errors import PeerUnreachableError
+from tests.chaos.faults import kill
+from tests.chaos.streams import Crowd, Stream
+from tests.chaos.watch import RECOVERY_S, Before, assert_all_right, if_answered, pid_of
+from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
+
+NAME = "test-chaos-one"
+CLIENTS = 4
+NUM_TOKENS = 300
+BEGIN_S = 300.0
+AT_ONCE_S = 5.0
+"""For an answer that waits for nothing, on a machine that has much else to do."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster("deploy/local-cpu.yaml", NAME, "kv.memory_gib=0.25") as running:
+        yield running
+
+
+def assert_refused_at_once(cluster: RunningCluster, missing: str) -> None:
+    """503 with Retry-After, by name of the role that has no replica."""
+    stream, start_s = Stream(5, seed=1), time.monotonic()
+    stream.run(cluster.url)
+    assert f"no {missing} replica is ready" in stream.end, stream.end
+    assert stream.retry_after == "1"
+    assert time.monotonic() - start_s < AT_ONCE_S
+
+
+def assert_serves(cluster: RunningCluster) -> None:
+    """A request is answered."""
+    stream = Stream(20, seed=2)
+    stream.run(cluster.url)
+    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+
+
+def is_known(client: BootstrapClient, incarnations: dict[str, int]) -> bool:
+    """Whether the service answers, and shows these starts as ready."""
+    try:
+        replicas = client.table().replicas
+    except PeerUnreachableError:
+        return False
+    return {entry.replica: entry.incarnation for entry in replicas if entry.ready} == incarnations
+
+
+def test_the_only_decode_replica_is_killed(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=400) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "decode-0")
+        proof = kill("decode-0 rank 0", pid_of(cluster, "decode-0"))
+        detection_s = before.wait_detected()
+        assert_refused_at_once(cluster, "decode")
+    line = before.line("kill the only decode", crowd, proof, detection_s, before.wait_recovered())
+    assert (line.failed, line.hung, line.leaked_pages) == (CLIENTS, 0, 0), [stream.end for stream in crowd.streams]
+    assert_serves(cluster)
+
+
+def test_the_only_prefill_replica_is_killed(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=500) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "prefill-0")
+        proof = kill("prefill-0 rank 0", pid_of(cluster, "prefill-0"))
+        detection_s = before.wait_detected()
+        assert_refused_at_once(cluster, "prefill")
+    line = before.line("kill the only prefill", crowd, proof, detection_s, before.wait_recovered())
+    assert_all_right(cluster, line, crowd)
+    assert_serves(cluster)
+
+
+def test_the_bootstrap_service_is_killed(cluster: RunningCluster) -> None:
+    note = find_running(NAME)
+    assert note.bootstrap_url is not None
+    client = BootstrapClient(note.bootstrap_url, note.token)
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=600) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "decode-0")
+        proof = kill("bootstrap", listener_pid(note.bootstrap_url))
+        cluster.wait_until(lambda: is_known(client, before.incarnations), RECOVERY_S)
+        recovery_s = before.passed_s
+    client.close()
+    before.wait_recovered(is_new=False)
+    line = before.line("kill bootstrap", crowd, proof, None, recovery_s)
+    assert_all_right(cluster, line, crowd)
+    assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before.incarnations
+    assert_serves(cluster)
+
+
+def test_the_router_is_killed(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=700) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "decode-0")
+        proof = kill("router", listener_pid(cluster.url))
+    recovery_s = before.wait_recovered(is_new=False)
+    line = before.line("kill router", crowd, proof, None, recovery_s)
+    line.retries = line.continuations = 0  # a new router counts anew
+    assert (line.failed, line.hung, line.leaked_pages) == (CLIENTS, 0, 0), [stream.end for stream in crowd.streams]
+    assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before.incarnations
+    assert_serves(cluster)
+
+
+def test_clients_leave_in_every_phase(cluster: RunningCluster) -> None:
+    draw = random.Random(5)
+    streams = [Stream(NUM_TOKENS, 800 + number, patience_s=draw.uniform(0.05, 6)) for number in range(3 * CLIENTS)]
+    before = Before(cluster, "decode-0")
+    with Crowd(cluster.url, streams) as crowd:
+        pass
+    cluster.wait_until(if_answered(cluster.is_empty), RECOVERY_S)
+    proof = f"{crowd.count('left')} clients left with {sorted(len(stream.tokens) for stream in streams)} tokens"
+    line = before.line("clients leave", crowd, proof, None, None)
+    assert crowd.count("left") + line.success == len(streams)
+    assert crowd.count("left") >= CLIENTS
+    assert (line.failed, line.hung, line.leaked_pages) == (0, 0, 0)
+    assert_serves(cluster)

@@ -1,0 +1,75 @@
+"""Prefill on one host and decode on another, over Mooncake's TCP: the cable is cut for a moment, and for longer."""
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.streams import Crowd, Stream
+from tests.chaos.two_hosts import AWAY, HOME, cable, cut, ray_nodes
+from tests.chaos.watch import Before, assert_all_right
+from tests.fakes.cluster import RunningCluster, running_cluster
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.chaos,
+    pytest.mark.full,
+    pytest.mark.mooncake,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network namespace"),
+]
+
+CLIENTS = 4
+NUM_TOKENS = 300
+BEGIN_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    settings = ["resources.cpus_per_worker=1", "kv.memory_gib=0.25"]
+    with cable(), ray_nodes(num_cpus=2, num_away_cpus=1) as address:
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        deploy = "deploy/local-cpu-mooncake.yaml"
+        with running_cluster(deploy, "test-two-hosts", *settings, arguments=["--address", address]) as running:
+            yield running
+        del os.environ["RAY_AUTH_MODE"]
+
+
+def test_the_roles_are_on_different_hosts(cluster: RunningCluster) -> None:
+    hosts = {
+        name: {row["address"].removeprefix("tcp://").partition(":")[0] for row in entry["rows"]}
+        for name, entry in cluster.replicas().items()
+    }
+    assert hosts == {"prefill-0": {HOME}, "decode-0": {AWAY}}
+    stream = Stream(40, seed=1, prompt_len=4000)
+    stream.run(cluster.url)
+    assert stream.end == "right"
+
+
+def test_a_cut_of_a_moment_is_not_noticed(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=900) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "decode-0")
+        with cut() as proof:
+            time.sleep(1.0)
+    recovery_s = before.wait_recovered(is_new=False)
+    line = before.line("cut between hosts, 1 s", crowd, proof, None, recovery_s)
+    assert_all_right(cluster, line, crowd)
+
+
+def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1000) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "decode-0")
+        with cut() as proof:
+            detection_s = before.wait_detected()
+            time.sleep(max(0.0, 10.0 - before.passed_s))
+    recovery_s = before.wait_recovered(is_new=False)
+    line = before.line("cut between hosts, 10 s", crowd, proof, detection_s, recovery_s)
+    assert (line.hung, line.leaked_pages) == (0, 0)
+    assert line.success + line.failed == CLIENTS
+    assert all("decode-0" in stream.end for stream in crowd.streams if stream.end != "right")
+    stream = Stream(20, seed=2)
+    stream.run(cluster.url)
+    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"

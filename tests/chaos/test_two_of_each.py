@@ -1,0 +1,50 @@
+"""Two replicas of each role on real Ray: whatever is lost, every client gets the whole right answer."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.faults import kill, stopped
+from tests.chaos.streams import Crowd
+from tests.chaos.watch import Before, assert_all_right, pid_of
+from tests.fakes.cluster import RunningCluster, running_cluster
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
+
+CLIENTS = 8
+NUM_TOKENS = 300
+BEGIN_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster("deploy/local-cpu-2p2d.yaml", "test-chaos-two", "kv.memory_gib=0.25") as running:
+        yield running
+
+
+def test_one_cp_rank_of_a_prefill_replica_is_killed(cluster: RunningCluster) -> None:
+    def is_computing() -> bool:
+        return cluster.replicas()["prefill-0"]["load"]["num_running"] > 0
+
+    with Crowd.alike(cluster.url, CLIENTS, 20, seed=200, prompt_len=12_000) as crowd:
+        cluster.wait_until(is_computing, BEGIN_S)
+        before = Before(cluster, "prefill-0")
+        proof = kill("prefill-0 rank 1", pid_of(cluster, "prefill-0", rank=1))
+        detection_s = before.wait_detected()
+    line = before.line("kill one prefill CP rank", crowd, proof, detection_s, before.wait_recovered())
+    assert_all_right(cluster, line, crowd)
+    assert (line.retries or 0) > 0
+
+
+def test_a_decode_rank_stands_still_for_twenty_seconds(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=300) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "decode-1")
+        with stopped("decode-1 rank 0", pid_of(cluster, "decode-1")) as proof:
+            detection_s = before.wait_detected()
+            time.sleep(max(0.0, 20 - before.passed_s))
+    recovery_s = before.wait_recovered(is_new=False)
+    line = before.line("SIGSTOP a decode rank 20 s, then SIGCONT", crowd, proof, detection_s, recovery_s)
+    assert_all_right(cluster, line, crowd)
+    assert (line.continuations or 0) > 0

@@ -1,0 +1,103 @@
+"""Two hosts on one machine: a second network namespace behind a pair of virtual cables, and a Ray node on each side."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+HOME, AWAY = "10.231.77.1", "10.231.77.2"
+SPACE, HOME_END, AWAY_END = "baton-away", "baton-h", "baton-a"
+START_S = 120.0
+END_S = 30.0
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+
+
+@contextmanager
+def cable() -> Iterator[None]:
+    """The other host, reachable from this one; needs root."""
+    _ip("netns", "add", SPACE)
+    try:
+        _ip("link", "add", HOME_END, "type", "veth", "peer", "name", AWAY_END, "netns", SPACE)
+        _ip("addr", "add", f"{HOME}/24", "dev", HOME_END)
+        _ip("link", "set", HOME_END, "up")
+        for command in (
+            ["addr", "add", f"{AWAY}/24", "dev", AWAY_END],
+            ["link", "set", AWAY_END, "up"],
+            ["link", "set", "lo", "up"],
+        ):
+            _ip("-n", SPACE, *command)
+        yield
+    finally:
+        _ip("netns", "del", SPACE)
+
+
+@contextmanager
+def cut() -> Iterator[str]:
+    """No byte gets from one host to the other; gives the proof."""
+    _ip("-n", SPACE, "link", "set", AWAY_END, "down")
+    try:
+        with socket.socket() as probe:
+            probe.settimeout(0.5)
+            try:
+                probe.connect((AWAY, 1))
+            except ConnectionRefusedError:
+                raise AssertionError(f"{AWAY} still answers") from None
+            except OSError as error:
+                yield f"{AWAY} cannot be reached: {type(error).__name__}"
+    finally:
+        _ip("-n", SPACE, "link", "set", AWAY_END, "up")
+
+
+@contextmanager
+def ray_nodes(num_cpus: int, num_away_cpus: int) -> Iterator[str]:
+    """A Ray node on each host; gives the address of the cluster."""
+    with socket.create_server((HOME, 0)) as listener:
+        port = listener.getsockname()[1]
+    with socket.create_server((HOME, 0)) as listener:
+        client_port = listener.getsockname()[1]
+    address = f"{HOME}:{port}"
+    away = ["ip", "netns", "exec", SPACE]
+    with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder, ExitStack() as stack:
+        head = ["--head", f"--port={port}", f"--ray-client-server-port={client_port}", f"--temp-dir={folder}"]
+        head += ["--include-dashboard=false", f"--node-ip-address={HOME}", f"--num-cpus={num_cpus}"]
+        stack.enter_context(_node([], head, Path(folder, "head.log")))
+        second = [f"--address={address}", f"--node-ip-address={AWAY}", f"--num-cpus={num_away_cpus}"]
+        stack.enter_context(_node(away, second, Path(folder, "away.log")))
+        yield address
+
+
+@contextmanager
+def _node(before: Sequence[str], arguments: Sequence[str], log: Path) -> Iterator[None]:
+    """``ray start``, from the moment it is up to the end of the context, with everything it starts."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    command = [*before, ray, "start", "--block", "--disable-usage-stats", "--dashboard-agent-listen-port=0", *arguments]
+    environ = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    with log.open("w") as output:
+        node = subprocess.Popen(command, start_new_session=True, env=environ, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait_up(node, log)
+        yield
+    finally:
+        node.terminate()
+        try:
+            node.wait(END_S)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            node.wait()
+
+
+def _wait_up(node: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while "Ray runtime started" not in log.read_text():
+        assert node.poll() is None, log.read_text()
+        assert time.monotonic() < deadline_s, log.read_text()
+        time.sleep(0.1)

@@ -1,0 +1,99 @@
+"""A running cluster before and after a fault: who is there, what is counted, and how long things take."""
+
+import time
+from collections.abc import Callable
+
+import httpx
+
+from tests.chaos.report import Line, report
+from tests.chaos.streams import Crowd
+from tests.fakes.cluster import RunningCluster, listener_pid
+
+RECOVERY_S = 240.0
+REST_S = 120.0
+
+
+def metric(cluster: RunningCluster, name: str) -> int:
+    """A counter of the router."""
+    lines = httpx.get(f"{cluster.url}/metrics", timeout=60, trust_env=False).text.splitlines()
+    return int(float(next(line.split()[1] for line in lines if line.startswith(f"{name} "))))
+
+
+def pid_of(cluster: RunningCluster, replica: str, rank: int = 0) -> int:
+    """The process of one rank."""
+    return listener_pid(cluster.replicas()[replica]["rows"][rank]["address"])
+
+
+def if_answered(condition: Callable[[], bool]) -> Callable[[], bool]:
+    """The same, and False while the router does not answer."""
+
+    def is_so() -> bool:
+        try:
+            return condition()
+        except httpx.HTTPError:
+            return False
+
+    return is_so
+
+
+class Before:
+    """What the cluster was before a fault, and the clock since then."""
+
+    def __init__(self, cluster: RunningCluster, victim: str) -> None:
+        """``victim`` is a replica, or nobody of the table."""
+        self._cluster, self._victim = cluster, victim
+        self.incarnations = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
+        self._retries = metric(cluster, "baton_request_retries_total")
+        self._continuations = metric(cluster, "baton_request_continuations_total")
+        self._start_s = time.monotonic()
+
+    @property
+    def passed_s(self) -> float:
+        """Seconds since the fault."""
+        return time.monotonic() - self._start_s
+
+    def wait_detected(self) -> float:
+        """Seconds until the table had no ready replica of this start."""
+        self._cluster.wait_until(self._is_missing, RECOVERY_S)
+        return self.passed_s
+
+    def wait_recovered(self, *, is_new: bool = True) -> float:
+        """Seconds until every replica was ready, the victim as another start if ``is_new``; then all is at rest."""
+        self._cluster.wait_until(if_answered(lambda: self._is_whole(is_new)), RECOVERY_S)
+        recovery_s = self.passed_s
+        self._cluster.wait_until(if_answered(self._cluster.is_empty), REST_S)
+        return recovery_s
+
+    def line(
+        self, scenario: str, crowd: Crowd, proof: str, detection_s: float | None, recovery_s: float | None
+    ) -> Line:
+        """The report, with what a router has counted that is still the same."""
+        return report(
+            scenario,
+            self._cluster,
+            crowd,
+            proof,
+            detection_s=detection_s,
+            recovery_s=recovery_s,
+            retries=metric(self._cluster, "baton_request_retries_total") - self._retries,
+            continuations=metric(self._cluster, "baton_request_continuations_total") - self._continuations,
+        )
+
+    def _is_missing(self) -> bool:
+        entry = self._cluster.replicas().get(self._victim)
+        return entry is None or not entry["ready"] or entry["incarnation"] > self.incarnations[self._victim]
+
+    def _is_whole(self, is_new: bool) -> bool:
+        replicas = self._cluster.replicas()
+        return (
+            replicas.keys() == self.incarnations.keys()
+            and all(entry["ready"] for entry in replicas.values())
+            and (not is_new or replicas[self._victim]["incarnation"] > self.incarnations[self._victim])
+        )
+
+
+def assert_all_right(cluster: RunningCluster, line: Line, crowd: Crowd) -> None:
+    """Every client has its whole answer, and no page is held."""
+    ends = [stream.end for stream in crowd.streams]
+    assert line.success == len(ends), f"{ends}\n{cluster.terminal.output}"
+    assert (line.failed, line.hung, line.leaked_pages) == (0, 0, 0)

@@ -1,0 +1,106 @@
+"""A replica fails and a client does not notice: other replicas compute the request again, or go on where it stood."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.bootstrap import entry_of, table_of
+from tests.fakes.model_folder import BOS
+from tests.fakes.replica import FakeReplica
+from tests.fakes.router_cluster import RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def cluster(folder: Path) -> Iterator[RouterCluster]:
+    yield from run_cluster(
+        folder, prefill_policy="round_robin", decode_policy="round_robin", breaker_failures=2, breaker_s=3600.0
+    )
+
+
+@contextmanager
+def joined(cluster: RouterCluster, name: str) -> Iterator[FakeReplica]:
+    """One more replica, whose turn is after the first one's."""
+    with FakeReplica(name) as other:
+        peers = (cluster.prefill.peer, cluster.decode.peer, other.peer)
+        cluster.table.show(table_of(*map(entry_of, peers), version=2))
+        ready, deadline_s = f'baton_ready_replicas{{role="{name.partition("-")[0]}"}}', time.monotonic() + 60
+        while cluster.metric(ready) != 2:
+            assert time.monotonic() < deadline_s
+        yield other
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_goes_on_behind_its_last_token(cluster: RouterCluster, stream: bool) -> None:
+    body = {"prompt": "abcdefgh", "max_tokens": 16, "logprobs": 1, "seed": 7}
+    with joined(cluster, "decode-1") as other:
+        cluster.decode.fails_after = 5
+        if stream:
+            events = cluster.events("/v1/completions", **body)
+            choices = [event["choices"][0] for event in events]
+            assert len(choices) == 16
+        else:
+            choices = [cluster.complete(**body)["choices"][0]]
+        (first,), (second,) = cluster.decode.submits, other.submits
+    assert "".join(choice["text"] for choice in choices) == "abcdefghabcdefgh"
+    assert choices[-1]["finish_reason"] == "length"
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices) == 16
+    assert (second.num_given, bytes(second.prompt_ids[1:])) == (3, b"abcdefghabc")
+    assert (second.sampling, second.stopping) == (first.sampling, first.stopping)
+    assert second.room != first.room
+    assert cluster.metric("baton_request_continuations_total") == 1
+    assert cluster.metric("baton_request_retries_total") == 0
+    assert cluster.metric("baton_generation_tokens_total") == 16
+    cluster.assert_empty()
+
+
+def test_a_seed_that_was_made_up_is_made_up_once(cluster: RouterCluster) -> None:
+    with joined(cluster, "decode-1") as other:
+        cluster.decode.fails_after = 5
+        cluster.complete("abcdefgh", max_tokens=16, temperature=1.0)
+        assert cluster.last_submit().sampling.seed == other.submits[0].sampling.seed != 0
+
+
+def test_a_stop_string_may_begin_on_one_replica_and_end_on_another(cluster: RouterCluster) -> None:
+    with joined(cluster, "decode-1") as other:
+        cluster.decode.fails_after = 5
+        choice = cluster.complete("abcdefgh", max_tokens=16, stop="cd")["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+        assert other.submits[0].prompt_ids == [BOS, *b"abcdefghabc"]
+    cluster.assert_empty()
+
+
+def test_the_headers_name_those_that_answered(cluster: RouterCluster) -> None:
+    with joined(cluster, "decode-1"):
+        cluster.decode.fails = "no memory"
+        for stream in (False, True):
+            reply = cluster.post("/v1/completions", prompt="abc", max_tokens=3, stream=stream)
+            assert (reply.status_code, reply.headers["x-baton-decode"]) == (200, "decode-1")
+
+
+def test_a_prefill_replica_that_fails_all_the_time_gets_nothing_more(cluster: RouterCluster) -> None:
+    with joined(cluster, "prefill-1") as other:
+        cluster.prefill.fails = "no memory"
+        for _ in range(8):
+            assert cluster.complete("abc", max_tokens=3)["choices"][0]["text"] == "abc"
+        assert (len(cluster.prefill.submits), len(other.submits)) == (2, 8)
+    assert cluster.metric("baton_request_retries_total") == 2
+    assert cluster.metric('baton_breaker_state{replica="prefill-0",state="open"}') == 1
+    assert cluster.metric('baton_breaker_state{replica="prefill-1",state="closed"}') == 1
+
+
+def test_the_last_decode_replica_is_lost(cluster: RouterCluster) -> None:
+    cluster.decode.flow.clear()
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(cluster.post, "/v1/completions", prompt="abc", max_tokens=3, stream=True)
+        cluster.decode.wait_submits(1)
+        cluster.table.show(table_of(entry_of(cluster.prefill.peer), version=2, reaped={"decode-0": 1}))
+        reply = waiting.result()
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json()["error"]["code"] == "no_replica"
+    cluster.prefill.wait_cancels(1)

@@ -1,0 +1,74 @@
+"""Which replicas an attempt may get: while others are ready, none that failed it, and none that fails all the time."""
+
+import random
+
+import pytest
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.ids import Room
+from cluster.spec.messages import Peer
+from cluster.spec.sampling import Sampling, Stopping
+from router.breaker import Breakers
+from router.directory import Directory
+from router.flight import Ask, Pair
+from router.load import LoadBook
+from router.picker import Picker
+from tests.fakes.bootstrap import entry_of, peer_of, table_of
+
+ASK = Ask(prompt_ids=[1, 2, 3], sampling=Sampling(), stopping=Stopping(max_tokens=4))
+PEERS = [peer_of(f"{role}-{index}") for role in ("prefill", "decode") for index in range(2)]
+
+
+class Choices:
+    """What a picker gives, over and over."""
+
+    def __init__(self, *ready: Peer) -> None:
+        self.breakers = Breakers(max_failures=1, open_s=10.0)
+        directory = Directory(grace_s=3.0)
+        directory.update(table_of(*map(entry_of, ready)), 0.0)
+        config = DeployConfig.model_validate(
+            {"router": {"prefill_policy": "round_robin", "decode_policy": "round_robin"}}
+        )
+        self._picker = Picker(config, directory, LoadBook(), self.breakers, random.Random(0))
+
+    def pairs(self, *avoided: Peer, now_s: float = 0.0) -> list[Pair | None]:
+        return [self._picker.pair(ASK, Room(1), frozenset(avoided), now_s) for _ in range(6)]
+
+    def names(self, *avoided: Peer, now_s: float = 0.0) -> set[str]:
+        pairs = self.pairs(*avoided, now_s=now_s)
+        return {leg.replica for pair in pairs if pair is not None for leg in pair.legs}
+
+
+def test_all_have_their_turn() -> None:
+    assert Choices(*PEERS).names() == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+
+
+def test_those_that_failed_the_request_are_avoided_on_both_sides() -> None:
+    assert Choices(*PEERS).names(PEERS[0], PEERS[3]) == {"prefill-1", "decode-0"}
+
+
+def test_the_only_one_is_taken_all_the_same() -> None:
+    choices = Choices(PEERS[0], PEERS[2])
+    choices.breakers.fail(PEERS[2], 0.0)
+    assert choices.names(*PEERS) == {"prefill-0", "decode-0"}
+
+
+@pytest.mark.parametrize("broken", PEERS)
+def test_an_open_breaker_moves_requests_and_half_open_lets_one_through(broken: Peer) -> None:
+    choices = Choices(*PEERS)
+    choices.breakers.fail(broken, 0.0)
+    assert choices.names() == {peer.replica for peer in PEERS if peer != broken}
+    assert len(choices.names(now_s=10.0)) == 4
+    choices.breakers.begin(broken, Room(7), 10.0)
+    assert len(choices.names(now_s=10.0)) == 3
+
+
+def test_a_breaker_gives_way_to_what_failed_the_request_already() -> None:
+    choices = Choices(*PEERS)
+    choices.breakers.fail(PEERS[2], 0.0)
+    assert choices.names(PEERS[3]) == {"prefill-0", "prefill-1", "decode-0"}
+
+
+@pytest.mark.parametrize("ready", [PEERS[:2], PEERS[2:], []])
+def test_without_a_replica_of_a_role_there_is_no_pair(ready: list[Peer]) -> None:
+    assert set(Choices(*ready).pairs()) == {None}
