@@ -134,6 +134,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     total_pages: int = 0
     wrong_pages: int = 0
     """Received since the start, and not as they were sent; see `transfer.verify`."""
+    num_taken: int = 0
+    """Requests since the start."""
     draining: bool = False
     num_retracted: int = 0
     """Times that a request had to give its pages back, since the start."""

@@ -154,6 +154,7 @@ class DecodeLeader(LeaderCore):
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
             wrong_pages=self._num_wrong_pages,
+            num_taken=self.num_taken,
             draining=self.draining,
             num_retracted=self._steps.num_retractions,
             num_kept=self._steps.num_kept,

@@ -25,6 +25,7 @@ _COUNTS = (
     "cached_pages",
     "total_pages",
     "wrong_pages",
+    "num_taken",
     "num_retracted",
     "num_kept",
 )
