@@ -136,6 +136,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of transfers that were given up long ago, and of which nobody has proven that nobody writes any more."""
     wrong_pages: int = 0
     """Received since the start, and not as they were sent; see `transfer.verify`."""
+    num_taken: int = 0
+    """Requests since the start."""
     draining: bool = False
     dropped: dict[str, int] = {}
     """Messages without effect, by type: late, repeated, foreign or unknown ones."""

@@ -157,6 +157,7 @@ class DecodeLeader(LeaderCore):
             total_pages=self._allocator.num_pages,
             quarantined_pages=sum(len(request.pages) - request.num_held for request in self._quarantined()),
             wrong_pages=self._num_wrong_pages,
+            num_taken=self.num_taken,
             draining=self.draining,
             dropped=dict(self.dropped),
             num_retracted=self._steps.num_retractions,

@@ -146,6 +146,7 @@ class PrefillLeader(LeaderCore):
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
+            num_taken=self.num_taken,
             draining=self.draining,
             dropped=dict(self.dropped),
             tiers=self.tiers.state() if self.tiers else None,

@@ -26,6 +26,7 @@ _COUNTS = (
     "total_pages",
     "quarantined_pages",
     "wrong_pages",
+    "num_taken",
     "num_retracted",
     "num_kept",
 )
