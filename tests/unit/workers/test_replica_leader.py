@@ -212,7 +212,7 @@ def test_stages_have_several_steps_under_way_which_end_in_order() -> None:
 
 
 @given(
-    rows=st.lists(st.builds(Extend, st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=4),
+    rows=st.lists(st.builds(Extend, st.integers(1, 9), st.integers(0, 9), st.booleans(), st.booleans()), max_size=4),
     strategy=st.sampled_from(Strategy),
     passing=st.sampled_from([None, *Passing]),
     cp=st.integers(1, 4),
@@ -223,7 +223,9 @@ def test_lengths_are_those_that_ranks_derive(
     lens = lens_of(rows, strategy, passing, cp)
     plan = make_shard_plan(strategy, [row.extend_len for row in rows], [row.prefix_len for row in rows], cp)
     assert lens.every == plan.lens
-    if passing is not Passing.PASS_Q:
+    if passing is Passing.PASS_Q or any(row.scored for row in rows):
+        assert lens.last == lens.every
+    else:
         copies = cp if plan.replicated else 1
         assert sum(lens.last) == copies * sum(row.samples for row in rows)
         assert all(last <= every for every, last in zip(*lens, strict=True))
