@@ -77,15 +77,6 @@ def _ring_transfer(config: DeployConfig) -> list[Problem]:
     return problems
 
 
-def _dp_tiers(config: DeployConfig) -> list[Problem]:
-    sizes = {role: pool.parallel.dp for role, pool in (("prefill", config.prefill), ("decode", config.decode))}
-    return [
-        Problem(f"{role}.parallel.dp", f"got {dp} with hicache.host_gib = {config.hicache.host_gib}; allowed: 1")
-        for role, dp in sizes.items()
-        if dp > 1 and config.hicache.host_gib
-    ]
-
-
 def _lease(config: DeployConfig) -> list[Problem]:
     heartbeat_s, lease_s = config.resources.heartbeat_s, config.resources.lease_s
     if lease_s > heartbeat_s:
@@ -145,11 +136,6 @@ CHECKS = (
         "every rank of a ring sends the pages it holds",
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
         _ring_transfer,
-    ),
-    Check(
-        "tiers below the device cache belong to one DP rank",
-        ("prefill.parallel.dp", "decode.parallel.dp", "hicache.host_gib"),
-        _dp_tiers,
     ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
     Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),

@@ -102,6 +102,17 @@ def test_tokens_do_not_depend_on_the_tier_that_has_a_prompt(
             ask_until(cluster, LONG, oracle, Tier.DEVICE, host=half_pages, storage=all_pages - half_pages)
 
 
+def test_dp_ranks_have_tiers_of_their_own(
+    checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+) -> None:
+    side = {"parallel": {"dp": 2}, "dp_policy": "follow_room"}
+    config = config_of({"cp": 1, "mode": CpMode.GATHER, "tp": 1}, tmp_path)
+    config = DeployConfig.model_validate({**config.model_dump(), "prefill": side, "decode": side})
+    with engine.running(checkpoint, config) as cluster:
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, host=9 * PAGE_SIZE, storage=0)
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
+
+
 def stored_parts(folder: Path) -> list[str]:
     """Which part of which replica wrote each stored page."""
     names = [path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]

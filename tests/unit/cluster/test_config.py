@@ -103,10 +103,6 @@ BAD_FILES = {
         ["kv: got nothing; allowed: keys and values, with the keys page_size, memory_gib"],
     ),
     "long text": (f"name: {'A' * 200}", [f"name: got '{'A' * 60}...'; "]),
-    "tiers of dp ranks": (
-        "prefill: {parallel: {dp: 2}}\nhicache: {host_gib: 1}",
-        ["prefill.parallel.dp: got 2 with hicache.host_gib = 1.0; allowed: 1"],
-    ),
     "decode cp": (
         "decode: {parallel: {cp: 2}}",
         [
