@@ -11,6 +11,7 @@ from cluster.spec.messages import Peer
 from router.directory import Directory
 from router.flight import Ask
 from router.load import LoadBook, with_room
+from router.lower_tiers import Weights
 from router.page_index import PageIndex
 from router.policies.candidate import Bounds, Candidate, Chance
 from router.policies.registry import find_policy
@@ -28,6 +29,7 @@ class Picker:
         self._random = random.Random()
         self._bounds = Bounds(config.router.prefix_max_imbalance, config.router.prefix_max_ratio)
         self._page_size = config.kv.page_size
+        self._weights = Weights(config.router.host_weight, config.router.storage_weight)
         self._max_queued_tokens = config.prefill.max_queued_tokens
         self._max_fill = config.decode.max_fill
         self._directory = directory
@@ -48,7 +50,7 @@ class Picker:
         return None
 
     def pick(self, role: Role, ask: Ask, room: Room) -> tuple[Peer, int]:
-        """A replica, and how many tokens of the prompt it is known to have cached."""
+        """A replica, and how many tokens of the prompt it is known to have cached, weighed by tier."""
         if role is Role.PREFILL:
             candidates = with_room(self._candidates(role, ask), self._max_queued_tokens)
         else:
@@ -82,7 +84,7 @@ class Picker:
     def _count_cached(self, peer: Peer, ask: Ask | None) -> int:
         if ask is None or not ask.page_keys:
             return 0
-        return self.pages.count(peer, ask.page_keys) * self._page_size
+        return int(self.pages.worth(peer, ask.page_keys, self._weights) * self._page_size)
 
 
 def _longest(ask: Ask) -> int:
