@@ -12,6 +12,7 @@ from router.breaker import Breakers
 from router.directory import Directory
 from router.flight import Ask, Pair
 from router.load import LoadBook, with_room
+from router.lower_tiers import Weights
 from router.page_index import PageIndex
 from router.policies.candidate import Bounds, Candidate, Chance
 from router.policies.registry import find_policy
@@ -37,6 +38,7 @@ class Picker:
         self._random = chance or random.Random()
         self._bounds = Bounds(config.router.prefix_max_imbalance, config.router.prefix_max_ratio)
         self._page_size = config.kv.page_size
+        self._weights = Weights(config.router.host_weight, config.router.storage_weight)
         self._max_queued_tokens = config.prefill.max_queued_tokens
         self._max_fill = config.decode.max_fill
         self._directory = directory
@@ -102,7 +104,7 @@ class Picker:
     def _count_cached(self, peer: Peer, ask: Ask | None) -> int:
         if ask is None or not ask.page_keys:
             return 0
-        return self.pages.count(peer, ask.page_keys) * self._page_size
+        return int(self.pages.worth(peer, ask.page_keys, self._weights) * self._page_size)
 
 
 def _longest(ask: Ask) -> int:

@@ -289,6 +289,10 @@ class RouterConfig(_Node):
     """`prefix_aware` may go by load alone while a replica has so many requests more than another."""
     prefix_max_ratio: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 2.0
     """It does so while that replica also has more than so many times as many."""
+    host_weight: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.9
+    """What a page in host memory is worth to `prefix_aware`, where one on the device is worth 1."""
+    storage_weight: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.6
+    """What a page in storage is worth to it."""
     max_known_pages: PositiveInt = 4_194_304
     """Most cached pages of all replicas that the router keeps in mind for `prefix_aware`; some 100 bytes each."""
     max_waiting_requests: Annotated[int, Field(ge=0, strict=True)] = 256

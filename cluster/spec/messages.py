@@ -14,7 +14,7 @@ from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
-from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, UseStorage
+from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, Tier, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
 
 
@@ -138,8 +138,10 @@ class PageNews(_Message, frozen=True):
     number: int
     """Counts up; number 0 begins anew, with nothing cached before it."""
     stored: list[bytes]
-    """Page keys. Every page has those above it, here or in earlier news."""
+    """Page keys. Every page on the device has those above it, here or in earlier news."""
     removed: list[bytes]
+    tier: Tier = Tier.DEVICE
+    """Where; of storage only what this replica has stored is told."""
 
 
 class Timeline(_Message, frozen=True):

@@ -80,7 +80,7 @@ class LeaderCore:
         self.draining = False
         """Routers are asked for no new requests; those on their way are taken all the same."""
         self.ended = Tombstones()
-        self.reporter = PageReporter(me, allocator)
+        self.reporter = PageReporter(me, allocator, tiers)
         self.tiers = tiers
 
     def send(self, address: str, message: Message) -> None:
