@@ -10,7 +10,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, FollowPages, Message, Output, PageNews, Peer, Submit, Timeline
+from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs, PageNews, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
 from router.answer import Answer
 from router.directory import Directory
@@ -124,6 +124,9 @@ class Relay:
         match message:
             case Output():
                 self._perform(self._dispatch.on_output(message))
+            case Outputs():
+                for output in message.outputs:
+                    self._perform(self._dispatch.on_output(output))
             case Failure():
                 self._perform(self._dispatch.on_failure(message))
             case PageNews():
