@@ -23,11 +23,11 @@ class Answer:
         self._timeline: dict[str, str] = {}
         self.stream = Stream(num_choices)
 
-    def add(self, room: Room, prefill: Peer | None, decode: Peer, *, timed: bool = False) -> None:
-        """The next choice is in this room."""
+    def add(self, room: Room, computes: Peer | None, decode: Peer, *, timed: bool = False) -> None:
+        """The next choice is in this room. ``computes`` its prompt: prefill or decode, nobody if another choice has."""
         self._rooms.append(room)
-        if prefill is not None:
-            self._prefills[prefill.replica] = None
+        if computes is not None:
+            self._prefills[computes.replica] = None
         self._decodes[decode.replica] = None
         if timed:
             self._timeline = {"x-baton-timeline": f"/timelines/{room}"}

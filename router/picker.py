@@ -32,8 +32,10 @@ class Picker:
         self._max_fill = config.decode.max_fill
         self._directory = directory
         self._load = load
-        self.prefix_roles = [role for role, name in names.items() if name == _PREFIX_AWARE]
-        """Those whose policy asks what replicas have cached."""
+        asks = {role: name == _PREFIX_AWARE for role, name in names.items()}
+        asks[Role.DECODE] |= config.prefill.skip_below_tokens > 0
+        self.prefix_roles = [role for role in names if asks[role]]
+        """Those of which somebody asks what replicas have cached."""
         self.pages = PageIndex(config.router.max_known_pages)
         """What they have cached, as far as they were asked."""
 

@@ -44,6 +44,7 @@ class Relay:
     ) -> None:
         """``on_room`` is called when a request for which there was no room may find some."""
         self._request_timeout_s = config.router.request_timeout_s
+        self._skip_below_tokens = config.prefill.skip_below_tokens
         self._max_unread_tokens = config.router.max_unread_tokens
         self._on_room = on_room
         self._picker = picker
@@ -94,9 +95,9 @@ class Relay:
         first: tuple[Room, Peer] | None = None
         for index, ask in enumerate(asks):
             first = first if ask.shares_prompt else None
-            room, prefill, decode, actions = self._start(ask, first, deadline_s)
+            room, computes, decode, actions = self._start(ask, first, deadline_s)
             first = first or (room, decode)
-            answer.add(room, prefill, decode, timed=ask.timed)
+            answer.add(room, computes, decode, timed=ask.timed)
             self._progress[room] = Progress(answer.stream, index, arrived_s, opened_s, self._metrics)
             self._perform(actions)
         self._wake_at(deadline_s)
@@ -105,19 +106,27 @@ class Relay:
     def _start(
         self, ask: Ask, first: tuple[Room, Peer] | None, deadline_s: float
     ) -> tuple[Room, Peer | None, Peer, list[Action]]:
-        """Pick replicas for an ask. ``first`` are room and decode replica of the choice that brings its prompt."""
+        """Its room, who computes its prompt, if it brings one, and who decodes.
+
+        ``first`` are room and decode replica of the choice that brings its prompt.
+        """
         room = self._dispatch.draw_room()
         if first is not None:
             prompt_of, decode = first
             room, actions = self._dispatch.open(ask, None, decode, deadline_s, room, prompt_of=prompt_of)
             return room, None, decode, actions
-        prefill, cached_tokens = self._picker.pick(Role.PREFILL, ask, room)
-        decode, _ = self._picker.pick(Role.DECODE, ask, room)
+        decode, on_decode = self._picker.pick(Role.DECODE, ask, room)
+        prefill, cached_tokens = None, 0
+        if len(ask.prompt_ids) - on_decode < self._skip_below_tokens:
+            self._metrics.skipped.inc()
+        else:
+            prefill, cached_tokens = self._picker.pick(Role.PREFILL, ask, room)
         self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
         if ask.timed:
-            self.timelines.begin(room, [*self._directory.rows(prefill), *self._directory.rows(decode)])
+            ranks = [*(self._directory.rows(prefill) if prefill else ()), *self._directory.rows(decode)]
+            self.timelines.begin(room, ranks)
         room, actions = self._dispatch.open(ask, prefill, decode, deadline_s, room, cached_tokens)
-        return room, prefill, decode, actions
+        return room, prefill or decode, decode, actions
 
     def on_message(self, message: Message) -> None:
         """A replica said something."""
