@@ -39,8 +39,8 @@ class Answer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Which replicas answer, and where the timeline will be if there is to be one."""
-        prefills = dict.fromkeys(pair.prefill.replica for pair in self._pairs.values() if pair.prefill is not None)
+        """Which replicas compute prompts and answers, and where the timeline will be if there is to be one."""
+        prefills = dict.fromkeys(pair.computes.replica for pair in self._pairs.values() if pair.computes is not None)
         decodes = dict.fromkeys(pair.decode.replica for pair in self._pairs.values())
         return {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)} | self._timeline
 

@@ -10,7 +10,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, FollowPages, Message, Output, PageNews, Peer, Submit, Timeline
+from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs, PageNews, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
 from router.actions import Action, Emit, Fail, Place, Send, Wait
 from router.answer import Answer
@@ -109,6 +109,10 @@ class Relay:
         match message:
             case Output():
                 self._perform(self._dispatch.on_output(message, self._clock.now_s()))
+            case Outputs():
+                now_s = self._clock.now_s()
+                for output in message.outputs:
+                    self._perform(self._dispatch.on_output(output, now_s))
             case Failure():
                 self._perform(self._dispatch.on_failure(message, self._clock.now_s()))
             case PageNews():
@@ -209,6 +213,8 @@ class Relay:
     def _place(self, place: Place) -> None:
         progress = self._progress[place.room]
         progress.answer.place(place.room, place.pair)
+        if place.pair.computes is place.pair.decode:
+            self._metrics.skipped.inc()
         if progress.answer.is_timed:
             ranks = [row for leg in place.pair.legs for row in self._directory.rows(leg)]
             self.timelines.begin(place.room, place.attempt, ranks)
