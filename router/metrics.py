@@ -104,6 +104,7 @@ class _Counts(Collector):
         yield CounterMetricFamily("baton_router_page_gaps", "Times that news of a cache were missing.", pages.num_gaps)
         yield _wrong_pages(self._directory.snapshot)
         yield _retractions(self._directory.snapshot)
+        yield _graph_metric(self._directory.snapshot)
         yield from _step_metrics(self._directory.snapshot)
         yield from tier_metrics(self._directory.snapshot)
 
@@ -128,6 +129,18 @@ def _retractions(snapshot: TableSnapshot | None) -> Metric:
     for entry in snapshot.replicas if snapshot else ():
         metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
         metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
+    return metric
+
+
+def _graph_metric(snapshot: TableSnapshot | None) -> Metric:
+    metric = CounterMetricFamily(
+        "baton_decode_graph_steps",
+        "Decode steps on GPUs, replayed from CUDA graphs or not, and why not.",
+        labels=["replica", "way"],
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        for way, num_steps in entry.load.graph_steps.items():
+            metric.add_metric([entry.replica, way], num_steps)
     return metric
 
 

@@ -156,7 +156,9 @@ class Worker:
                     meter.after_step(plan, self._clock.now_s() - start_s)
                     if rank.runner.draws and plan.rows:
                         leader.commit(self.spec.coords.dp, sampled, self._clock.now_s())
-                self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
+                self._load = msgspec.structs.replace(
+                    leader.load(), steps=meter.times, graph_steps=rank.runner.graph_steps
+                )
                 self._emit(leader, mover, outbox)
         finally:
             if lease is not None:
