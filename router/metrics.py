@@ -110,6 +110,7 @@ class _Counts(Collector):
         )
         yield _wrong_pages(watched.directory.snapshot)
         yield _retractions(watched.directory.snapshot)
+        yield _graph_metric(watched.directory.snapshot)
         yield from _step_metrics(watched.directory.snapshot)
         yield from tier_metrics(watched.directory.snapshot)
 
@@ -188,6 +189,18 @@ def _retractions(snapshot: TableSnapshot | None) -> Metric:
     for entry in snapshot.replicas if snapshot else ():
         metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
         metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
+    return metric
+
+
+def _graph_metric(snapshot: TableSnapshot | None) -> Metric:
+    metric = CounterMetricFamily(
+        "baton_decode_graph_steps",
+        "Decode steps on GPUs, replayed from CUDA graphs or not, and why not.",
+        labels=["replica", "way"],
+    )
+    for entry in snapshot.replicas if snapshot else ():
+        for way, num_steps in entry.load.graph_steps.items():
+            metric.add_metric([entry.replica, way], num_steps)
     return metric
 
 

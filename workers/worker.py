@@ -163,7 +163,9 @@ class Worker:
                     if rank.runner.draws and plan.rows:
                         leader.commit(self.spec.coords.dp, sampled, self._clock.now_s())
                 if self._clock.now_s() >= load_due_s or not leader.has_work():
-                    self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
+                    self._load = msgspec.structs.replace(
+                        leader.load(), steps=meter.times, graph_steps=rank.runner.graph_steps
+                    )
                     load_due_s = self._clock.now_s() + LOAD_EVERY_S
                 self._emit(leader, mover, outbox)
         finally:

@@ -11,6 +11,7 @@ from cluster.cli import (
     bench,
     bench_cp,
     bench_hicache,
+    bench_kernels,
     bench_layouts,
     chat,
     doctor,
@@ -43,6 +44,7 @@ app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
 bench.bench.command("cp")(bench_cp.cp)
 bench.bench.command("hicache")(bench_hicache.hicache)
+bench.bench.command("kernels")(bench_kernels.kernels)
 bench.bench.command("layouts")(bench_layouts.layouts)
 app.add_typer(bench.bench, name="bench")
 app.command("simulate")(simulate.simulate)

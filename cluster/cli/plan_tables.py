@@ -84,6 +84,9 @@ def _print_kv(console: Console, kv: KvPlan | None) -> None:
     _print_table(
         console, title, ["each worker", "page", "pages", "tokens", "pool", "tokens a replica"], rows, num_text=1
     )
+    for role, part in kv.roles.items():
+        if part.gpu is not None:
+            console.print(Text(f"each {role} worker: {part.gpu}\n"))
 
 
 def _print_ports(console: Console, ports: list[PortPlan]) -> None:

@@ -149,6 +149,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill steps, by strategy and passing."""
     tiers: TierState | None = None
     """The tiers below the device cache, if there are any."""
+    graph_steps: dict[str, int] = {}
+    """Decode steps on a GPU: `replayed`, or why not."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):

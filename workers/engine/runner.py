@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -32,6 +33,9 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.pipeline import Pipeline
 
 _SAMPLE_TOKENS = 32
+
+if TYPE_CHECKING:
+    from workers.engine.decode_graphs import DecodeGraphs
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class ModelRunner:
         Without ``host_pages`` no plan may ask for copies; without ``staging`` pages arrive in the pool itself.
         """
         self._staging = staging
+        self._graphs: DecodeGraphs | None = None
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
@@ -118,6 +123,24 @@ class ModelRunner:
         lens = lens_of([Extend(num_tokens, 0, True)], Strategy.CONTIGUOUS, None, self._cp_group.size)
         return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
+    def record_decode(self, most_requests: int) -> None:
+        """Record decode steps of up to so many requests on this rank's GPU, to be replayed from now on.
+
+        Every rank of the replica calls this; for one stage without context parallelism.
+        """
+        assert self._cp_group.size == 1, "decode has no context parallelism"
+        assert not self._pipeline.links, "a stage waits for others in the middle of a step"
+        # Loads Triton, which an installation for CPUs does without.
+        from workers.engine.decode_graphs import DecodeGraphs, GpuRecorder
+
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(self._model, self._pool, most_requests, GpuRecorder())
+
+    @property
+    def graph_steps(self) -> dict[str, int]:
+        """Steps replayed, and those that were not, by reason; empty where none are recorded."""
+        return dict(self._graphs.counts) if self._graphs is not None else {}
+
     @property
     def _owners(self) -> int:
         return self._cp_group.size if self._is_sharded else 1
@@ -152,12 +175,14 @@ class ModelRunner:
             for row in plan.rows
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
-        context, hidden = self._compute(rows, plan.strategy, plan.passing, shards)
-        if not self._pipeline.is_last:
-            return {}
-        if any(row.targets for row in plan.rows):
-            self._tell_prompts(plan.rows, context, hidden)
-        last = context.last.join_last(hidden)
+        last = self._graphs.run(rows) if self._graphs is not None and shards is None else None
+        if last is None:
+            context, hidden = self._compute(rows, plan.strategy, plan.passing, shards)
+            if not self._pipeline.is_last:
+                return {}
+            if any(row.targets for row in plan.rows):
+                self._tell_prompts(plan.rows, context, hidden)
+            last = context.last.join_last(hidden)
         if self._host_pages is not None:
             # Before the ranks meet for logits, so that the leader's end of a step is the end of everybody's copies.
             self._host_pages.finish()
