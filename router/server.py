@@ -36,6 +36,7 @@ from router.picker import Picker
 from router.relay import Relay
 from router.service import Service, max_context
 from router.timelines import Timelines
+from router.tracing import make_tracing
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""
@@ -66,13 +67,14 @@ class RouterServer:
             incarnation: of this start, for the replicas.
 
         Raises:
-            UserError: the model folder, or the file of API keys, cannot be used.
+            UserError: the model folder, the file of API keys, or OpenTelemetry cannot be used.
         """
         self._config = config
         self._model_folder = model_folder
         self._tokenizer = Tokenizer(model_folder)
         max_context(config, self._tokenizer)
         self._keys = read_keys(config.router)
+        self._tracing = make_tracing()
         self._rendezvous = rendezvous
         self._host = host
         self._incarnation = incarnation
@@ -157,6 +159,8 @@ class RouterServer:
         server.should_exit = True
         await _settle(parts, serving)
         service.grammars.close()
+        if service.tracing is not None:
+            await asyncio.to_thread(service.tracing.close)
 
     def _service(self, address: str, outbox: Outbox) -> Service:
         me = Peer(replica=ROUTER, incarnation=self._incarnation, address=address)
@@ -180,6 +184,7 @@ class RouterServer:
             gate=gate,
             limits=KeyLimits(clock),
             keys=self._keys,
+            tracing=self._tracing,
         )
 
     async def _follow_table(self, relay: Relay) -> None:

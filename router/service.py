@@ -16,6 +16,7 @@ from router.metrics import Metrics
 from router.reasoning import has_thoughts
 from router.relay import Relay
 from router.tool_calls.dialects import Dialect, find_dialect
+from router.tracing import Tracing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Service:
     gate: Gate
     limits: KeyLimits
     keys: KeyRing
+    tracing: Tracing | None = None
+    """None where nobody collects traces."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
 

@@ -1,7 +1,7 @@
 """Runs the asks of one HTTP request and writes their answer, whole or as it comes."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,6 +33,8 @@ class Work:
     """Of each prompt."""
     rules: TextRules
     arrived_s: float
+    traceparent: str = ""
+    """The trace that the client has it in, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +78,39 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
         if service.relay.uses_prefixes:
             asks = await with_page_keys(asks, service.config.kv.page_size)
         open_answer = partial(service.relay.open, asks, work.arrived_s)
+        begun_s = service.relay.now_s()
         with await service.gate.enter(open_answer, min(ask.priority for ask in work.asks)) as answer:
-            try:
-                yield answer
-            finally:
-                service.limits.spend(name, limit, _prompt_tokens(work) + answer.stream.num_tokens)
+            answer.opened_s = service.relay.now_s()
+            answer.queue_s = answer.opened_s - begun_s
+            service.metrics.queue_s.observe(answer.queue_s)
+            with _traced(service, work, answer):
+                try:
+                    yield answer
+                finally:
+                    service.limits.spend(name, limit, _prompt_tokens(work) + answer.stream.num_tokens)
+
+
+@contextmanager
+def _traced(service: Service, work: Work, answer: Answer) -> Generator[None, None, None]:
+    """Tell what collects traces, if anything does, of the request."""
+    if service.tracing is None:
+        yield
+        return
+    span = service.tracing.begin(work.traceparent, work.arrived_s)
+    answer.trace = service.tracing.header(span)
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        facts = {
+            "gen_ai.request.model": service.model,
+            "gen_ai.usage.input_tokens": _prompt_tokens(work),
+            "gen_ai.usage.output_tokens": answer.stream.num_tokens,
+        }
+        service.tracing.end(span, answer, facts, error)
 
 
 async def collect(service: Service, work: Work) -> tuple[list[Piece], Usage, dict[str, str]]:
