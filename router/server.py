@@ -41,9 +41,6 @@ from router.tracing import make_tracing
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""
 
-_YIELD_EVERY = 64
-"""Messages after which other tasks get a turn, however many more there are."""
-
 _CLOSE_S = 1
 """Time for responses to end when the router stops."""
 
@@ -204,8 +201,8 @@ class _Running:
 
 async def _receive(inbox: AsyncInbox, relay: Relay) -> None:
     while True:
-        for _ in range(_YIELD_EVERY):
-            relay.on_message(await inbox.receive())
+        for message in await inbox.receive():
+            relay.on_message(message)
         await asyncio.sleep(0)
 
 
@@ -225,6 +222,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         create_app(service),
         lifespan="off",
         log_config=None,
+        proxy_headers=False,
         access_log=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_S,
