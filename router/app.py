@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from router.api import admin, errors, generation, models, response_routes, status, timelines, tokens
+from router.api import admin, errors, generation, models, overview, response_routes, status, timelines, tokens
 from router.api.document import complete
 from router.api.keys import key_needed
 from router.api.request_id import RequestIds
@@ -29,7 +29,7 @@ def create_api(service: Service) -> FastAPI:
     app.state.max_body_bytes = service.config.router.max_body_mib << 20
     for routes in (*_BUSY, models.routes, timelines.routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
-    for routes in (status.routes, admin.routes):
+    for routes in (status.routes, overview.routes, admin.routes):
         app.include_router(routes(service))
     errors.install(app, service.metrics)
     return app

@@ -102,6 +102,15 @@ class Metrics:
         """Everything, in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def totals(self) -> dict[str, float]:
+        """Tokens since the start, for those who look at rates."""
+        counters = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
+        return {
+            metric.name.removeprefix("baton_"): metric.samples[0].value
+            for counter in counters
+            for metric in counter.collect()
+        }
+
     def on_open(self, asks: Sequence[Ask]) -> None:
         """Requests are sent to replicas; those of one prompt share it."""
         self._n.observe(len(asks))

@@ -6,11 +6,11 @@ The library is optional. Replicas send no spans: they tell the times of their ph
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.spec.errors import UserError
 from router.answer import Answer
+from router.phases import Phase, phases_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 TRACEPARENT = "traceparent"
 """Header of https://www.w3.org/TR/trace-context."""
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Part of a request, on the router's monotonic clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-    replica: str | None = None
 
 
 class Tracing:
@@ -66,7 +56,7 @@ class Tracing:
 
         now_s = time.monotonic()
         context = set_span_in_context(span)
-        for phase in phases_of(answer, now_s):
+        for phase in [*phases_of(answer, now_s), *_decode_queue(answer)]:
             attributes = {"baton.replica": phase.replica} if phase.replica else {}
             child = self._tracer.start_span(
                 phase.name, context, attributes=attributes, start_time=_unix_ns(phase.start_s)
@@ -98,22 +88,11 @@ def make_tracing() -> Tracing | None:
     return Tracing(BatchSpanProcessor(OTLPSpanExporter()))
 
 
-def phases_of(answer: Answer, now_s: float) -> Iterator[Phase]:
-    """The phases of a request one after another, as far as it came; the wait for pages lies beside ``bootstrap``."""
-    start_s = answer.opened_s
-    yield Phase("queue", start_s - answer.queue_s, start_s)
-    phases, first_s = answer.stream.phases, answer.stream.first_s
-    if phases is not None:
-        yield Phase("decode queue", start_s, start_s + phases.decode_queue_s, phases.decode)
-        for name, seconds, replica in (
-            ("bootstrap", phases.bootstrap_s, phases.prefill),
-            ("prefill", phases.prefill_s, phases.prefill or phases.decode),
-            ("transfer", phases.transfer_s, phases.decode),
-        ):
-            yield Phase(name, start_s, start_s + seconds, replica)
-            start_s += seconds
-    if first_s is not None:
-        yield Phase("decode", first_s, now_s, phases.decode if phases is not None else None)
+def _decode_queue(answer: Answer) -> Iterator[Phase]:
+    """The wait for pages, which lies beside other phases."""
+    if (phases := answer.stream.phases) is not None:
+        end_s = answer.opened_s + phases.decode_queue_s
+        yield Phase("decode queue", answer.opened_s, end_s, phases.decode)
 
 
 def _unix_ns(monotonic_s: float) -> int:

@@ -1,5 +1,6 @@
 """Runs the asks of one HTTP request and writes their answer, whole or as it comes."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from router.answer import Answer
 from router.api.connection import EventStream, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
 from router.api.shapes import Shape
+from router.errors import ClientLeftError
 from router.flight import Ask
 from router.key_limits import limit_of
 from router.key_ring import ApiKey
@@ -83,7 +85,7 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
             answer.opened_s = service.relay.now_s()
             answer.queue_s = answer.opened_s - begun_s
             service.metrics.queue_s.observe(answer.queue_s)
-            with _traced(service, work, answer):
+            with _told(service, work, answer):
                 try:
                     yield answer
                 finally:
@@ -91,13 +93,12 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
 
 
 @contextmanager
-def _traced(service: Service, work: Work, answer: Answer) -> Generator[None, None, None]:
-    """Tell what collects traces, if anything does, of the request."""
-    if service.tracing is None:
-        yield
-        return
-    span = service.tracing.begin(work.traceparent, work.arrived_s)
-    answer.trace = service.tracing.header(span)
+def _told(service: Service, work: Work, answer: Answer) -> Generator[None, None, None]:
+    """When the request has ended, tell those who look at requests, and what collects traces, if anything does."""
+    tracing, num_prompt_tokens = service.tracing, _prompt_tokens(work)
+    span = tracing.begin(work.traceparent, work.arrived_s) if tracing is not None else None
+    if tracing is not None and span is not None:
+        answer.trace = tracing.header(span)
     error: BaseException | None = None
     try:
         yield
@@ -105,12 +106,16 @@ def _traced(service: Service, work: Work, answer: Answer) -> Generator[None, Non
         error = raised
         raise
     finally:
-        facts = {
-            "gen_ai.request.model": service.model,
-            "gen_ai.usage.input_tokens": _prompt_tokens(work),
-            "gen_ai.usage.output_tokens": answer.stream.num_tokens,
-        }
-        service.tracing.end(span, answer, facts, error)
+        has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
+        outcome = "finished" if error is None else "left" if has_left else "failed"
+        service.recent.add(answer, work.arrived_s, num_prompt_tokens, outcome)
+        if tracing is not None and span is not None:
+            facts = {
+                "gen_ai.request.model": service.model,
+                "gen_ai.usage.input_tokens": num_prompt_tokens,
+                "gen_ai.usage.output_tokens": answer.stream.num_tokens,
+            }
+            tracing.end(span, answer, facts, error)
 
 
 async def collect(service: Service, work: Work) -> tuple[list[Piece], Usage, dict[str, str]]:
