@@ -38,6 +38,22 @@ class Peer(_Struct, frozen=True):
     """Channel address; of a replica its leader's."""
 
 
+class PhaseTimes(_Struct, frozen=True):
+    """How long one request took in each phase up to its first token, by the clocks of its replicas."""
+
+    prefill: ReplicaId | None
+    """None where decode computed the prompt itself."""
+    decode: ReplicaId
+    decode_queue_s: float
+    """Until decode had pages for it."""
+    prefill_s: float
+    """From the ticket to the first token, turns of other requests included."""
+    bootstrap_s: float = 0.0
+    """In prefill, until its ticket had come and decode's ranks were known; most of it beside ``decode_queue_s``."""
+    transfer_s: float = 0.0
+    """From the first token until all KV was in decode: what of the transfer no computation hid."""
+
+
 class SendState(IntEnum):
     """What one sender rank knows of one room's transfer; the leader folds its ranks by minimum."""
 
@@ -114,6 +130,8 @@ class Output(_Message, frozen=True):
     finish: FinishReason | None = None
     cached: CachedTokens = CachedTokens()
     """Told with the first output."""
+    phases: PhaseTimes | None = None
+    """Told with the first output, but not of choices that share another one's prompt."""
 
 
 class Outputs(_Message, frozen=True):
@@ -230,6 +248,9 @@ class Result(_Message, frozen=True):
     """Of every token of the prompt but the first, where Sampling asks for them."""
     cached: CachedTokens = CachedTokens()
     """Tokens of the prompt that were not computed."""
+    bootstrap_s: float = 0.0
+    """See ``PhaseTimes``."""
+    prefill_s: float = 0.0
 
 
 class PageDigests(_Struct, frozen=True):
@@ -395,6 +416,9 @@ class SendReport(_Message, frozen=True):
     sender_rank: int
     state: SendState
     reason: str = ""
+    num_bytes: int = 0
+    """That this rank wrote, and how long that took."""
+    write_s: float = 0.0
 
 
 class PagesChecked(_Message, frozen=True):

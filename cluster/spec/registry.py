@@ -120,6 +120,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_estimate_s: float = 0.0
 
 
+class SendTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has sent since its replica started."""
+
+    global_rank: int
+    num_transfers: int = 0
+    num_bytes: int = 0
+    write_s: float = 0.0
+    """Time in which it wrote."""
+
+
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a leader says of itself with every heartbeat."""
 
@@ -151,6 +161,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the device cache, if there are any."""
     graph_steps: dict[str, int] = {}
     """Decode steps on a GPU: `replayed`, or why not."""
+    sends: tuple[SendTimes, ...] = ()
+    """By global rank, of those that have sent anything."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):

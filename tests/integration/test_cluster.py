@@ -139,6 +139,17 @@ def test_a_timeline_shows_what_every_rank_did_for_one_request(cluster: RunningCl
     assert [event["name"] for event in _lane(did["decode-0 rank 0"], "request")] == ["queued", "receiving", "running"]
 
 
+def test_the_time_of_each_phase_is_told(cluster: RunningCluster) -> None:
+    body = {"model": "recall", "prompt": needle_prompt(3000, 0.5, seed=97), "max_tokens": 2}
+    headers = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=300).raise_for_status().headers
+    times = {name: float(ms) for name, ms in (part.split(";dur=") for part in headers["server-timing"].split(", "))}
+    assert list(times) == ["queue", "decode-queue", "bootstrap", "prefill", "transfer"]
+    assert min(times.values()) >= 0
+    assert times["prefill"] > 0
+    sent = 'baton_kv_transfer_bytes_total{rank="1",replica="prefill-0"}'
+    cluster.wait_until(lambda: sent in httpx.get(f"{cluster.url}/metrics", timeout=60).text, 60)
+
+
 def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: RunningCluster, tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", num_requests=40)
     report = _bench(

@@ -120,6 +120,7 @@ class ReplicaLeader:
             draining=any(load.draining for load in loads),
             dropped=dict(dropped),
             tiers=joined(states) if states else None,
+            sends=tuple(times for load in loads for times in load.sends),
         )
 
     @property
