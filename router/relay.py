@@ -10,7 +10,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, FollowPages, Message, Output, PageNews, Peer, Submit, Timeline
+from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs, PageNews, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
 from router.actions import Action, Emit, Fail, Place, Send, Wait
 from router.answer import Answer
@@ -109,6 +109,9 @@ class Relay:
         match message:
             case Output():
                 self._perform(self._dispatch.on_output(message, self._clock.now_s()))
+            case Outputs():
+                for output in message.outputs:
+                    self._perform(self._dispatch.on_output(output, self._clock.now_s()))
             case Failure():
                 self._perform(self._dispatch.on_failure(message, self._clock.now_s()))
             case PageNews():

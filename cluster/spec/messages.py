@@ -116,6 +116,12 @@ class Output(_Message, frozen=True):
     """Told with the first output."""
 
 
+class Outputs(_Message, frozen=True):
+    """What one step gave, for one router."""
+
+    outputs: list[Output]
+
+
 class Failure(_Message, frozen=True):
     """The leg cannot finish the request."""
 
@@ -416,6 +422,7 @@ Message = (
     Submit
     | Cancel
     | Output
+    | Outputs
     | Failure
     | FollowPages
     | PageNews

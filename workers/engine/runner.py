@@ -22,6 +22,7 @@ from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
+from workers.engine.page_table import PageTable
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
@@ -37,12 +38,18 @@ class KnownRequest:
     """What every rank remembers of a request between steps."""
 
     admit: Admit
-    pages: list[int] = field(default_factory=list)
-    """In order of position; page p of a sharded pool is the page p // cp of CP rank p mod cp."""
+    table: PageTable = field(default_factory=PageTable)
+    """Page p of a sharded pool is the page p // cp of CP rank p mod cp."""
     sampling: SamplingState | None = None
     """Where tokens are drawn, from the first draw on."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the prompt so far, until the first draw."""
+
+    @property
+    def pages(self) -> list[int]:
+        """A copy of the table, for those who send."""
+        pages: list[int] = self.table.all.tolist()
+        return pages
 
 
 class ModelRunner:
@@ -120,7 +127,7 @@ class ModelRunner:
             self._staging.take_in(plan.arrived)
         if self._host_pages is not None:
             self._host_pages.begin(plan.saves, plan.loads)
-            self._host_pages.wait_for(self.requests[row.room].pages for row in plan.rows)
+            self._host_pages.wait_for(self.requests[row.room].table.all.tolist() for row in plan.rows)
             if not any(row.samples for row in plan.rows):
                 self._host_pages.finish()
         with torch.inference_mode():
@@ -132,11 +139,14 @@ class ModelRunner:
         for admit in plan.admits:
             self.requests[admit.room] = KnownRequest(admit)
         for row in plan.rows:
-            self.requests[row.room].pages += row.new_pages
+            if row.new_pages:
+                self.requests[row.room].table.extend(row.new_pages)
 
     def _forward(self, plan: StepPlan) -> dict[Room, Sampled]:
         rows = [
-            BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples, bool(row.targets))
+            BatchRow(
+                row.token_ids, row.first_position, self.requests[row.room].table.all, row.samples, bool(row.targets)
+            )
             for row in plan.rows
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
