@@ -40,7 +40,8 @@ class Answer:
     @property
     def headers(self) -> dict[str, str]:
         """Which replicas answer, and where the timeline will be if there is to be one."""
-        prefills = dict.fromkeys(pair.prefill.replica for pair in self._pairs.values() if pair.prefill is not None)
+        computing = (pair.computes for pair in self._pairs.values())
+        prefills = dict.fromkeys(peer.replica for peer in computing if peer is not None)
         decodes = dict.fromkeys(pair.decode.replica for pair in self._pairs.values())
         return {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)} | self._timeline
 

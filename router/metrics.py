@@ -50,6 +50,11 @@ class Metrics:
         self._cached_by_tier = Counter(
             "baton_cached_tokens_by_tier", "The same by where they were.", ["tier"], registry=registry
         )
+        self.skipped = Counter(
+            "baton_prefill_skipped",
+            "Prompts that decode computed itself (prefill.skip_below_tokens).",
+            registry=registry,
+        )
         self.generation_tokens = Counter("baton_generation_tokens", "Tokens generated.", registry=registry)
         self.ttft_s = Histogram(
             "baton_time_to_first_token_seconds",

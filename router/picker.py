@@ -42,8 +42,11 @@ class Picker:
         self._directory = directory
         self._load = load
         self._breakers = breakers
-        self.prefix_roles = [role for role, name in names.items() if name == _PREFIX_AWARE]
-        """Those whose policy asks what replicas have cached."""
+        self._skip_below_tokens = config.prefill.skip_below_tokens
+        asked = {role: name == _PREFIX_AWARE for role, name in names.items()}
+        asked[Role.DECODE] |= self._skip_below_tokens > 0
+        self.prefix_roles = [role for role in names if asked[role]]
+        """Those that are asked what they have cached."""
         self.pages = PageIndex(config.router.max_known_pages)
         """What they have cached, as far as they were asked."""
 
@@ -63,8 +66,10 @@ class Picker:
         decodes = self._candidates(Role.DECODE, now_s, avoided, ask)
         if not prefills or not decodes:
             return None
-        prefill = self._pick(Role.PREFILL, with_room(prefills, self._max_queued_tokens) or prefills, ask, room)
         decode = self._pick(Role.DECODE, self._with_pages(decodes, _longest(ask)) or decodes, ask, room)
+        if len(ask.prompt_ids) - decode.cached_tokens < self._skip_below_tokens:
+            return Pair(prefill=None, decode=decode.peer)
+        prefill = self._pick(Role.PREFILL, with_room(prefills, self._max_queued_tokens) or prefills, ask, room)
         return Pair(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
 
     def _pick(self, role: Role, candidates: Sequence[Candidate], ask: Ask, room: Room) -> Candidate:

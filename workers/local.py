@@ -118,6 +118,8 @@ class Prompt:
     """The last so many of the tokens are output of an earlier attempt."""
     shares_prompt: bool = False
     """Another choice of the prompt before it."""
+    on_decode: bool = False
+    """Decode computes it alone."""
 
 
 @dataclass(slots=True)
@@ -328,18 +330,19 @@ class LocalCluster:
 
     def _submit(self, prompt: Prompt, prompt_of: Room | None) -> Room:
         prefill, decode = (replica.peer for replica in self._replicas)
+        alone = prompt.on_decode or prompt_of is not None
         submit = Submit(
             room=draw_room(),
             prompt_ids=list(prompt.token_ids),
             sampling=prompt.sampling,
             stopping=prompt.stopping,
-            prefill=prefill if prompt_of is None else None,
+            prefill=None if alone else prefill,
             decode=decode,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
             num_given=prompt.num_given,
             prompt_of=prompt_of,
         )
-        for peer in (prefill, decode) if prompt_of is None else (decode,):
+        for peer in (decode,) if alone else (prefill, decode):
             self._outbox.send(peer.address, submit)
         return submit.room
 

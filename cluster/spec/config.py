@@ -142,6 +142,8 @@ class PrefillConfig(PoolConfig):
     """Most tokens computed in one step, over all requests."""
     oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
     """Part of each step that the oldest requests get, one of each length by powers of two of steps."""
+    skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Prompts with fewer tokens that decode has not cached are computed by decode itself; 0 for none."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Prompt tokens before one replica at which it gets no more; when all replicas have so many, clients get 429."""
 

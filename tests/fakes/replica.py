@@ -21,6 +21,7 @@ from cluster.spec.messages import (
     GiveTimeline,
     Message,
     Output,
+    Outputs,
     PageNews,
     Peer,
     Shutdown,
@@ -212,7 +213,7 @@ class FakeReplica:
             finish=finish,
             cached=CachedTokens(total=self.cached_tokens if start == 0 else 0),
         )
-        outbox.send(submit.router.address, output)
+        outbox.send(submit.router.address, Outputs(outputs=[output]))
 
     def _fail(self, submit: Submit, outbox: Outbox, reason: str) -> None:
         failure = Failure(
