@@ -19,6 +19,7 @@ from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
+from workers.device import synchronize
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
@@ -99,6 +100,7 @@ class ModelRunner:
         """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
         start_s = time.perf_counter()
         self.run_trash(_SAMPLE_TOKENS)
+        synchronize(self._model.device)
         return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
 
     def run_trash(self, num_tokens: int) -> None:
