@@ -5,27 +5,25 @@ and gives pages back only when nobody can still write to them. One without prefi
 computed here; further choices of a prompt are such, and begin with the pages that the first one got.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping
 from typing import TypeGuard
 
-from msgspec.structs import replace
+import msgspec
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import (
     Cancel,
-    CheckPages,
     Done,
     Drain,
     Drained,
     FollowPages,
     Message,
-    Output,
     PagesChecked,
     Peer,
-    PhaseTimes,
     Refused,
     Result,
     Resume,
@@ -37,19 +35,20 @@ from cluster.spec.messages import (
 )
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
-from cluster.spec.sampling import Sampled, TokenLogprobs
+from cluster.spec.sampling import Sampled
 from cluster.spec.tiers import CachedTokens, FlushCache, PagesMoved, PinPages, UseStorage
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
+from workers.scheduler.decode_answers import Told, newest_output
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
 from workers.scheduler.leader import LeaderCore
+from workers.scheduler.page_checks import PageChecks
+from workers.scheduler.quarantine import count_pages, describe, quarantined
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
-
-NOTHING_CACHED = CachedTokens()
 
 
 class DecodeLeader(LeaderCore):
@@ -73,7 +72,7 @@ class DecodeLeader(LeaderCore):
         self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
-        self._num_wrong_pages = 0
+        self._checks = PageChecks(settings.rank_addresses)
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message; one that is late, foreign or unknown is counted and dropped."""
@@ -120,7 +119,7 @@ class DecodeLeader(LeaderCore):
         plan = self._steps.next_plan()
         if plan is not None:
             self._newest_step = plan.step
-            plan = replace(plan, arrived=self._arrived)
+            plan = msgspec.structs.replace(plan, arrived=self._arrived)
             self._arrived = []
         self.follow_cache()
         return plan
@@ -136,11 +135,12 @@ class DecodeLeader(LeaderCore):
             else:
                 logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
                 if request.has_prompt:
-                    self._emit(request, sequence, logprobs)
+                    self._emit(request, sequence, Told(logprobs=logprobs))
                 else:
                     # What another choice has brought, that one has told.
-                    cached = NOTHING_CACHED if request.submit.prompt_of else sequence.cached
-                    self._emit_first(request, sequence, logprobs, drawn.prompt_logprobs, cached)
+                    cached = CachedTokens() if request.submit.prompt_of else sequence.cached
+                    told = Told(logprobs=logprobs, prompt_logprobs=drawn.prompt_logprobs, cached=cached)
+                    self._emit_first(request, sequence, told)
         self._send_unsent(plan.step)
         self._reserve(now_s)
         self.follow_cache()
@@ -156,8 +156,8 @@ class DecodeLeader(LeaderCore):
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
-            quarantined_pages=sum(len(request.pages) - request.num_held for request in self._quarantined()),
-            wrong_pages=self._num_wrong_pages,
+            quarantined_pages=count_pages(self._quarantined()),
+            wrong_pages=self._checks.num_wrong_pages,
             num_taken=self.num_taken,
             draining=self.draining,
             dropped=dict(self.dropped),
@@ -266,26 +266,22 @@ class DecodeLeader(LeaderCore):
             self._start(request, session)
             return
         self._move(request, DecodeState.VERIFYING, "result and all done")
-        request.unchecked = {part.rank for part in session.told}
-        for rank in request.unchecked:
-            told = [part for part in session.told if part.rank == rank]
-            self.send(self._settings.rank_addresses[rank], CheckPages(room=request.room, told=told))
+        for address, message in self._checks.begin(request.room, session.told):
+            self.send(address, message)
 
     def _on_checked(self, checked: PagesChecked) -> None:
         request = self._requests.get(checked.room)
-        if request is None or request.session is None or checked.rank not in request.unchecked:
+        if request is None or request.session is None or not self._checks.expects(checked):
             self.drop(checked)
             return
-        request.unchecked.remove(checked.rank)
-        request.num_wrong += len(checked.wrong)
-        self._num_wrong_pages += len(checked.wrong)
-        if request.unchecked:
+        num_wrong = self._checks.take(checked)
+        if num_wrong is None:
             return
-        if not request.num_wrong:
+        if not num_wrong:
             self._start(request, request.session)
             return
         reason = (
-            f"{request.num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
+            f"{num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
             "with other bytes than were sent (transfer.verify)"
         )
         self.send_failure(request.submit, reason, retryable=True, mutual=True)
@@ -294,80 +290,37 @@ class DecodeLeader(LeaderCore):
     def _start(self, request: DecodeRequest, session: ReceiverSession) -> None:
         submit, result = request.submit, session.result
         assert result is not None
+        self._checks.forget(request.room)
         self._move(request, DecodeState.RUNNING, "result and all done")
         if self.tiers:
             self.tiers.note_received(request.page_keys)
         self._arrived += request.pages[request.num_held :]
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
         sequence.is_whole = result.is_last
-        self._emit_first(request, sequence, result.logprobs, result.prompt_logprobs, result.cached)
+        told = Told(logprobs=result.logprobs, prompt_logprobs=result.prompt_logprobs, cached=result.cached)
+        self._emit_first(request, sequence, told)
 
     def _run(self, request: DecodeRequest, tokens: list[int], computed_len: int) -> Sequence:
         """Hand a request and its pages to the step scheduler."""
-        submit = request.submit
-        pages, request.pages = request.pages, []
-        sequence = Sequence(
-            room=submit.room,
-            tokens=list(tokens),
-            prompt_len=len(submit.prompt_ids) - submit.num_given,
-            sampling=submit.sampling,
-            stopping=submit.stopping,
-            max_len=self._allocator.num_pages * self._settings.layout.page_size,
-            cached_len=computed_len,
-            computed_len=computed_len,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-            timed=submit.timed,
-            page_keys=request.page_keys,
-            pages=pages,
-        )
+        max_len = self._allocator.num_pages * self._settings.layout.page_size
+        sequence = request.begin_sequence(tokens, computed_len, max_len)
         self._steps.add_running(sequence)
         return sequence
 
-    def _emit_first(
-        self,
-        request: DecodeRequest,
-        sequence: Sequence,
-        logprobs: list[TokenLogprobs],
-        prompt_logprobs: list[TokenLogprobs],
-        cached: CachedTokens,
-    ) -> None:
+    def _emit_first(self, request: DecodeRequest, sequence: Sequence, told: Told) -> None:
         """Further choices of the prompt get its pages before this one, which may be over, lets go of them."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice)
         self._reserve(self._now_s)
-        phases = request.phases(self._now_s)
-        self._emit(request, sequence, logprobs, prompt_logprobs, cached, phases)
+        self._emit(request, sequence, dataclasses.replace(told, phases=request.phases(self._now_s)))
 
-    def _emit(
-        self,
-        request: DecodeRequest,
-        sequence: Sequence,
-        logprobs: list[TokenLogprobs],
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-        cached: CachedTokens = NOTHING_CACHED,
-        phases: PhaseTimes | None = None,
-    ) -> None:
+    def _emit(self, request: DecodeRequest, sequence: Sequence, told: Told) -> None:
         finish = sequence.finish_reason()
         if finish is not None:
             self._steps.retire(sequence.room)
             self._end(request, finish)
-        self.send(
-            request.submit.router.address,
-            Output(
-                room=sequence.room,
-                replica=self.me.replica,
-                incarnation=self.me.incarnation,
-                first_index=sequence.num_outputs - 1,
-                token_ids=sequence.tokens[-1:],
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs or [],
-                finish=finish,
-                cached=cached,
-                phases=phases,
-            ),
-        )
+        self.send(request.submit.router.address, newest_output(self.me, sequence, finish, told))
 
     def _on_cancel(self, cancel: Cancel, now_s: float) -> None:
         request = self._requests.get(cancel.room)
@@ -407,28 +360,16 @@ class DecodeLeader(LeaderCore):
 
     def _quarantined(self) -> list[DecodeRequest]:
         """Those that were given up longer ago than any silence is waited for."""
-        since_s = self._now_s - self._settings.transfer_timeout_s
-        requests = self._requests.values()
-        return [
-            request
-            for request in requests
-            if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
-        ]
+        return quarantined(self._requests.values(), self._now_s - self._settings.transfer_timeout_s)
 
     def _watch_quarantine(self) -> None:
         """With too much of the pool in quarantine, take nothing more; at the end of what is at hand, begin anew."""
-        quarantined = self._quarantined()
-        num_pages = sum(len(request.pages) - request.num_held for request in quarantined)
-        limit = self._settings.quarantine_limit
-        if num_pages <= limit * self._allocator.num_pages:
+        requests, num_pages = self._quarantined(), self._allocator.num_pages
+        if count_pages(requests) <= self._settings.quarantine_limit * num_pages:
             return
         self.draining = True
-        if len(quarantined) == len(self._requests):
-            names = ", ".join(sorted({request.session.prefill.replica for request in quarantined if request.session}))
-            self.must_end = (
-                f"{num_pages} of {self._allocator.num_pages} pages are in quarantine, more than {limit:g} of them "
-                f"(transfer.quarantine_limit): {names} did not say that it writes no more"
-            )
+        if len(requests) == len(self._requests):
+            self.must_end = describe(requests, num_pages, self._settings.quarantine_limit)
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
         """Fail a request that holds nothing yet."""
@@ -440,6 +381,7 @@ class DecodeLeader(LeaderCore):
         self._move(request, DecodeState.ENDED, event)
         self._allocator.free(request.pages)
         request.pages = []
+        self._checks.forget(request.room)
         self.ended.add(request.submit.room, event)
         del self._requests[request.submit.room]
 

@@ -8,6 +8,7 @@ from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.messages import Peer, PhaseTimes, Submit, Ticket
 from cluster.spec.registry import Verify
 from transfer.receiver_session import ReceiverSession
+from workers.scheduler.sequence import Sequence
 
 
 class DecodeState(Enum):
@@ -81,10 +82,6 @@ class DecodeRequest:
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
     """While STOPPING."""
-    unchecked: set[int] = field(default_factory=set)
-    """While VERIFYING: ranks that have not answered."""
-    num_wrong: int = 0
-    """Pages that are not as they were sent, on the ranks that have answered."""
     has_prompt: bool = False
     """The prompt's KV is here, and with it the first token."""
 
@@ -115,6 +112,26 @@ class DecodeRequest:
     def priority(self) -> int:
         """Lower values have their turn earlier."""
         return self.submit.priority
+
+    def begin_sequence(self, tokens: list[int], computed_len: int, max_len: int) -> Sequence:
+        """What the step scheduler gets, with the pages: of the first ``computed_len`` tokens they hold the KV."""
+        submit = self.submit
+        pages, self.pages = self.pages, []
+        return Sequence(
+            room=submit.room,
+            tokens=list(tokens),
+            prompt_len=len(submit.prompt_ids) - submit.num_given,
+            sampling=submit.sampling,
+            stopping=submit.stopping,
+            max_len=max_len,
+            cached_len=computed_len,
+            computed_len=computed_len,
+            priority=submit.priority,
+            cache_salt=submit.cache_salt,
+            timed=submit.timed,
+            page_keys=self.page_keys,
+            pages=pages,
+        )
 
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:

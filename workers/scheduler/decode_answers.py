@@ -1,0 +1,36 @@
+"""What the decode leader tells a router of a step. Pure."""
+
+from dataclasses import dataclass, field
+
+from cluster.spec.messages import Output, Peer, PhaseTimes
+from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.tiers import CachedTokens
+from workers.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What goes with a token."""
+
+    logprobs: list[TokenLogprobs]
+    """Its own, where they are asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt, with the first token."""
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    phases: PhaseTimes | None = None
+
+
+def newest_output(me: Peer, sequence: Sequence, finish: FinishReason | None, told: Told) -> Output:
+    """The newest token of a sequence."""
+    return Output(
+        room=sequence.room,
+        replica=me.replica,
+        incarnation=me.incarnation,
+        first_index=sequence.num_outputs - 1,
+        token_ids=sequence.tokens[-1:],
+        logprobs=told.logprobs,
+        prompt_logprobs=told.prompt_logprobs,
+        finish=finish,
+        cached=told.cached,
+        phases=told.phases,
+    )
