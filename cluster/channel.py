@@ -3,6 +3,8 @@
 With a key, connections are encrypted and both ends proven by CURVE (RFC 26); see docs/security.md.
 """
 
+import asyncio
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +13,6 @@ from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 import zmq.utils.z85
 
 from cluster.spec.errors import PeerUnreachableError
@@ -24,6 +25,8 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _HARD_LIMIT_BYTES = 2 * MAX_FRAME_BYTES
 """At such a frame a receiver hangs up before it has taken memory for it."""
 _LINGER_MS = 1000
+_MOST_AT_ONCE = 512
+"""Messages taken by one call of an event loop, whose other tasks then have their turn."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -55,10 +58,11 @@ def draw_key() -> ChannelKey:
 class _Pull:
     """A listening socket, and what it has dropped."""
 
-    def __init__(self, context: zmq.Context[Any], host: str, key: ChannelKey | None) -> None:
-        self._context = context
-        self._doorkeeper = None if key is None else _Doorkeeper(context, key.public)
-        self._socket = context.socket(zmq.PULL)
+    def __init__(self, host: str, key: ChannelKey | None = None) -> None:
+        """With a key, only those who have it get a message in."""
+        self._context = zmq.Context()
+        self._doorkeeper = None if key is None else _Doorkeeper(self._context, key.public)
+        self._socket = self._context.socket(zmq.PULL)
         _limit(self._socket)
         if key is not None:
             self._socket.curve_server = True
@@ -78,6 +82,18 @@ class _Pull:
         self._socket.close(linger=0)
         self._context.term()
 
+    def _take(self, most: int) -> list[Message]:
+        """What has arrived, without waiting."""
+        messages: list[Message] = []
+        while len(messages) < most:
+            try:
+                message = self._accept(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            if message is not None:
+                messages.append(message)
+        return messages
+
     def _accept(self, frame: bytes) -> Message | None:
         """The message of a frame; None, and counted, if it is none of ours."""
         if len(frame) > MAX_FRAME_BYTES:
@@ -93,36 +109,30 @@ class _Pull:
 class Inbox(_Pull):
     """Where one process listens. The messages of one sender arrive in order; those of several interleave."""
 
-    def __init__(self, host: str, key: ChannelKey | None = None) -> None:
-        """With a key, only those who have it get a message in."""
-        super().__init__(zmq.Context(), host, key)
-
     def receive(self, timeout_s: float) -> list[Message]:
         """Everything that has arrived; waits up to the timeout for the first message."""
-        messages: list[Message] = []
-        if not self._socket.poll(int(timeout_s * 1000)):
-            return messages
-        while True:
-            try:
-                message = self._accept(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return messages
-            if message is not None:
-                messages.append(message)
+        return self._take(sys.maxsize) if self._socket.poll(int(timeout_s * 1000)) else []
 
 
 class AsyncInbox(_Pull):
     """An inbox for an event loop; must be made inside the running loop."""
 
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
-        """With a key, only those who have it get a message in."""
-        super().__init__(zmq.asyncio.Context(), host, key)
+        super().__init__(host, key)
+        self._come = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        # Readable when something may have changed, until the socket is looked at.
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._come.set)
 
-    async def receive(self) -> Message:
-        """The next message."""
-        while (message := self._accept(await self._socket.recv())) is None:
-            continue
-        return message
+    async def receive(self) -> list[Message]:
+        """What has arrived, at most some hundreds; waits for the first."""
+        while True:
+            if messages := self._take(_MOST_AT_ONCE):
+                return messages
+            self._come.clear()
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                await self._come.wait()
 
     async def __aenter__(self) -> "AsyncInbox":
         return self
@@ -130,6 +140,7 @@ class AsyncInbox(_Pull):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._loop.remove_reader(self._descriptor)
         self.close()
 
 
@@ -141,6 +152,9 @@ class Outbox:
         self._context = zmq.Context()
         self._key = key
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._packed: Message | None = None
+        """The last message, which may be sent to others too: both legs get the same prompt."""
+        self._frame = b""
 
     def send(self, address: str, message: Message) -> None:
         """Queue one message.
@@ -152,18 +166,19 @@ class Outbox:
         self.broadcast([address], message)
 
     def broadcast(self, addresses: Iterable[str], message: Message) -> None:
-        """Queue one message for several peers; it is packed once.
+        """Queue one message for several peers; it is packed once, also when it is sent again after this.
 
         Raises:
             PeerUnreachableError: as ``send``; those after the first such address get nothing.
         """
-        frame = encode(message)
-        if len(frame) > MAX_FRAME_BYTES:
+        if message is not self._packed:
+            self._packed, self._frame = message, encode(message)
+        if len(self._frame) > MAX_FRAME_BYTES:
             kind = type(message).__name__
-            raise PeerUnreachableError(f"{kind} of {len(frame)} bytes; allowed: {MAX_FRAME_BYTES} in one message")
+            raise PeerUnreachableError(f"{kind} of {len(self._frame)} bytes; allowed: {MAX_FRAME_BYTES} in one message")
         for address in addresses:
             try:
-                self._socket(address).send(frame, zmq.NOBLOCK)
+                self._socket(address).send(self._frame, zmq.NOBLOCK)
             except zmq.Again:
                 raise PeerUnreachableError(f"nobody reads at {address}; {type(message).__name__} not sent") from None
 
@@ -218,7 +233,7 @@ class _Doorkeeper:
                 socket.send_multipart([version, request, code, text, b"", b""])
 
 
-def _limit(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
+def _limit(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)

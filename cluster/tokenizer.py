@@ -23,6 +23,9 @@ _UNFINISHED = "\ufffd"
 _MAX_HELD_TOKENS = 32
 """Beyond this many tokens without a whole character the bytes are taken to be broken, not unfinished."""
 
+_MAX_CONTEXT_TOKENS = 16
+"""With more than so many the context is begun anew; shorter ones are decoded faster, longer ones less often."""
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -114,15 +117,17 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
-        """The tokens that were given out last, for context, and those held back since."""
-        self._given = 0
+        """The last tokens: some that were given out, for context, and those held back since."""
+        self._num_given = 0
         """Tokens at the head of the window whose text was given out."""
+        self._given = ""
+        """Their text."""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
         self._window.append(token_id)
         text = self._held_text()
-        may_wait = len(self._window) - self._given < _MAX_HELD_TOKENS
+        may_wait = len(self._window) - self._num_given < _MAX_HELD_TOKENS
         return "" if may_wait and (not text or text.endswith(_UNFINISHED)) else self._give(text)
 
     def flush(self) -> str:
@@ -130,12 +135,15 @@ class Detokenizer:
         return self._give(self._held_text())
 
     def _held_text(self) -> str:
-        before = self._tokenizer.decode(self._window[: self._given], self._skip_special_tokens)
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)[len(before) :]
+        return self._tokenizer.decode(self._window, self._skip_special_tokens)[len(self._given) :]
 
     def _give(self, text: str) -> str:
-        self._window = self._window[self._given :]
-        self._given = len(self._window)
+        if len(self._window) > _MAX_CONTEXT_TOKENS:
+            self._window = self._window[self._num_given :]
+            self._given = self._tokenizer.decode(self._window, self._skip_special_tokens)
+        else:
+            self._given += text
+        self._num_given = len(self._window)
         return text
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, Submit
+from cluster.spec.messages import Cancel, PhaseTimes, Submit
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from router.flight import Pair
@@ -71,6 +71,8 @@ class Emit:
     """Of every token of the prompt but the first, where they were asked for; with the first tokens."""
     cached: CachedTokens = field(default_factory=CachedTokens)
     """Set with the first tokens."""
+    phases: PhaseTimes | None = None
+    """What the replicas say of the time before the first tokens; set with those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,11 @@ class Answer:
         self._pairs: dict[Room, Pair] = {}
         self._timeline: dict[str, str] = {}
         self.stream = Stream(num_choices)
+        self.queue_s = 0.0
+        """Wait for room at the replicas, and when it ended."""
+        self.opened_s = 0.0
+        self.trace: dict[str, str] = {}
+        """Header that names the trace it is in."""
 
     def add(self, room: Room, *, timed: bool = False) -> None:
         """The request of the next choice has this name."""
@@ -39,10 +44,21 @@ class Answer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Which replicas answer, and where the timeline will be if there is to be one."""
-        prefills = dict.fromkeys(pair.prefill.replica for pair in self._pairs.values() if pair.prefill is not None)
+        """Which replicas compute prompts and answers, how long each phase took, and where there is more about it."""
+        prefills = dict.fromkeys(pair.computes.replica for pair in self._pairs.values() if pair.computes is not None)
         decodes = dict.fromkeys(pair.decode.replica for pair in self._pairs.values())
-        return {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)} | self._timeline
+        replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
+        return replicas | {"server-timing": self._timing} | self._timeline | self.trace
+
+    @property
+    def _timing(self) -> str:
+        """As https://www.w3.org/TR/server-timing has it."""
+        phases = self.stream.phases
+        times = {"queue": self.queue_s}
+        if phases is not None:
+            times |= {"decode-queue": phases.decode_queue_s, "bootstrap": phases.bootstrap_s}
+            times |= {"prefill": phases.prefill_s, "transfer": phases.transfer_s}
+        return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in times.items())
 
     def enough(self, index: int) -> None:
         """A choice is complete before the model ended it."""

@@ -3,29 +3,39 @@
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
 
-from router.api import admin, errors, generation, models, response_routes, status, timelines, tokens
+from router.api import admin, errors, generation, models, overview, response_routes, status, timelines, tokens
 from router.api.document import complete
 from router.api.keys import key_needed
 from router.api.request_id import RequestIds
+from router.direct import Direct
 from router.service import Service
 
+_BUSY = (generation.routes, response_routes.routes, tokens.routes)
+"""Routes whose handlers need nothing of FastAPI, and are too busy to pay for it."""
 
-def create_app(service: Service) -> FastAPI:
+
+def create_app(service: Service) -> ASGIApp:
     """The application over one service; runs in the event loop that the service's relay belongs to."""
-    app = _App(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
-    app.state.max_body_bytes = service.config.router.max_body_mib << 20
+    busy = [route for routes in _BUSY for route in routes(service).routes if isinstance(route, APIRoute)]
+    return RequestIds(Direct(create_api(service), {route.path: route.endpoint for route in busy}, service))
 
-    for routes in (generation.routes, response_routes.routes, tokens.routes, models.routes, timelines.routes):
+
+def create_api(service: Service) -> FastAPI:
+    """All routes as FastAPI serves and documents them; the requests have ids."""
+    app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
+    app.state.max_body_bytes = service.config.router.max_body_mib << 20
+    for routes in (*_BUSY, models.routes, timelines.routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
-    for routes in (status.routes, admin.routes):
+    for routes in (status.routes, overview.routes, admin.routes):
         app.include_router(routes(service))
     errors.install(app, service.metrics)
-    app.add_middleware(RequestIds)
     return app
 
 
-class _App(FastAPI):
+class _Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document, with the bodies that routes read and write for themselves."""
         if self.openapi_schema is None:

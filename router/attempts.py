@@ -32,7 +32,7 @@ class Attempts:
         """Make an attempt, where the choice runs that brings the prompt if there is one; nothing without a replica."""
         first = prompt_of.attempt if prompt_of is not None else None
         if first is not None:
-            pair: Pair | None = Pair(prefill=None, decode=first.pair.decode)
+            pair: Pair | None = Pair(prefill=None, decode=first.pair.decode, brings_prompt=False)
         else:
             pair = self._pick(flight.ask, room, frozenset(flight.avoided), now_s)
         if pair is None:

@@ -26,18 +26,29 @@ class _Known:
         return _peer(self.entry)
 
 
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """The replicas of a role that take new requests, and the tokens of one request that each of them has room for."""
+
+    peers: list[Peer]
+    pool_tokens: int | None
+
+
 class Directory:
     """The router's view of the table; given every snapshot, in order."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
+        self._usable: dict[Role, _Usable] = {}
+        """Worked out when it is asked for, since every request asks, and forgotten with every change."""
         self.snapshot: TableSnapshot | None = None
         """The newest one; none before the bootstrap was reached."""
 
     def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
         """Take a new snapshot; the peers that are now lost for good."""
         self.snapshot = snapshot
+        self._usable.clear()
         entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
         self._known |= {key: _Known(entry) for key, entry in entries.items() if entry.ready}
         for key, known in self._known.items():
@@ -54,6 +65,8 @@ class Directory:
         lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, now_s)}
         for key in lost:
             del self._known[key]
+        if lost:
+            self._usable.clear()
         return list(lost.values())
 
     @property
@@ -64,7 +77,7 @@ class Directory:
 
     def ready(self, role: Role) -> list[Peer]:
         """The replicas of a role that take new requests, ordered by id."""
-        return [_peer(entry) for entry in self._usable(role)]
+        return self._usable_of(role).peers
 
     def rows(self, peer: Peer) -> tuple[RankRow, ...]:
         """Every rank of a replica's start, if that is known."""
@@ -84,14 +97,17 @@ class Directory:
     @property
     def pool_tokens(self) -> int | None:
         """Tokens of one request that every replica which takes new ones has room for; None while no such has said."""
-        loads = [
-            (entry.load.total_pages // entry.leader.sizes.dp, entry.leader.layout.page_size)
-            for role in Role
-            for entry in self._usable(role)
-        ]
-        return min((pages * page_size for pages, page_size in loads if pages), default=None)
+        return min((tokens for role in Role if (tokens := self._usable_of(role).pool_tokens)), default=None)
 
-    def _usable(self, role: Role) -> list[ReplicaEntry]:
+    def _usable_of(self, role: Role) -> _Usable:
+        if role not in self._usable:
+            entries = self._find_usable(role)
+            pages = ((entry, entry.load.total_pages // entry.leader.sizes.dp) for entry in entries)
+            tokens = (num_pages * entry.leader.layout.page_size for entry, num_pages in pages)
+            self._usable[role] = _Usable([_peer(entry) for entry in entries], min(filter(None, tokens), default=None))
+        return self._usable[role]
+
+    def _find_usable(self, role: Role) -> list[ReplicaEntry]:
         """Those in the table; else those that may only be missing from it."""
         known = [known for known in self._known.values() if known.entry.role is role and not known.entry.load.draining]
         present = [known.entry for known in known if known.missing_since_s is None]

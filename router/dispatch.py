@@ -126,6 +126,7 @@ class Dispatch:
                 logprobs=logprobs,
                 prompt_logprobs=output.prompt_logprobs if is_beginning else [],
                 cached=output.cached if is_beginning else CachedTokens(),
+                phases=output.phases if is_beginning else None,
             )
         ]
 

@@ -74,6 +74,13 @@ class Pair:
     decode: Peer
     cached_tokens: int = 0
     """Of the prompt, that prefill is not expected to compute."""
+    brings_prompt: bool = True
+    """False where another choice brings the prompt to the decode replica."""
+
+    @property
+    def computes(self) -> Peer | None:
+        """Who computes the prompt."""
+        return (self.prefill or self.decode) if self.brings_prompt else None
 
     @property
     def legs(self) -> list[Peer]:

@@ -45,6 +45,11 @@ class Gate:
             QueueFullError: as many requests wait as may, or this one has waited as long as it may.
             NotReadyError: nothing can be sent any more.
         """
+        if not self._waiting:
+            try:
+                return open_answer()
+            except QueueFullError as error:
+                self._why = str(error)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(priority, next(self._numbers), open_answer, answer)
         heapq.heappush(self._waiting, waiting)

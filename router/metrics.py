@@ -1,6 +1,6 @@
-"""What Prometheus may read of one router."""
+"""What Prometheus may read of one router. Buckets, and names behind the prefix, are vLLM's where it has the same."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -9,18 +9,25 @@ from prometheus_client.registry import Collector
 
 from cluster.spec.clock import Clock
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import TableSnapshot
+from cluster.spec.messages import PhaseTimes
 from cluster.spec.tiers import CachedTokens, Tier
 from router.breaker import BreakerState
 from router.directory import Directory
 from router.dispatch import Dispatch
-from router.flight import ENDS
+from router.flight import ENDS, Ask
 from router.gate import Gate
 from router.page_index import PageIndex
+from router.replica_metrics import replica_metrics
 from router.tier_metrics import tier_metrics
 
-_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
-_ITL_BUCKETS_S = (0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_SHORT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08)
+_TTFT_S = (*_SHORT_S, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_PHASE_S = (0.001, 0.005, 0.01, 0.05, 0.1, *_REQUEST_S)
+"""Some phases are over at once."""
+_TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+_CHOICES = (1, 2, 5, 10, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +45,47 @@ class Metrics:
     """The measures that are taken as things happen, in a registry of their own."""
 
     def __init__(self) -> None:
-        registry = CollectorRegistry()
-        self.registry = registry
-        self.refused = Counter(
-            "baton_request_refused", "HTTP requests answered with an error, by status.", ["status"], registry=registry
+        self.registry = CollectorRegistry()
+        self.refused = self._counter("request_refused", "HTTP requests answered with an error, by status.", "status")
+        self.success = self._counter("request_success", "Answers that are whole, by why they ended.", "finished_reason")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests taken.")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that prefill took from its cache.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.ttft_s = self._histogram(
+            "time_to_first_token_seconds", "From the HTTP request to its first token.", _TTFT_S
         )
-        self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens of requests taken.", registry=registry)
-        self.cached_tokens = Counter(
-            "baton_cached_tokens", "Prompt tokens that prefill took from its caches.", registry=registry
+        self._cached_by_tier = self._counter("cached_tokens_by_tier", "The same by where they were.", "tier")
+        self.itl_s = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of one answer, each batch divided by its tokens.", _TOKEN_S
         )
-        self._cached_by_tier = Counter(
-            "baton_cached_tokens_by_tier", "The same by where they were.", ["tier"], registry=registry
+        self.tpot_s = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first of each answer.", _TOKEN_S
         )
-        self.generation_tokens = Counter("baton_generation_tokens", "Tokens generated.", registry=registry)
-        self.ttft_s = Histogram(
-            "baton_time_to_first_token_seconds",
-            "From the HTTP request to its first token.",
-            buckets=_TTFT_BUCKETS_S,
-            registry=registry,
+        self.e2e_s = self._histogram(
+            "e2e_request_latency_seconds", "From the HTTP request to its last token.", _REQUEST_S
         )
-        self.itl_s = Histogram(
-            "baton_inter_token_latency_seconds",
-            "Between the tokens of one answer, each batch divided by its tokens.",
-            buckets=_ITL_BUCKETS_S,
-            registry=registry,
+        self.skipped = self._counter(
+            "prefill_skipped", "Prompts that decode computed itself (prefill.skip_below_tokens)."
         )
-        self.e2e_s = Histogram(
-            "baton_e2e_request_latency_seconds",
-            "From the HTTP request to its last token.",
-            buckets=_TTFT_BUCKETS_S,
-            registry=registry,
+        self.queue_s = self._histogram(
+            "request_queue_time_seconds", "Wait in the router for room at the replicas.", _PHASE_S
         )
+        self.decode_s = self._histogram(
+            "request_decode_time_seconds", "From an answer's first token to its last.", _REQUEST_S
+        )
+        self._phases_s = {
+            name: self._histogram(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
+            for name, help_text in (
+                ("decode_queue", "Wait in decode for pages."),
+                ("bootstrap", "Wait in prefill for decode's ticket and ranks."),
+                ("prefill", "From then to the first token."),
+                ("transfer", "From the first token until all KV was in decode."),
+            )
+        }
+        self.generated = self._histogram("request_generation_tokens", "Tokens of each answer.", _TOKENS)
+        self._prompts = self._histogram("request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
+        self._max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", _TOKENS)
+        self._n = self._histogram("request_params_n", "Choices asked for in one HTTP request.", _CHOICES)
 
     def note_cached(self, cached: CachedTokens) -> None:
         """Prefill did not compute these tokens of a prompt."""
@@ -85,6 +102,38 @@ class Metrics:
         """Everything, in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def totals(self) -> dict[str, float]:
+        """Tokens since the start, for those who look at rates."""
+        counters = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
+        return {
+            metric.name.removeprefix("baton_"): metric.samples[0].value
+            for counter in counters
+            for metric in counter.collect()
+        }
+
+    def on_open(self, asks: Sequence[Ask]) -> None:
+        """Requests are sent to replicas; those of one prompt share it."""
+        self._n.observe(len(asks))
+        for ask in asks:
+            self._max_tokens.observe(ask.stopping.max_tokens)
+            if not ask.shares_prompt:
+                self.prompt_tokens.inc(len(ask.prompt_ids))
+                self._prompts.observe(len(ask.prompt_ids))
+
+    def on_phases(self, phases: PhaseTimes) -> None:
+        """The first token of a prompt is there."""
+        self._phases_s["decode_queue"].labels(phases.decode).observe(phases.decode_queue_s)
+        self._phases_s["prefill"].labels(phases.prefill or phases.decode).observe(phases.prefill_s)
+        if phases.prefill is not None:
+            self._phases_s["bootstrap"].labels(phases.prefill).observe(phases.bootstrap_s)
+            self._phases_s["transfer"].labels(phases.decode).observe(phases.transfer_s)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"baton_{name}", help_text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"baton_{name}", help_text, labels, buckets=buckets, registry=self.registry)
+
 
 class _Counts(Collector):
     def __init__(self, watched: Watched) -> None:
@@ -96,16 +145,14 @@ class _Counts(Collector):
     def collect(self) -> Iterator[Metric]:
         watched = self._watched
         yield from _request_metrics(watched.dispatch, watched.gate)
-        yield from _replica_metrics(watched)
+        yield from _readiness(watched)
         yield GaugeMetricFamily(
             "baton_router_known_pages", "Cached pages of replicas, as told.", value=watched.pages.num_pages
         )
         yield CounterMetricFamily(
             "baton_router_page_gaps", "Times that news of a cache were missing.", watched.pages.num_gaps
         )
-        yield _wrong_pages(watched.directory.snapshot)
-        yield _retractions(watched.directory.snapshot)
-        yield from _step_metrics(watched.directory.snapshot)
+        yield from replica_metrics(watched.directory.snapshot)
         yield from tier_metrics(watched.directory.snapshot)
 
 
@@ -130,7 +177,7 @@ def _request_metrics(dispatch: Dispatch, gate: Gate) -> Iterator[Metric]:
     yield dropped
 
 
-def _replica_metrics(watched: Watched) -> Iterator[Metric]:
+def _readiness(watched: Watched) -> Iterator[Metric]:
     ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that take requests.", labels=["role"])
     breakers = GaugeMetricFamily(
         "baton_breaker_state", "1 for the state that the breaker of a replica is in.", labels=["replica", "state"]
@@ -143,70 +190,3 @@ def _replica_metrics(watched: Watched) -> Iterator[Metric]:
                 breakers.add_metric([peer.replica, state.value], float(state is now))
     yield ready
     yield breakers
-    yield from _load_metrics(watched.directory.snapshot)
-
-
-def _load_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
-    """Of every replica in the table, as told by its last heartbeat."""
-    pages = GaugeMetricFamily("baton_replica_pages", "Pages of a replica, by state.", labels=["replica", "state"])
-    dropped = CounterMetricFamily(
-        "baton_replica_message_dropped", "Messages that a leader did not use, by type.", labels=["replica", "kind"]
-    )
-    for entry in snapshot.replicas if snapshot else ():
-        load = entry.load
-        counts = {"total": load.total_pages, "free": load.free_pages, "quarantined": load.quarantined_pages}
-        for state, count in counts.items():
-            pages.add_metric([entry.replica, state], count)
-        for kind, count in sorted(load.dropped.items()):
-            dropped.add_metric([entry.replica, kind], count)
-    yield pages
-    yield dropped
-
-
-def _wrong_pages(snapshot: TableSnapshot | None) -> Metric:
-    wrong = CounterMetricFamily(
-        "baton_wrong_pages", "Pages of KV that were not as they were sent, by who got them.", labels=["replica"]
-    )
-    for entry in snapshot.replicas if snapshot else ():
-        if entry.role is Role.DECODE:
-            wrong.add_metric([entry.replica], entry.load.wrong_pages)
-    return wrong
-
-
-def _retractions(snapshot: TableSnapshot | None) -> Metric:
-    """Of every replica in the table, as told by its last heartbeat."""
-    metric = CounterMetricFamily(
-        "baton_retractions",
-        "Times that requests gave their pages back, by what became of the KV.",
-        labels=["replica", "kv"],
-    )
-    for entry in snapshot.replicas if snapshot else ():
-        metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
-        metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
-    return metric
-
-
-def _step_metrics(snapshot: TableSnapshot | None) -> list[Metric]:
-    """The prefill steps of every replica in the table, as told by its last heartbeat."""
-    labels = ["replica", "strategy", "passing"]
-    metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
-        "num_steps": CounterMetricFamily("baton_prefill_steps", "Prefill steps computed.", labels=labels),
-        "num_tokens": CounterMetricFamily(
-            "baton_prefill_step_tokens", "Tokens computed in prefill steps.", labels=labels
-        ),
-        "total_s": CounterMetricFamily("baton_prefill_step_seconds", "Time of all prefill steps.", labels=labels),
-        "total_estimate_s": CounterMetricFamily(
-            "baton_prefill_step_estimate_seconds",
-            "Time expected of all prefill steps when their strategy was chosen.",
-            labels=labels,
-        ),
-        "last_s": GaugeMetricFamily("baton_prefill_last_step_seconds", "Time of the newest step.", labels=labels),
-        "last_estimate_s": GaugeMetricFamily(
-            "baton_prefill_last_step_estimate_seconds", "Time expected of the newest step.", labels=labels
-        ),
-    }
-    for entry in snapshot.replicas if snapshot else ():
-        for times in entry.load.steps:
-            for name, metric in metrics.items():
-                metric.add_metric([entry.replica, times.strategy, times.passing or ""], getattr(times, name))
-    return list(metrics.values())

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import PageNews, Peer
+from cluster.spec.tiers import Tier
+from router.lower_tiers import LowerTiers, Weights
 
 _ASK_AGAIN_S = 5.0
 """Silence after which a replica is asked once more."""
@@ -31,6 +33,7 @@ class PageIndex:
         """Keeps at most so many keys over all replicas; what comes beyond is as if it were not cached."""
         self._max_pages = max_pages
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
+        self._below = LowerTiers(max_pages)
         self.num_pages = 0
         self.num_gaps = 0
         """Times that news were missing."""
@@ -40,6 +43,7 @@ class PageIndex:
         present = {(peer.replica, peer.incarnation): peer for peer in peers}
         for key in self._known.keys() - present.keys():
             self.num_pages -= len(self._known.pop(key).keys)
+            self._below.forget(key)
         asked = []
         for key, peer in present.items():
             known = self._known.get(key)
@@ -50,23 +54,34 @@ class PageIndex:
 
     def on_news(self, news: PageNews, now_s: float) -> bool:
         """Take news in, in their order; True when some are missing, and the replica is to be asked again."""
-        known = self._known.get((news.replica, news.incarnation))
+        owner = news.replica, news.incarnation
+        known = self._known.get(owner)
         if known is None:
             return False
         if news.number == 0:
             self._remove(known, list(known.keys))
+            self._below.forget(owner)
             known.is_partial = False
         elif known.next_number is None or news.number < known.next_number:
             return False
         elif news.number > known.next_number:
             self.num_gaps += 1
             self._remove(known, list(known.keys))
+            self._below.forget(owner)
             known.next_number, known.asked_s = None, now_s
             return True
         known.next_number = news.number + 1
-        self._remove(known, news.removed)
-        self._store(known, news.stored)
+        if news.tier is Tier.DEVICE:
+            self._remove(known, news.removed)
+            self._store(known, news.stored)
+        else:
+            self._below.note(owner, news.tier, news.stored, news.removed)
         return False
+
+    def worth(self, peer: Peer, keys: Sequence[bytes], weights: Weights) -> float:
+        """What the cached pages of a prompt are worth at a replica, in pages on its device."""
+        num_here = self.count(peer, keys)
+        return num_here + self._below.worth((peer.replica, peer.incarnation), keys[num_here:], weights)
 
     def count(self, peer: Peer, keys: Sequence[bytes]) -> int:
         """How many leading pages of a prompt a replica has."""

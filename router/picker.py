@@ -12,6 +12,7 @@ from router.breaker import Breakers
 from router.directory import Directory
 from router.flight import Ask, Pair
 from router.load import LoadBook, with_room
+from router.lower_tiers import Weights
 from router.page_index import PageIndex
 from router.policies.candidate import Bounds, Candidate, Chance
 from router.policies.registry import find_policy
@@ -37,13 +38,17 @@ class Picker:
         self._random = chance or random.Random()
         self._bounds = Bounds(config.router.prefix_max_imbalance, config.router.prefix_max_ratio)
         self._page_size = config.kv.page_size
+        self._weights = Weights(config.router.host_weight, config.router.storage_weight)
         self._max_queued_tokens = config.prefill.max_queued_tokens
         self._max_fill = config.decode.max_fill
         self._directory = directory
         self._load = load
         self._breakers = breakers
-        self.prefix_roles = [role for role, name in names.items() if name == _PREFIX_AWARE]
-        """Those whose policy asks what replicas have cached."""
+        self._skip_below_tokens = config.prefill.skip_below_tokens
+        asks = {role: name == _PREFIX_AWARE for role, name in names.items()}
+        asks[Role.DECODE] |= self._skip_below_tokens > 0
+        self.prefix_roles = [role for role in names if asks[role]]
+        """Those of which somebody asks what replicas have cached."""
         self.pages = PageIndex(config.router.max_known_pages)
         """What they have cached, as far as they were asked."""
 
@@ -63,8 +68,10 @@ class Picker:
         decodes = self._candidates(Role.DECODE, now_s, avoided, ask)
         if not prefills or not decodes:
             return None
-        prefill = self._pick(Role.PREFILL, with_room(prefills, self._max_queued_tokens) or prefills, ask, room)
         decode = self._pick(Role.DECODE, self._with_pages(decodes, _longest(ask)) or decodes, ask, room)
+        if len(ask.prompt_ids) - decode.cached_tokens < self._skip_below_tokens:
+            return Pair(prefill=None, decode=decode.peer)
+        prefill = self._pick(Role.PREFILL, with_room(prefills, self._max_queued_tokens) or prefills, ask, room)
         return Pair(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
 
     def _pick(self, role: Role, candidates: Sequence[Candidate], ask: Ask, room: Room) -> Candidate:
@@ -102,7 +109,7 @@ class Picker:
     def _count_cached(self, peer: Peer, ask: Ask | None) -> int:
         if ask is None or not ask.page_keys:
             return 0
-        return self.pages.count(peer, ask.page_keys) * self._page_size
+        return int(self.pages.worth(peer, ask.page_keys, self._weights) * self._page_size)
 
 
 def _longest(ask: Ask) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 
+from cluster.spec.sampling import FinishReason
 from cluster.spec.timeline import Interval
 from router.actions import Emit
 from router.answer import Answer
@@ -19,25 +20,36 @@ class Progress:
         self._opened_s = opened_s
         self._first_s: float | None = None
         self._last_s: float | None = None
+        self._num_tokens = 0
         self._metrics = metrics
 
     def emit(self, action: Emit, now_s: float) -> None:
         """Tokens came."""
         self._measure(len(action.token_ids), now_s)
+        if action.phases is not None:
+            self._metrics.on_phases(action.phases)
+            self.stream.phases = self.stream.phases or action.phases
         self._metrics.note_cached(action.cached)
         self.stream.cached[self._index] += action.cached
         self.stream.push(self._index, action.token_ids, action.finish, action.logprobs, action.prompt_logprobs)
         if action.finish is not None:
-            self.end(now_s)
+            self.end(action.finish, now_s)
 
     @property
     def num_unread(self) -> int:
         """Tokens that the client has left unread."""
         return self.stream.num_unread(self._index)
 
-    def end(self, now_s: float) -> None:
+    def end(self, finish: FinishReason, now_s: float) -> None:
         """The answer is whole."""
-        self._metrics.e2e_s.observe(now_s - self._arrived_s)
+        metrics = self._metrics
+        metrics.success.labels(finish.value).inc()
+        metrics.e2e_s.observe(now_s - self._arrived_s)
+        metrics.generated.observe(self._num_tokens)
+        if self._first_s is not None:
+            metrics.decode_s.observe(now_s - self._first_s)
+            if self._num_tokens > 1:
+                metrics.tpot_s.observe((now_s - self._first_s) / (self._num_tokens - 1))
 
     def intervals(self, now_s: float) -> list[Interval]:
         """The request as the router saw it, up to now."""
@@ -55,9 +67,11 @@ class Progress:
     def _measure(self, num_tokens: int, now_s: float) -> None:
         if not num_tokens:
             return
+        self._num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
         if self._last_s is None:
             self._first_s = now_s
+            self.stream.first_s = self.stream.first_s or now_s
             self._metrics.ttft_s.observe(now_s - self._arrived_s)
         else:
             self._metrics.itl_s.observe((now_s - self._last_s) / num_tokens)

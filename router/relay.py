@@ -10,8 +10,9 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, FollowPages, Message, Output, PageNews, Peer, Submit, Timeline
+from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs, PageNews, Peer, Submit, Timeline
 from cluster.spec.registry import TableSnapshot
+from cluster.spec.sampling import FinishReason
 from router.actions import Action, Emit, Fail, Place, Send, Wait
 from router.answer import Answer
 from router.directory import Directory
@@ -88,6 +89,7 @@ class Relay:
         opened_s = self._clock.now_s()
         if reason := self._picker.why_full(asks, opened_s):
             raise QueueFullError(reason)
+        self._metrics.on_open(asks)
         answer = Answer(len(asks), self._enough, self._leave)
         self._num_answers += 1
         self._idle.clear()
@@ -97,7 +99,6 @@ class Relay:
             room, actions = self._dispatch.open(ask, deadline_s, opened_s, first if ask.shares_prompt else None)
             if not ask.shares_prompt:
                 first = room
-                self._metrics.prompt_tokens.inc(len(ask.prompt_ids))
             answer.add(room, timed=ask.timed)
             self._progress[room] = Progress(answer, index, arrived_s, opened_s, self._metrics)
             self._perform(actions)
@@ -109,6 +110,10 @@ class Relay:
         match message:
             case Output():
                 self._perform(self._dispatch.on_output(message, self._clock.now_s()))
+            case Outputs():
+                now_s = self._clock.now_s()
+                for output in message.outputs:
+                    self._perform(self._dispatch.on_output(output, now_s))
             case Failure():
                 self._perform(self._dispatch.on_failure(message, self._clock.now_s()))
             case PageNews():
@@ -176,7 +181,7 @@ class Relay:
         """The answer is complete before the model ended it."""
         if self._dispatch.is_open(room):
             self._perform(self._dispatch.on_enough(room))
-            self._progress[room].end(self._clock.now_s())
+            self._progress[room].end(FinishReason.STOP, self._clock.now_s())
 
     def _leave(self, rooms: Iterable[Room]) -> None:
         """Nobody reads these any more; what is still open is cancelled."""
@@ -209,6 +214,8 @@ class Relay:
     def _place(self, place: Place) -> None:
         progress = self._progress[place.room]
         progress.answer.place(place.room, place.pair)
+        if place.pair.computes is place.pair.decode:
+            self._metrics.skipped.inc()
         if progress.answer.is_timed:
             ranks = [row for leg in place.pair.legs for row in self._directory.rows(leg)]
             self.timelines.begin(place.room, place.attempt, ranks)

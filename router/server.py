@@ -36,12 +36,10 @@ from router.picker import Picker
 from router.relay import Relay
 from router.service import Service, max_context
 from router.timelines import Timelines
+from router.tracing import make_tracing
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""
-
-_YIELD_EVERY = 64
-"""Messages after which other tasks get a turn, however many more there are."""
 
 _CLOSE_S = 1
 """Time for responses to end when the router stops."""
@@ -66,13 +64,14 @@ class RouterServer:
             incarnation: of this start, for the replicas.
 
         Raises:
-            UserError: the model folder, or the file of API keys, cannot be used.
+            UserError: the model folder, the file of API keys, or OpenTelemetry cannot be used.
         """
         self._config = config
         self._model_folder = model_folder
         self._tokenizer = Tokenizer(model_folder)
         max_context(config, self._tokenizer)
         self._keys = read_keys(config.router)
+        self._tracing = make_tracing()
         self._rendezvous = rendezvous
         self._host = host
         self._incarnation = incarnation
@@ -157,6 +156,8 @@ class RouterServer:
         server.should_exit = True
         await _settle(parts, serving)
         service.grammars.close()
+        if service.tracing is not None:
+            await asyncio.to_thread(service.tracing.close)
 
     def _service(self, address: str, outbox: Outbox) -> Service:
         me = Peer(replica=ROUTER, incarnation=self._incarnation, address=address)
@@ -180,6 +181,7 @@ class RouterServer:
             gate=gate,
             limits=KeyLimits(clock),
             keys=self._keys,
+            tracing=self._tracing,
         )
 
     async def _follow_table(self, relay: Relay) -> None:
@@ -199,8 +201,8 @@ class _Running:
 
 async def _receive(inbox: AsyncInbox, relay: Relay) -> None:
     while True:
-        for _ in range(_YIELD_EVERY):
-            relay.on_message(await inbox.receive())
+        for message in await inbox.receive():
+            relay.on_message(message)
         await asyncio.sleep(0)
 
 
@@ -220,6 +222,7 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         create_app(service),
         lifespan="off",
         log_config=None,
+        proxy_headers=False,
         access_log=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_S,

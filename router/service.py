@@ -14,8 +14,10 @@ from router.key_limits import KeyLimits
 from router.key_ring import KeyRing
 from router.metrics import Metrics
 from router.reasoning import has_thoughts
+from router.recent import RecentRequests
 from router.relay import Relay
 from router.tool_calls.dialects import Dialect, find_dialect
+from router.tracing import Tracing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,9 @@ class Service:
     gate: Gate
     limits: KeyLimits
     keys: KeyRing
+    tracing: Tracing | None = None
+    """None where nobody collects traces."""
+    recent: RecentRequests = field(default_factory=RecentRequests)
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.spec.messages import PhaseTimes
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from router.actions import Fail
@@ -32,6 +33,10 @@ class Stream:
     def __init__(self, num_choices: int) -> None:
         self.cached = [CachedTokens()] * num_choices
         """Prompt tokens of every choice that prefill did not compute."""
+        self.phases: PhaseTimes | None = None
+        """Of the first choice whose first token came."""
+        self.first_s: float | None = None
+        """When the first token of all came."""
         self.num_tokens = 0
         """Of all choices, read or not."""
         self._num_unfinished = num_choices

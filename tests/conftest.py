@@ -1,6 +1,7 @@
 """The whole suite: what is left out and why, and that nothing is left behind."""
 
 import os
+import shutil
 from collections.abc import Generator, Iterator
 
 # Before torch is imported anywhere: the suite shares few cores with the processes it starts.
@@ -35,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say what would make it run."""
     missing = {"mooncake": _mooncake_missing(items), "native": _native_missing(items), "gpu": _gpu_missing(items)}
+    missing["chromium"] = None if shutil.which("chromium") else "apt-get install -y chromium"
     for mark, reason in missing.items():
         if reason is None:
             continue

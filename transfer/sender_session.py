@@ -90,6 +90,7 @@ class SenderSession:
         self.reason = ""
         self.num_pages_written = 0
         self.num_bytes_written = 0
+        self.write_s = 0.0
         self._digests: list[PageDigests] = []
         self._prefill = prefill
         self._sender_rank = sender_rank
@@ -123,8 +124,11 @@ class SenderSession:
         self._end_if_written("advance")
         return [(page_table[page], self.target.pages[page - self.target.held_pages]) for page in fresh]
 
-    def written(self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = ()) -> None:
-        """Pages handed out before have reached their target."""
+    def written(
+        self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = (), seconds: float = 0.0
+    ) -> None:
+        """Pages handed out before have reached their target, after so long a write."""
+        self.write_s += seconds
         self.num_pages_written += num_pages
         self.num_bytes_written += num_bytes
         self._digests += digests
@@ -156,6 +160,8 @@ class SenderSession:
             sender_rank=self._sender_rank,
             state=_REPORTED[self.state],
             reason=self.reason,
+            num_bytes=self.num_bytes_written,
+            write_s=self.write_s,
         )
 
     def done(self) -> Done | None:

@@ -67,7 +67,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLea
         # One more than stages, so that none waits for the word that a step has ended.
         depth, make = depth + (depth > 1), _make_prefill_leader
     leaders = [make(spec, rank, me, rows, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
-    return ReplicaLeader(leaders, cp=spec.sizes.cp, depth=depth, policy=spec.pool.dp_policy)
+    return ReplicaLeader(leaders, spec.sizes, depth=depth, policy=spec.pool.dp_policy)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:

@@ -204,7 +204,8 @@ class KvSender:
             match outcome:
                 case Written():
                     self.num_sent_bytes += outcome.num_bytes
-                    session.written(outcome.num_pages, outcome.num_bytes, outcome.digests)
+                    seconds = outcome.end_s - outcome.start_s
+                    session.written(outcome.num_pages, outcome.num_bytes, outcome.digests, seconds)
                     self._record(outcome)
                 case WriteFailed():
                     session.failed(outcome.reason)

@@ -6,7 +6,7 @@ python -m workers.local deploy/local-cpu.yaml "The launch code is tango seven\nT
 import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,7 +22,7 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, Output, Peer, Shutdown, Submit, TableUpdate
+from cluster.spec.messages import Failure, Message, Output, Outputs, Peer, Shutdown, Submit, TableUpdate
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
@@ -118,6 +118,8 @@ class Prompt:
     """The last so many of the tokens are output of an earlier attempt."""
     shares_prompt: bool = False
     """Another choice of the prompt before it."""
+    on_decode: bool = False
+    """Decode computes it alone."""
 
 
 @dataclass(slots=True)
@@ -297,8 +299,7 @@ class LocalCluster:
             messages = self._inbox.receive(timeout_s)
             if not messages:
                 raise RemoteError(f"{len(unfinished)} of {len(rooms)} prompts got no token within {timeout_s} s")
-            for message in messages:
-                assert isinstance(message, Output | Failure), message
+            for message in _apart(messages):
                 if message.room not in answers:
                     continue  # of prompts that failed before these were asked
                 if isinstance(message, Failure):
@@ -329,20 +330,27 @@ class LocalCluster:
 
     def _submit(self, prompt: Prompt, prompt_of: Room | None) -> Room:
         prefill, decode = (replica.peer for replica in self._replicas)
+        alone = prompt.on_decode or prompt_of is not None
         submit = Submit(
             room=draw_room(),
             prompt_ids=list(prompt.token_ids),
             sampling=prompt.sampling,
             stopping=prompt.stopping,
-            prefill=prefill if prompt_of is None else None,
+            prefill=None if alone else prefill,
             decode=decode,
             router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
             num_given=prompt.num_given,
             prompt_of=prompt_of,
         )
-        for peer in (prefill, decode) if prompt_of is None else (decode,):
+        for peer in (decode,) if alone else (prefill, decode):
             self._outbox.send(peer.address, submit)
         return submit.room
+
+
+def _apart(messages: Iterable[Message]) -> Iterator[Output | Failure]:
+    for message in messages:
+        assert isinstance(message, Outputs | Failure), message
+        yield from message.outputs if isinstance(message, Outputs) else [message]
 
 
 def main(deploy_file: str, text: str) -> None:

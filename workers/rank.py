@@ -136,6 +136,9 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         staging=staging,
     )
     runner.warm_up()
+    is_alone = spec.sizes.pp == spec.sizes.dp == 1
+    if on_gpu and attention.name == "triton" and spec.role is Role.DECODE and is_alone:
+        runner.record_decode(config.decode.max_requests)
     shape = ModelShape.of(model.config, dtype)
     rates = calibrate(model, pool, attention.backend, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
     return Rank(

@@ -44,12 +44,15 @@ from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
+from workers.scheduler.outgoing import outputs_together
 from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter
 from workers.traffic import HANDOFF, Traffic
 
 _log = logging.getLogger(__name__)
 
+LOAD_EVERY_S = 0.05
+"""Time between two looks at what heartbeats tell, while there is work."""
 IDLE_WAIT_S = 1.0
 """Longest sleep of an idle loop; deadlines are seen this late at most."""
 
@@ -142,6 +145,7 @@ class Worker:
         ]
         lease = self._keep_lease(rows)
         meter = StepMeter()
+        load_due_s = 0.0
         try:
             while self._take_in(leader, sender, outbox):
                 plans = leader.next_plans()
@@ -158,7 +162,11 @@ class Worker:
                     meter.after_step(plan, self._clock.now_s() - start_s)
                     if rank.runner.draws and plan.rows:
                         leader.commit(self.spec.coords.dp, sampled, self._clock.now_s())
-                self._load = msgspec.structs.replace(leader.load(), steps=meter.times)
+                if self._clock.now_s() >= load_due_s or not leader.has_work():
+                    self._load = msgspec.structs.replace(
+                        leader.load(), steps=meter.times, graph_steps=rank.runner.graph_steps
+                    )
+                    load_due_s = self._clock.now_s() + LOAD_EVERY_S
                 self._emit(leader, mover, outbox)
         finally:
             if lease is not None:
@@ -199,7 +207,7 @@ class Worker:
 
     def _emit(self, leader: ReplicaLeader, mover: Mover, outbox: Outbox) -> None:
         """Send what the leader has to say."""
-        for address, message in leader.take_outgoing():
+        for address, message in outputs_together(leader.take_outgoing()):
             if isinstance(message, MovePages) and address == self._inbox.address:
                 mover.take(message)
             else:

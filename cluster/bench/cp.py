@@ -32,6 +32,22 @@ class ModelSize:
     vocab_size: int = 4096
     dtype: str = "bfloat16"
 
+    def __post_init__(self) -> None:
+        sizes = {
+            "layers": self.num_layers,
+            "hidden-size": self.hidden_size,
+            "heads": self.num_heads,
+            "kv-heads": self.num_kv_heads,
+            "head-dim": self.head_dim,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise UserError(f"--{name}: got {value}; allowed: 1 or more")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"--kv-heads: got {self.num_kv_heads}; allowed: a divisor of --heads {self.num_heads}")
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype: got {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+
     def config(self, max_len: int) -> ModelConfig:
         """The model's configuration; raises UnsupportedModelError when it cannot be."""
         raw = {
@@ -66,21 +82,18 @@ class CpBench:
     model: ModelSize = ModelSize()
 
     def __post_init__(self) -> None:
-        for name in ("prompt_lens", "cps", "strategies", "modes", "passings", "prefix_lens"):
-            if not getattr(self, name):
-                raise UserError(f"{name} is empty, must name at least one")
-        least = {"prompt_lens": min(self.prompt_lens), "cps": min(self.cps), "num_rounds": self.num_rounds}
+        least = {"prompt-len": min(self.prompt_lens), "cp": min(self.cps), "rounds": self.num_rounds}
         for name, value in least.items():
             if value < 1:
-                raise UserError(f"{name}: got {value}, must be at least 1")
+                raise UserError(f"--{name}: got {value}; allowed: 1 or more")
         if min(self.prefix_lens) < 0:
-            raise UserError(f"prefix_lens: got {min(self.prefix_lens)}, must be at least 0")
+            raise UserError(f"--prefix-len: got {min(self.prefix_lens)}; allowed: 0 or more")
         if CpMode.RING not in self.modes and self.passings != (PassingSetting.AUTO,):
             raise UserError(
-                f"passings: got {', '.join(self.passings)}, but only ring mode has a passing; modes: gather"
+                f"--passing: got {', '.join(self.passings)} with --mode gather; only ring mode has a passing"
             )
-        if self.model.dtype not in DTYPES:
-            raise UserError(f"dtype: got {self.model.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if CpMode.RING in self.modes and max(self.cps) == 1:
+            raise UserError("--mode: got ring with --cp 1; one rank is no ring")
 
     @property
     def lens(self) -> list[StepLens]:

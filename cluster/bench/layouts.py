@@ -51,6 +51,7 @@ LAYOUTS = (
     Layout("cp=2 tp=2 to tp=2", ParallelConfig(cp=2, tp=2), ParallelConfig(tp=2)),
     Layout("pp=2", ParallelConfig(pp=2)),
     Layout("cp=2 pp=2 to pp=2", ParallelConfig(cp=2, pp=2), ParallelConfig(pp=2)),
+    Layout("dp=2 to dp=2", ParallelConfig(dp=2), ParallelConfig(dp=2)),
     Layout("cp=2 ep=2", ParallelConfig(cp=2, ep=2)),
 )
 
@@ -143,6 +144,9 @@ def _expected(layout: Layout, model: ModelConfig, prompt_len: int) -> dict[str, 
     if sizes.tp > 1:
         # Two sums a layer, and that of the embedding.
         expected[GroupName.ATTN_TP.value] = (others, (2 * others + 1) * 2 * (sizes.tp - 1) * hidden_bytes)
+    if sizes.dp > 1:
+        # The prompt is on one DP rank: its tokens go to all others, and their terms of the MLP come home.
+        expected[GroupName.ATTN_DP.value] = (others, others * 2 * (sizes.dp - 1) * hidden_bytes)
     if sizes.pp > 1:
         expected[STAGES] = (1, (sizes.pp - 1) * sizes.tp * hidden_bytes)
     if model.moe is not None and sizes.cp > 1:

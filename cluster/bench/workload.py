@@ -75,8 +75,8 @@ class RandomWorkload:
             check_least("concurrency", self.concurrency, 1)
         if self.request_rate is None and self.concurrency is None:
             raise UserError("a closed loop needs a concurrency: give it, or a request rate")
-        if self.request_rate is not None and not self.request_rate > 0:
-            raise UserError(f"request_rate is {self.request_rate}, must be more than 0 per second")
+        if self.request_rate is not None and not 0 < self.request_rate < float("inf"):
+            raise UserError(f"request_rate is {self.request_rate}, must be more than 0 per second, and finite")
 
     def requests(self) -> list[PlannedRequest]:
         """In order of arrival."""

@@ -22,6 +22,7 @@ from cluster.spec.errors import UserError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN, CONCURRENCY = 32, 512, 64, 4
+PAGE_SIZE = 64
 
 bench = typer.Typer(help="Measure a running cluster, or the engine alone.", no_args_is_help=True)
 
@@ -52,9 +53,15 @@ def serve(
     trace: Annotated[
         Path | None, typer.Option(help="Replay this trace in Mooncake's format: lengths, arrivals, common prefixes.")
     ] = None,
-    trace_scale: Annotated[float, typer.Option(help="Lengths of the trace are multiplied by this.")] = 1.0,
-    trace_speed: Annotated[float, typer.Option(help="Requests of the trace arrive so many times as fast.")] = 1.0,
-    page_size: Annotated[int, typer.Option(help="The endpoint's, for the hit rate that a trace allows.", min=1)] = 64,
+    trace_scale: Annotated[
+        float | None, typer.Option(help="Lengths of the trace are multiplied by this; 1 by default.")
+    ] = None,
+    trace_speed: Annotated[
+        float | None, typer.Option(help="Requests of the trace arrive so many times as fast; 1 by default.")
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(help=f"The endpoint's, for a trace's best hit rate; {PAGE_SIZE} by default.", min=1)
+    ] = None,
     vocab_size: Annotated[int, typer.Option(help="Token ids of prompts are below this.")] = 4096,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
     warmup: Annotated[int, typer.Option(help="Requests sent first and not measured.", min=0)] = 1,
@@ -67,15 +74,17 @@ def serve(
     """Send prompts to /v1/completions and report latency, throughput and cache hits."""
     workload: Workload
     if trace is None:
+        _refuse("only a trace has it", trace_scale=trace_scale, trace_speed=trace_speed, page_size=page_size)
         workload = _random_workload(num_requests, input_len, output_len, concurrency, request_rate, vocab_size, seed)
     else:
-        _refuse_beside_trace(input_len=input_len, output_len=output_len, request_rate=request_rate)
+        _refuse("a trace has its own", input_len=input_len, output_len=output_len, request_rate=request_rate)
         entries = read_trace(trace, num_requests)
-        workload = TraceWorkload(entries, trace_scale, trace_speed, concurrency, vocab_size, seed)
+        scale, speed = (1.0 if value is None else value for value in (trace_scale, trace_speed))
+        workload = TraceWorkload(entries, scale, speed, concurrency, vocab_size, seed)
     _check_can_write(trace_out)
     result = _measure(url, model, workload, warmup, timeout_s, timed=trace_out is not None)
     report = summarize(result.records)
-    best_hit_rate = _best_hit_rate(workload, result.records, page_size) if trace is not None else None
+    best_hit_rate = _best_hit_rate(workload, result.records, page_size or PAGE_SIZE) if trace is not None else None
     if as_json:
         settings = {"url": url, "model": result.model, **workload.settings()}
         print(json.dumps(settings | dataclasses.asdict(report) | {"infinite_cache_hit_rate": best_hit_rate}))
@@ -107,17 +116,21 @@ def _random_workload(
     )
 
 
-def _refuse_beside_trace(**options: float | None) -> None:
+def _refuse(why: str, **options: float | None) -> None:
     for name, value in options.items():
         if value is not None:
-            raise UserError(f"--{name.replace('_', '-')}: got {value}, but a trace has its own; leave it out")
+            raise UserError(f"--{name.replace('_', '-')}: got {value}, but {why}; leave it out")
 
 
 def _check_can_write(path: Path | None) -> None:
-    """Find out before the run, not after it."""
+    """Find out before the run, not after it; leaves nothing behind."""
+    if path is None:
+        return
+    is_new = not path.exists()
     try:
-        if path is not None:
-            path.touch()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise UserError(f"--trace-out: cannot write {path}: {error.strerror}") from error
 

@@ -11,7 +11,9 @@ from cluster.cli import (
     bench,
     bench_cp,
     bench_hicache,
+    bench_kernels,
     bench_layouts,
+    bench_router,
     chat,
     doctor,
     down,
@@ -43,7 +45,9 @@ app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
 bench.bench.command("cp")(bench_cp.cp)
 bench.bench.command("hicache")(bench_hicache.hicache)
+bench.bench.command("kernels")(bench_kernels.kernels)
 bench.bench.command("layouts")(bench_layouts.layouts)
+bench.bench.command("router")(bench_router.router)
 app.add_typer(bench.bench, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("schema")(schema.schema)

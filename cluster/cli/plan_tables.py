@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.planner.memory import KvPlan
-from cluster.planner.plan import CheckResult, Plan, PortPlan, ReplicaPlan
+from cluster.planner.plan import CheckResult, Plan, PortPlan, ReplicaPlan, StepsPlan
 from cluster.spec.lifecycle import Role
 
 _AXES = ("dp", "cp", "tp", "pp")
@@ -22,6 +22,7 @@ def print_plan(plan: Plan) -> None:
     console.print(f"Cluster [bold]{plan.name}[/] serves the model [bold]{plan.model}[/]\n")
     for role in Role:
         _print_replicas(console, [replica for replica in plan.replicas if replica.role is role])
+    _print_steps(console, plan.steps)
     _print_kv(console, plan.kv)
     _print_ports(console, plan.ports)
     _print_checks(console, plan.checks)
@@ -54,6 +55,13 @@ def _print_replicas(console: Console, replicas: list[ReplicaPlan]) -> None:
     _print_table(console, "groups", ["name", "global ranks"], group_rows, num_text=2)
 
 
+def _print_steps(console: Console, steps: StepsPlan) -> None:
+    ways = f"strategy {steps.strategy}, mode {steps.mode}"
+    if steps.passing is not None:
+        ways += f", passing {steps.passing}"
+    console.print(Text(f"prefill steps: {ways}, at most {steps.chunk_tokens:,} tokens each\n", style="bold"))
+
+
 def _print_kv(console: Console, kv: KvPlan | None) -> None:
     if kv is None:
         console.print(Text("KV memory: unknown, see the checks\n", style="bold"))
@@ -76,6 +84,9 @@ def _print_kv(console: Console, kv: KvPlan | None) -> None:
     _print_table(
         console, title, ["each worker", "page", "pages", "tokens", "pool", "tokens a replica"], rows, num_text=1
     )
+    for role, part in kv.roles.items():
+        if part.gpu is not None:
+            console.print(Text(f"each {role} worker: {part.gpu}\n"))
 
 
 def _print_ports(console: Console, ports: list[PortPlan]) -> None:

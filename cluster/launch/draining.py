@@ -8,36 +8,57 @@ from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 
+QUIET_HEARTBEATS = 2.5
+"""Without an open request and without a new one, before a replica counts as drained: two heartbeats said so."""
 _RECONNECT_S = 0.2
 
 
-def wait_drained(
-    table: Table, replica: ReplicaId, incarnation: Incarnation, quiet_s: float, deadline: Deadline
-) -> bool:
-    """True once this start of a replica drains and has had nothing open for a while; False at the deadline.
+class DrainWatch:
+    """One start of a replica on its way to be empty. Sans I/O.
 
-    The while is for requests that a router sent before it knew: the replica takes them, and shows them with its next
-    heartbeat.
+    It is not empty as soon as it says so: a router may have sent a request before it knew, and of a short one, which
+    came and went between two heartbeats, the last tokens may still be on their way.
     """
-    seen_version, idle_since_s = 0, None
+
+    def __init__(self, replica: ReplicaId, incarnation: Incarnation, heartbeat_s: float) -> None:
+        self._replica = replica
+        self._incarnation = incarnation
+        self._quiet_s = QUIET_HEARTBEATS * heartbeat_s
+        self._since_s = 0.0
+        self._num_taken: int | None = None
+        """By the newest heartbeat that showed nothing open; None if the newest one did not."""
+
+    def saw(self, snapshot: TableSnapshot | None, now_s: float) -> None:
+        """Take in a new table; None when there is none."""
+        num_taken = None if snapshot is None else self._taken_if_empty(snapshot)
+        if num_taken != self._num_taken:
+            self._num_taken, self._since_s = num_taken, now_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether it has been empty for long enough."""
+        return self._num_taken is not None and now_s - self._since_s >= self._quiet_s
+
+    def _taken_if_empty(self, snapshot: TableSnapshot) -> int | None:
+        entry = snapshot.find(self._replica)
+        if entry is None or entry.incarnation != self._incarnation:
+            return None
+        is_empty = entry.load.draining and entry.load.num_waiting == entry.load.num_running == 0
+        return entry.load.num_taken if is_empty else None
+
+
+def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadline) -> bool:
+    """True when the watch is over; False at the deadline. Looks at the clock at least every ``poll_s``."""
+    seen_version = 0
     while left_s := deadline.left_s():
         try:
-            snapshot = table.watch(seen_version, min(left_s, quiet_s))
+            snapshot = table.watch(seen_version, min(left_s, poll_s))
         except PeerUnreachableError:
+            watch.saw(None, time.monotonic())
             time.sleep(min(left_s, _RECONNECT_S))
             continue
-        now_s = time.monotonic()
         if snapshot is not None:
             seen_version = snapshot.version
-            is_idle = _is_idle(snapshot, replica, incarnation)
-            idle_since_s = (idle_since_s or now_s) if is_idle else None
-        if idle_since_s is not None and now_s - idle_since_s >= quiet_s:
+            watch.saw(snapshot, time.monotonic())
+        if watch.is_over(time.monotonic()):
             return True
     return False
-
-
-def _is_idle(snapshot: TableSnapshot, replica: ReplicaId, incarnation: Incarnation) -> bool:
-    entry = snapshot.find(replica)
-    if entry is None or entry.incarnation != incarnation:
-        return False
-    return entry.load.draining and entry.load.num_waiting == entry.load.num_running == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.actors import Actor, Reservation
 from cluster.launch.calls import Deadline, blame, gather
-from cluster.launch.draining import wait_drained
+from cluster.launch.draining import DrainWatch, wait_drained
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
 from cluster.placement import ReplicaPlacement
@@ -21,8 +21,6 @@ from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 
-_QUIET_HEARTBEATS = 2.5
-"""Without an open request, before a replica counts as drained: the last two heartbeats said so."""
 _WATCH_S = 1.0
 _RECONNECT_S = 0.2
 
@@ -77,9 +75,10 @@ class Gang:
         """Take no new requests; True when all that were taken have ended in time."""
         self._tell_leader(Drain())
         table = self._tools.connect(meeting)
-        quiet_s = _QUIET_HEARTBEATS * self._config.resources.heartbeat_s
+        heartbeat_s = self._config.resources.heartbeat_s
+        watch = DrainWatch(self._placement.replica, self._incarnation, heartbeat_s)
         try:
-            return wait_drained(table, self._placement.replica, self._incarnation, quiet_s, Deadline(timeout_s))
+            return wait_drained(table, watch, heartbeat_s, Deadline(timeout_s))
         finally:
             table.close()
 

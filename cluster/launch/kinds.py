@@ -140,6 +140,6 @@ def service_environ() -> dict[str, str]:
 
 
 def router_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """That of a service, and the keys in the driver's own, which Ray need not pass on."""
+    """That of a service, and of the driver's own the keys, which Ray need not pass on, and where traces go."""
     keys = (ADMIN_KEY.name, API_KEYS.name)
-    return service_environ() | {name: environ[name] for name in keys if name in environ}
+    return service_environ() | {name: environ[name] for name in environ if name in keys or name.startswith("OTEL_")}

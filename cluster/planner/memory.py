@@ -6,6 +6,7 @@ from cluster.planner.gpu import expected_memory
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PoolConfig, PrefillConfig
 from cluster.spec.errors import Problem
+from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, pool_layout
@@ -26,6 +27,8 @@ class RoleKv:
     tokens_per_replica: int
     """Of distinct tokens: what one worker holds, times the workers that pages are divided over."""
     pool_bytes: int
+    gpu: GpuMemory | None = None
+    """What the rest of a GPU's memory is expected to go to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,7 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
         tokens_per_worker=layout.num_pages * layout.page_size,
         tokens_per_replica=layout.num_pages * layout.page_size * pool.num_owners,
         pool_bytes=layout.pool_bytes,
+        gpu=expected_memory(config, pool, model) if config.resources.device is Device.CUDA else None,
     )
 
 

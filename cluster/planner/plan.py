@@ -6,11 +6,13 @@ from typing import Any
 from cluster.planner.memory import KvPlan, kv_plan, longest_context, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
 from cluster.spec.checks import CHECKS
-from cluster.spec.config import DeployConfig, PoolConfig
+from cluster.spec.config import DeployConfig, PoolConfig, PrefillConfig
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import ReplicaId, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import GroupName, Position, groups, positions
+from cluster.spec.registry import KvOwnership
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,18 @@ class ReplicaPlan:
     ranks: list[Position]
     """By global rank."""
     groups: dict[GroupName, list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsPlan:
+    """How prefill computes prompts."""
+
+    strategy: StrategySetting
+    mode: CpMode
+    """`gather` also where a ring was asked for and there is but one rank."""
+    passing: PassingSetting | None
+    """None in gather mode."""
+    chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +70,7 @@ class Plan:
     model: str
     """Name clients use."""
     replicas: list[ReplicaPlan]
+    steps: StepsPlan
     kv: KvPlan | None
     """None when the model's shape is unknown."""
     ports: list[PortPlan]
@@ -76,6 +91,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         name=config.name,
         model=config.model.name,
         replicas=prefill + decode,
+        steps=_steps(config.prefill),
         kv=kv_plan(config, model) if isinstance(model, ModelFacts) else None,
         ports=_ports(config, prefill + decode),
         checks=_checks(config, model),
@@ -85,6 +101,16 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain JSON values."""
     return asdict(plan)
+
+
+def _steps(prefill: PrefillConfig) -> StepsPlan:
+    is_ring = prefill.ownership is KvOwnership.SHARDED
+    return StepsPlan(
+        strategy=prefill.strategy,
+        mode=CpMode.RING if is_ring else CpMode.GATHER,
+        passing=prefill.passing if is_ring else None,
+        chunk_tokens=prefill.chunk_tokens,
+    )
 
 
 def _replicas(role: Role, pool: PoolConfig) -> list[ReplicaPlan]:

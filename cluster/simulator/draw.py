@@ -12,14 +12,15 @@ def draw_scenario(seed: int) -> Scenario:
     random = Random(seed)
     shape = _draw_shape(random)
     asks = _draw_asks(random, shape)
+    members = Scenario(seed=seed, shape=shape, asks=()).members
     weather = random.random()
     if weather < 0.125:
-        return Scenario(seed=seed, shape=shape, asks=asks)
+        return Scenario(seed=seed, shape=shape, asks=asks, faults=_draw_restarts(random, members))
     if weather < 0.25:
         return draw_mild(random, Scenario(seed=seed, shape=shape, asks=asks))
-    members = Scenario(seed=seed, shape=shape, asks=()).members
     faults = tuple(_draw_fault(random, members, shape) for _ in range(random.randint(0, 4)))
-    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults, hazards=_draw_hazards(random))
+    hazards = _draw_hazards(random)
+    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_restarts(random, members), hazards=hazards)
 
 
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
@@ -84,7 +85,8 @@ def _draw_tokens(random: Random, count: int) -> bytes:
 
 
 def _draw_fault(random: Random, members: list[str], shape: Shape) -> Fault:
-    kind = random.choices(list(FaultKind), weights=[5, 3, 3, 1, 1])[0]
+    kinds = [kind for kind in FaultKind if kind is not FaultKind.RESTART]
+    kind = random.choices(kinds, weights=[5, 3, 3, 1, 1])[0]
     replicas = members[2:]
     at_s = random.uniform(0, 10)
     if kind is FaultKind.KILL:
@@ -93,6 +95,13 @@ def _draw_fault(random: Random, members: list[str], shape: Shape) -> Fault:
         member, other = random.sample([*replicas, "home"], 2)
         return Fault(kind=kind, at_s=at_s, member=member, other=other, duration_s=random.uniform(0.1, 12))
     return Fault(kind=kind, at_s=at_s, member=random.choice(replicas), duration_s=random.uniform(0.1, 12))
+
+
+def _draw_restarts(random: Random, members: list[str]) -> tuple[Fault, ...]:
+    if random.random() < 0.7:
+        return ()
+    times_s = [random.uniform(0, 8) for _ in range(random.randint(1, 3))]
+    return tuple(Fault(kind=FaultKind.RESTART, at_s=at_s, member=random.choice(members[2:])) for at_s in times_s)
 
 
 def _draw_hazards(random: Random) -> Hazards:

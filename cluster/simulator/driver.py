@@ -4,7 +4,9 @@ from functools import partial
 from itertools import count
 
 from cluster.bootstrap.table import BootstrapTable
+from cluster.launch.draining import DrainWatch
 from cluster.simulator.bootstrap import Bootstrap
+from cluster.simulator.leader_process import HEARTBEAT_S
 from cluster.simulator.network import HOME
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
@@ -12,8 +14,10 @@ from cluster.simulator.rows import make_rows
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
+from cluster.spec.messages import Drain
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Event
+from cluster.supervisor.orders import RestartOrder
 from cluster.supervisor.reconcile import reconcile
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
@@ -22,6 +26,9 @@ _READY_S = 0.5
 """From the start of a member's processes to their use."""
 _REAPED_ATTEMPTS = 5
 _RETRY_S = 1.0
+DRAIN_S = 60.0
+"""Longest time that a replica has for its open requests."""
+_LOOK_S = 0.5
 BOOTSTRAP = "bootstrap"
 
 
@@ -37,6 +44,7 @@ class Driver:
         """Ended on a machine that could not be reached, so perhaps still at work."""
         self._around = around
         self._machines = count()
+        self._orders = count()
         self._cluster = Cluster(
             members={name: Member(name=name) for name in around.scenario.members}, backoff_s=BACKOFF_S
         )
@@ -70,6 +78,10 @@ class Driver:
         event = words.Failed(name, incarnation, BatonError(reason))
         self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
 
+    def order_restart(self, replica: ReplicaId) -> None:
+        """An operator wants a replica to start again, while another one takes its requests."""
+        self.post(words.Ordered(next(self._orders), RestartOrder(replicas=(replica,), is_rolling=True)))
+
     def is_running(self, name: str) -> bool:
         """Whether a member is of use."""
         return self._cluster.members[name].state is MemberState.RUNNING
@@ -95,6 +107,10 @@ class Driver:
                 self._prove(name, incarnation)
             case words.MarkReaped(name, incarnation):
                 self._mark_reaped(ReplicaId(name), incarnation, _REAPED_ATTEMPTS)
+            case words.DrainReplica(name, incarnation):
+                self.replicas[name].leader.take(Drain())
+                watch = DrainWatch(ReplicaId(name), incarnation, HEARTBEAT_S)
+                self._wait_drained(watch, name, incarnation, self._around.now_s() + DRAIN_S)
             case words.Drain():
                 is_idle = self.router is not None and self.router.is_idle
                 self._around.after(random.uniform(0.05, 0.5), partial(self.post, words.Drained(is_idle)))
@@ -102,6 +118,15 @@ class Driver:
                 self._stop()
             case _:
                 pass
+
+    def _wait_drained(self, watch: DrainWatch, name: str, incarnation: Incarnation, end_s: float) -> None:
+        """What ``cluster.launch.draining`` does, on virtual time."""
+        now_s, table = self._around.now_s(), self.bootstrap.table
+        watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
+        if watch.is_over(now_s) or now_s >= end_s:
+            self.post(words.ReplicaDrained(name, incarnation, watch.is_over(now_s)))
+        else:
+            self._around.after(_LOOK_S, partial(self._wait_drained, watch, name, incarnation, end_s))
 
     def _start(self, name: str, incarnation: Incarnation) -> None:
         if name == BOOTSTRAP:

@@ -6,7 +6,7 @@ from cluster.simulator.driver import BOOTSTRAP, Driver
 from cluster.simulator.network import HOME
 from cluster.simulator.scenario import MACHINE_LOST_S, Fault, FaultKind
 from cluster.simulator.surroundings import Surroundings
-from cluster.spec.ids import ROUTER
+from cluster.spec.ids import ROUTER, ReplicaId
 from cluster.spec.messages import Drain
 
 
@@ -35,6 +35,9 @@ class Faults:
                 self._lose_machine(fault)
             case FaultKind.DRAIN:
                 self._driver.replicas[fault.member].leader.take(Drain())
+                self._pass()
+            case FaultKind.RESTART:
+                self._driver.order_restart(ReplicaId(fault.member))
                 self._pass()
 
     def _kill(self, fault: Fault) -> None:

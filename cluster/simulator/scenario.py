@@ -26,6 +26,8 @@ class FaultKind(StrEnum):
     """A replica's machine cannot be reached by the supervisor, bootstrap and router; its processes may live on."""
     DRAIN = "drain"
     """A replica is asked to take no new requests."""
+    RESTART = "restart"
+    """An operator orders a rolling restart of a replica."""
 
 
 _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
@@ -115,8 +117,8 @@ class Scenario:
 
     @property
     def is_calm(self) -> bool:
-        """Nothing goes wrong, so every request must be answered."""
-        return not self.faults and self.hazards == Hazards()
+        """Nothing goes wrong, so every request must be answered; an order to restart is not wrong."""
+        return self.hazards == Hazards() and all(fault.kind is FaultKind.RESTART for fault in self.faults)
 
     @property
     def is_mild(self) -> bool:

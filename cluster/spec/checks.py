@@ -53,9 +53,12 @@ def _decode_cp(config: DeployConfig) -> list[Problem]:
 
 def _passing(config: DeployConfig) -> list[Problem]:
     prefill = config.prefill
-    if prefill.mode is CpMode.RING or prefill.passing is PassingSetting.AUTO:
+    if prefill.ownership is KvOwnership.SHARDED or prefill.passing is PassingSetting.AUTO:
         return []
-    message = f"got {prefill.passing} with prefill.mode = {prefill.mode}; allowed: auto, since only a ring passes"
+    why = f"prefill.mode = {prefill.mode}; allowed: auto, since only a ring passes"
+    if prefill.mode is CpMode.RING:
+        why = "prefill.parallel.cp = 1; allowed: auto, since one rank is no ring"
+    message = f"got {prefill.passing} with {why}"
     return [Problem("prefill.passing", message)]
 
 
@@ -72,15 +75,6 @@ def _ring_transfer(config: DeployConfig) -> list[Problem]:
         message = f"got {transfer.page_filter} {why}; allowed: modular, since a page is sent by the rank that holds it"
         problems.append(Problem("transfer.page_filter", message))
     return problems
-
-
-def _dp_tiers(config: DeployConfig) -> list[Problem]:
-    sizes = {role: pool.parallel.dp for role, pool in (("prefill", config.prefill), ("decode", config.decode))}
-    return [
-        Problem(f"{role}.parallel.dp", f"got {dp} with hicache.host_gib = {config.hicache.host_gib}; allowed: 1")
-        for role, dp in sizes.items()
-        if dp > 1 and config.hicache.host_gib
-    ]
 
 
 def _lease(config: DeployConfig) -> list[Problem]:
@@ -137,16 +131,11 @@ CHECKS = (
     Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
     Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
     Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
-    Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing"), _passing),
+    Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing", "prefill.parallel.cp"), _passing),
     Check(
         "every rank of a ring sends the pages it holds",
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
         _ring_transfer,
-    ),
-    Check(
-        "tiers below the device cache belong to one DP rank",
-        ("prefill.parallel.dp", "decode.parallel.dp", "hicache.host_gib"),
-        _dp_tiers,
     ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
     Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),

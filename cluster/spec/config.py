@@ -142,6 +142,8 @@ class PrefillConfig(PoolConfig):
     """Most tokens computed in one step, over all requests."""
     oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
     """Part of each step that the oldest requests get, one of each length by powers of two of steps."""
+    skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Prompts with fewer tokens that decode has not cached are computed by decode itself; 0 for none."""
     max_queued_tokens: PositiveInt = 8_388_608
     """Prompt tokens before one replica at which it gets no more; when all replicas have so many, clients get 429."""
 
@@ -289,6 +291,10 @@ class RouterConfig(_Node):
     """`prefix_aware` may go by load alone while a replica has so many requests more than another."""
     prefix_max_ratio: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 2.0
     """It does so while that replica also has more than so many times as many."""
+    host_weight: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.9
+    """What a page in host memory is worth to `prefix_aware`, where one on the device is worth 1."""
+    storage_weight: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.6
+    """What a page in storage is worth to it."""
     max_known_pages: PositiveInt = 4_194_304
     """Most cached pages of all replicas that the router keeps in mind for `prefix_aware`; some 100 bytes each."""
     max_waiting_requests: Annotated[int, Field(ge=0, strict=True)] = 256

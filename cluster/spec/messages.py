@@ -14,7 +14,7 @@ from cluster.spec.kv import KvGeometry
 from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampled, Sampling, Stopping, TokenLogprobs
 from cluster.spec.strategy import Passing, Strategy
-from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, UseStorage
+from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, Tier, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
 
 
@@ -36,6 +36,22 @@ class Peer(_Struct, frozen=True):
     incarnation: Incarnation
     address: str
     """Channel address; of a replica its leader's."""
+
+
+class PhaseTimes(_Struct, frozen=True):
+    """How long one request took in each phase up to its first token, by the clocks of its replicas."""
+
+    prefill: ReplicaId | None
+    """None where decode computed the prompt itself."""
+    decode: ReplicaId
+    decode_queue_s: float
+    """Until decode had pages for it."""
+    prefill_s: float
+    """From the ticket to the first token, turns of other requests included."""
+    bootstrap_s: float = 0.0
+    """In prefill, until its ticket had come and decode's ranks were known; most of it beside ``decode_queue_s``."""
+    transfer_s: float = 0.0
+    """From the first token until all KV was in decode: what of the transfer no computation hid."""
 
 
 class SendState(IntEnum):
@@ -114,6 +130,20 @@ class Output(_Message, frozen=True):
     finish: FinishReason | None = None
     cached: CachedTokens = CachedTokens()
     """Told with the first output."""
+    phases: PhaseTimes | None = None
+    """Told with the first output, but not of choices that share another one's prompt."""
+
+
+class Outputs(_Message, frozen=True):
+    """What one step gave, for one router."""
+
+    outputs: list[Output]
+
+
+class Outputs(_Message, frozen=True):
+    """What one step gave, for one router."""
+
+    outputs: list[Output]
 
 
 class Failure(_Message, frozen=True):
@@ -138,8 +168,10 @@ class PageNews(_Message, frozen=True):
     number: int
     """Counts up; number 0 begins anew, with nothing cached before it."""
     stored: list[bytes]
-    """Page keys. Every page has those above it, here or in earlier news."""
+    """Page keys. Every page on the device has those above it, here or in earlier news."""
     removed: list[bytes]
+    tier: Tier = Tier.DEVICE
+    """Where; of storage only what this replica has stored is told."""
 
 
 class Timeline(_Message, frozen=True):
@@ -222,6 +254,9 @@ class Result(_Message, frozen=True):
     """Of every token of the prompt but the first, where Sampling asks for them."""
     cached: CachedTokens = CachedTokens()
     """Tokens of the prompt that were not computed."""
+    bootstrap_s: float = 0.0
+    """See ``PhaseTimes``."""
+    prefill_s: float = 0.0
 
 
 class PageDigests(_Struct, frozen=True):
@@ -387,6 +422,9 @@ class SendReport(_Message, frozen=True):
     sender_rank: int
     state: SendState
     reason: str = ""
+    num_bytes: int = 0
+    """That this rank wrote, and how long that took."""
+    write_s: float = 0.0
 
 
 class PagesChecked(_Message, frozen=True):
@@ -416,6 +454,7 @@ Message = (
     Submit
     | Cancel
     | Output
+    | Outputs
     | Failure
     | FollowPages
     | PageNews

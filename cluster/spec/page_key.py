@@ -19,9 +19,7 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
     key = keys[-1] if keys else _seed(salt)
     page_bytes = page_size * array("q").itemsize
     for offset in range(0, len(data), page_bytes):
-        page = hashlib.blake2b(key, digest_size=16)
-        page.update(data[offset : offset + page_bytes])
-        key = page.digest()
+        key = hashlib.blake2b(key + data[offset : offset + page_bytes], digest_size=16).digest()
         keys.append(key)
 
 

@@ -120,6 +120,16 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_estimate_s: float = 0.0
 
 
+class SendTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has sent since its replica started."""
+
+    global_rank: int
+    num_transfers: int = 0
+    num_bytes: int = 0
+    write_s: float = 0.0
+    """Time in which it wrote."""
+
+
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a leader says of itself with every heartbeat."""
 
@@ -136,6 +146,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of transfers that were given up long ago, and of which nobody has proven that nobody writes any more."""
     wrong_pages: int = 0
     """Received since the start, and not as they were sent; see `transfer.verify`."""
+    num_taken: int = 0
+    """Requests since the start."""
     draining: bool = False
     dropped: dict[str, int] = {}
     """Messages without effect, by type: late, repeated, foreign or unknown ones."""
@@ -147,6 +159,10 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill steps, by strategy and passing."""
     tiers: TierState | None = None
     """The tiers below the device cache, if there are any."""
+    graph_steps: dict[str, int] = {}
+    """Decode steps on a GPU: `replayed`, or why not."""
+    sends: tuple[SendTimes, ...] = ()
+    """By global rank, of those that have sent anything."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):

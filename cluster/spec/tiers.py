@@ -1,5 +1,6 @@
 """Where cached pages are, and what leaders are told and tell their ranks of them."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -133,3 +134,15 @@ class UseStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Read and write storage from now on, or leave it alone."""
 
     is_attached: bool
+
+
+def joined(states: Sequence[TierState]) -> TierState:
+    """The tiers of several DP ranks as those of one replica."""
+    counts = ("host_pages", "used_host_pages", "num_evicted", "num_lost", "num_late", "num_waiting", "num_opened")
+    sums = {count: sum(getattr(state, count) for state in states) for count in counts}
+    return msgspec.structs.replace(
+        states[0],
+        **sums,
+        is_attached=all(state.is_attached for state in states),
+        work=tuple(work for state in states for work in state.work),
+    )

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from types import TracebackType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -25,16 +26,42 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got])
     Raises:
         ClientLeftError: the connection closed first.
     """
-    tasks = asyncio.create_task(work), asyncio.create_task(_wait_gone(receive))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientLeftError("client left")
-        return tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with _Leash() as leash:
+        watching = asyncio.create_task(_wait_gone(receive))
+        watching.add_done_callback(lambda _: leash.pull("client left"))
+        try:
+            return await work
+        finally:
+            watching.cancel()
+
+
+class _Leash:
+    """Lets others stop what this task does inside the ``with`` block, which then raises ClientLeftError."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._why: str | None = None
+        self._is_over = False
+
+    def pull(self, why: str) -> None:
+        """Stop it, unless it has ended."""
+        if not self._is_over and self._why is None:
+            assert self._task is not None
+            self._why = why
+            self._task.cancel()
+
+    def __enter__(self) -> "_Leash":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        if self._why is not None:
+            assert self._task is not None
+            self._task.uncancel()
+            if isinstance(error, asyncio.CancelledError):
+                raise ClientLeftError(self._why) from None
 
 
 class EventStream(Response):
@@ -54,14 +81,31 @@ class EventStream(Response):
         self._frames = frames
         self._config = config
         self._started = False
+        self._sends_since_s: float | None = None
+        """When the frame was begun that is being written."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the answer is whole, it fails, or the client leaves."""
+        """Write until the answer is whole, it fails, or the client leaves or takes nothing for long."""
         del scope
-        try:
-            await unless_client_leaves(receive, self._write(send))
-        except ClientLeftError:
-            return
+        with suppress(ClientLeftError), _Leash() as leash:
+            watch = self._watch(leash)
+            try:
+                await unless_client_leaves(receive, self._write(send))
+            finally:
+                watch.cancel()
+
+    def _watch(self, leash: _Leash) -> "asyncio.Task[None]":
+        """Give a client up that takes nothing of its stream; a time limit for every frame would cost more."""
+
+        async def look() -> None:
+            loop, patience_s = asyncio.get_running_loop(), self._config.slow_reader_s
+            due_s = loop.time() + patience_s
+            while (wait_s := due_s - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+                due_s = (self._sends_since_s or loop.time()) + patience_s
+            leash.pull("the client takes nothing of its stream")
+
+        return asyncio.create_task(look())
 
     async def _write(self, send: Send) -> None:
         async with self._open_answer() as answer, aclosing(self._commented(self._frames(answer))) as frames:
@@ -90,15 +134,13 @@ class EventStream(Response):
             yield frame
 
     async def _send(self, send: Send, frame: bytes) -> None:
-        """Write one frame; a client that takes nothing for long is given up, with what is open for it."""
-        try:
-            async with asyncio.timeout(self._config.slow_reader_s):
-                if not self._started:
-                    self._started = True
-                    await send(self._start())
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        except TimeoutError:
-            raise ClientLeftError("the client takes nothing of its stream") from None
+        """Write one frame, which waits while the client does not read."""
+        self._sends_since_s = asyncio.get_running_loop().time()
+        if not self._started:
+            self._started = True
+            await send(self._start())
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        self._sends_since_s = None
 
     def _start(self) -> Message:
         return {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}

@@ -6,7 +6,7 @@ from http import HTTPStatus
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from router.actions import Cause
@@ -95,16 +95,32 @@ def key_limit(error: KeyLimitError) -> ApiError:
     return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="rate_limit_exceeded", headers=headers)
 
 
+EXPECTED_ERRORS = (
+    ApiError,
+    RequestFailedError,
+    NotReadyError,
+    QueueFullError,
+    KeyLimitError,
+    ClientLeftError,
+    ClientDisconnect,
+)
+"""All others are bugs of ours."""
+
+
+def answer_error(metrics: Metrics, request: Request, error: Exception) -> Response:
+    """The answer of a request that raised this, which is counted."""
+    shaped = _shape(request, error)
+    metrics.refused.labels(str(int(shaped.status))).inc()
+    return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
+
+
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Answer every error of this application in this shape, and count it."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        shaped = _shape(request, error)
-        metrics.refused.labels(str(int(shaped.status))).inc()
-        return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
+        return answer_error(metrics, request, error)
 
-    ours = (ApiError, RequestFailedError, NotReadyError, QueueFullError, KeyLimitError, ClientLeftError)
-    for kind in (*ours, HTTPException, Exception):
+    for kind in (*EXPECTED_ERRORS, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
 
@@ -120,7 +136,7 @@ def _shape(request: Request, error: Exception) -> ApiError:
             return queue_full(error)
         case KeyLimitError():
             return key_limit(error)
-        case ClientLeftError():
+        case ClientLeftError() | ClientDisconnect():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
         case HTTPException():
             return _http_error(request, error)

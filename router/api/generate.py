@@ -1,7 +1,8 @@
 """Runs the asks of one HTTP request and writes their answer, whole or as it comes."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from router.answer import Answer
 from router.api.connection import EventStream, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
 from router.api.shapes import Shape
+from router.errors import ClientLeftError
 from router.flight import Ask
 from router.key_limits import limit_of
 from router.key_ring import ApiKey
@@ -33,6 +35,8 @@ class Work:
     """Of each prompt."""
     rules: TextRules
     arrived_s: float
+    traceparent: str = ""
+    """The trace that the client has it in, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +80,42 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
         if service.relay.uses_prefixes:
             asks = await with_page_keys(asks, service.config.kv.page_size)
         open_answer = partial(service.relay.open, asks, work.arrived_s)
+        begun_s = service.relay.now_s()
         with await service.gate.enter(open_answer, min(ask.priority for ask in work.asks)) as answer:
-            try:
-                yield answer
-            finally:
-                service.limits.spend(name, limit, _prompt_tokens(work) + answer.stream.num_tokens)
+            answer.opened_s = service.relay.now_s()
+            answer.queue_s = answer.opened_s - begun_s
+            service.metrics.queue_s.observe(answer.queue_s)
+            with _told(service, work, answer):
+                try:
+                    yield answer
+                finally:
+                    service.limits.spend(name, limit, _prompt_tokens(work) + answer.stream.num_tokens)
+
+
+@contextmanager
+def _told(service: Service, work: Work, answer: Answer) -> Generator[None, None, None]:
+    """When the request has ended, tell those who look at requests, and what collects traces, if anything does."""
+    tracing, num_prompt_tokens = service.tracing, _prompt_tokens(work)
+    span = tracing.begin(work.traceparent, work.arrived_s) if tracing is not None else None
+    if tracing is not None and span is not None:
+        answer.trace = tracing.header(span)
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
+        outcome = "finished" if error is None else "left" if has_left else "failed"
+        service.recent.add(answer, work.arrived_s, num_prompt_tokens, outcome)
+        if tracing is not None and span is not None:
+            facts = {
+                "gen_ai.request.model": service.model,
+                "gen_ai.usage.input_tokens": num_prompt_tokens,
+                "gen_ai.usage.output_tokens": answer.stream.num_tokens,
+            }
+            tracing.end(span, answer, facts, error)
 
 
 async def collect(service: Service, work: Work) -> tuple[list[Piece], Usage, dict[str, str]]:

@@ -24,6 +24,7 @@ from router.api.session import session_of
 from router.api.shapes import ChatShape, CompletionShape, Shape
 from router.flight import Ask
 from router.service import Service
+from router.tracing import TRACEPARENT
 
 
 def routes(service: Service) -> APIRouter:
@@ -74,6 +75,7 @@ def job_of(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         arrived_s=arrived_s,
+        traceparent=request.headers.get(TRACEPARENT, ""),
     )
 
 

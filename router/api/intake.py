@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+from cluster.channel import MAX_FRAME_BYTES
 from cluster.spec.errors import UserError
 from cluster.spec.sampling import Stopping
 from router.api.constrain import checked_grammar, wanted_answer
@@ -20,6 +21,8 @@ MAX_PROMPTS = 1024
 
 _TOO_LONG = "context_length_exceeded"
 _DEFAULT_COMPLETION_TOKENS = 16
+_TOLD_BYTES, _TOLD_TOP_BYTES = 64, 14
+"""At most, of one token of a prompt, and of each of the likeliest in its place."""
 _INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop; a thread costs more than that takes."""
 
@@ -174,6 +177,7 @@ def make_ask(
     stopping = Stopping(max_tokens=max_tokens, stop_token_ids=stop_token_ids(service, body))
     if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
+    _check_told(len(prompt_ids), body.num_prompt_logprobs)
     sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids, grammar)
     return Ask(
         prompt_ids=prompt_ids,
@@ -183,6 +187,18 @@ def make_ask(
         priority=body.priority or 0,
         timed=bool(body.timeline),
     )
+
+
+def _check_told(prompt_len: int, num_prompt_logprobs: int | None) -> None:
+    """What is told of a prompt is one message."""
+    if num_prompt_logprobs is None:
+        return
+    allowed = MAX_FRAME_BYTES // 2 // (_TOLD_BYTES + num_prompt_logprobs * _TOLD_TOP_BYTES)
+    if prompt_len > allowed:
+        message = (
+            f"prompt_logprobs: with {num_prompt_logprobs} of each token at most {allowed} tokens, got {prompt_len}"
+        )
+        raise bad_request(message, "prompt_logprobs")
 
 
 def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:

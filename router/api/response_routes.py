@@ -26,6 +26,7 @@ from router.api.session import session_of
 from router.errors import RequestFailedError
 from router.message import NewReader
 from router.service import Service
+from router.tracing import TRACEPARENT
 
 
 def routes(service: Service) -> APIRouter:
@@ -60,7 +61,14 @@ async def _work(service: Service, request: Request, body: ResponseRequest, arriv
     session = session_of(request, {"user": body.user} | body.others)
     dp_rank = dp_rank_of(request, service.config)
     ask = replace(ask, session=session, priority=priority_of(request, chat.priority), dp_rank=dp_rank)
-    work = Work(caller=caller_of(request), asks=[ask], num_choices=1, rules=rules, arrived_s=arrived_s)
+    work = Work(
+        caller=caller_of(request),
+        asks=[ask],
+        num_choices=1,
+        rules=rules,
+        arrived_s=arrived_s,
+        traceparent=request.headers.get(TRACEPARENT, ""),
+    )
     return work, new_reader
 
 

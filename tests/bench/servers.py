@@ -29,12 +29,12 @@ class Server:
 
 
 @contextmanager
-def run_baton(deploy: str, model: Path, scratch: Path) -> Iterator[Server]:
+def run_baton(deploy: str, model: Path, scratch: Path, name: str = "baton", port: int = 8761) -> Iterator[Server]:
     """``baton up``."""
     command = [str(Path(sys.executable).with_name("baton")), "up", deploy, "--model", str(model)]
-    for change in ("name=beside-vllm", "router.port=8761", "kv.prefix_cache=false"):
+    for change in (f"name=compared-{port}", f"router.port={port}", "kv.prefix_cache=false"):
         command += ["--set", change]
-    with run("baton", command, {}, 8761, scratch, f"{model.name}") as server:
+    with run(name, command, {}, port, scratch, model.name) as server:
         yield server
 
 

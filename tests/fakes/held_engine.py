@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from cluster.channel import Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import Incarnation, replica_id
+from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Message, StepPlan, TableUpdate
 from cluster.spec.ranks import coords_of, sizes_of
@@ -35,13 +35,10 @@ class HeldLeader:
         self._kept: list[Message] = []
 
     @property
-    def outgoing(self) -> list[tuple[str, Message]]:
-        outgoing: list[tuple[str, Message]] = self.real.outgoing
-        return outgoing
-
-    @outgoing.setter
-    def outgoing(self, messages: list[tuple[str, Message]]) -> None:
-        self.real.outgoing = messages
+    def requests(self) -> dict[Room, Any]:
+        """Of its one DP rank."""
+        requests: dict[Room, Any] = self.real._leaders[0]._requests
+        return requests
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -62,15 +59,15 @@ class HeldLeader:
     def has_work(self) -> bool:
         return self.num_steps_allowed != 0 and self.real.has_work()
 
-    def next_plan(self) -> StepPlan | None:
-        plan: StepPlan | None = self.real.next_plan() if self.num_steps_allowed != 0 else None
-        if plan is not None and self.num_steps_allowed is not None:
+    def next_plans(self) -> list[StepPlan]:
+        plans: list[StepPlan] = self.real.next_plans() if self.num_steps_allowed != 0 else []
+        if plans and self.num_steps_allowed is not None:
             self.num_steps_allowed -= 1
-        return plan
+        return plans
 
     def count(self, state: str) -> int:
         """Requests in a state of the leader's own."""
-        return sum(request.state.value == state for request in list(self.real._requests.values()))
+        return sum(request.state.value == state for request in list(self.requests.values()))
 
 
 class HeldWriter:
@@ -168,17 +165,17 @@ class HeldEngine:
         """What is left of any request on either side; empty for nothing."""
         found = []
         for role, leader in self.leaders.items():
-            allocator = leader.real._allocator
+            allocator = leader.real._leaders[0]._allocator
             if allocator.num_free != allocator.num_pages:
                 found.append(f"{role} holds {allocator.num_pages - allocator.num_free} pages")
-            if not leader.real.is_idle():
-                found.append(f"{role} knows {len(leader.real._requests)} requests")
+            if not leader.real._leaders[0].is_idle():
+                found.append(f"{role} knows {len(leader.requests)} requests")
         return ", ".join(found)
 
     def check_integrity(self) -> None:
         """Of both leaders, while nothing happens."""
         for leader in self.leaders.values():
-            leader.real.check_integrity()
+            leader.real._leaders[0].check_integrity()
 
 
 def _spec(config: DeployConfig, role: Role) -> WorkerSpec:

@@ -21,8 +21,10 @@ from cluster.spec.messages import (
     GiveTimeline,
     Message,
     Output,
+    Outputs,
     PageNews,
     Peer,
+    PhaseTimes,
     Shutdown,
     Submit,
     Timeline,
@@ -57,6 +59,20 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 def _prompt_logprobs(submit: Submit) -> list[TokenLogprobs]:
     num_top = submit.sampling.num_prompt_logprobs
     return [] if num_top is None else [replace(logprobs_of(id_, num_top), rank=9) for id_ in submit.prompt_ids[1:]]
+
+
+def phases_of(submit: Submit) -> PhaseTimes | None:
+    """The times that every prompt takes."""
+    if submit.prefill is None:
+        return None
+    return PhaseTimes(
+        prefill=submit.prefill.replica,
+        decode=submit.decode.replica,
+        decode_queue_s=0.002,
+        bootstrap_s=0.003,
+        prefill_s=0.04,
+        transfer_s=0.005,
+    )
 
 
 @dataclass
@@ -211,8 +227,9 @@ class FakeReplica:
             logprobs=[] if num_top is None else [logprobs_of(token_id, num_top) for token_id in tokens],
             finish=finish,
             cached=CachedTokens(total=self.cached_tokens if start == 0 else 0),
+            phases=phases_of(submit) if start == 0 else None,
         )
-        outbox.send(submit.router.address, output)
+        outbox.send(submit.router.address, Outputs(outputs=[output]))
 
     def _fail(self, submit: Submit, outbox: Outbox, reason: str) -> None:
         failure = Failure(

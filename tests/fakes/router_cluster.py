@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
+from cluster.spec.config import DeployConfig, ModelConfig, PrefillConfig, RouterConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Submit
 from cluster.spec.worker_spec import Rendezvous
@@ -64,9 +64,11 @@ class RouterCluster:
             time.sleep(0.01)
 
 
-def config_of(**router: Any) -> DeployConfig:
+def config_of(skip_below_tokens: int = 0, **router: Any) -> DeployConfig:
     return DeployConfig(
-        model=ModelConfig(path=f"somewhere/{MODEL}"), router=RouterConfig(host="127.0.0.1", **{"port": 0, **router})
+        prefill=PrefillConfig(skip_below_tokens=skip_below_tokens),
+        model=ModelConfig(path=f"somewhere/{MODEL}"),
+        router=RouterConfig(host="127.0.0.1", **{"port": 0, **router}),
     )
 
 

@@ -122,7 +122,7 @@ def lack_rows(endpoint: Endpoint, count: int) -> list[socket.socket]:
     """Prefill has the tickets, but decode's ranks are not registered."""
     endpoint.engine.show(Role.PREFILL, endpoint.engine.table(Role.PREFILL))
     clients = [endpoint.ask(SHORT) for _ in range(count)]
-    requests = endpoint.prefill.real._requests
+    requests = endpoint.prefill.requests
     endpoint.wait_until(
         lambda: sum(request.ticket is not None for request in list(requests.values())) == count, "all have tickets"
     )
@@ -135,7 +135,7 @@ def finish_prefill(endpoint: Endpoint, count: int) -> list[socket.socket]:
     endpoint.decode.kept_kinds = (Result, Done)
     clients = [endpoint.ask(SHORT) for _ in range(count)]
     endpoint.wait_until(
-        lambda: endpoint.decode.count("receiving") == count and not endpoint.prefill.real._requests, "all are sent"
+        lambda: endpoint.decode.count("receiving") == count and not endpoint.prefill.requests, "all are sent"
     )
     return clients
 

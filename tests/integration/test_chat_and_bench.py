@@ -135,6 +135,20 @@ def test_an_endpoint_without_timelines_is_measured_all_the_same(
     assert result.stderr.endswith(f"baton bench: {server.url}: no timeline: this endpoint makes none\n")
 
 
+def test_a_timeline_is_no_folder_and_none_is_left_of_a_run_that_failed(tmp_path: Path) -> None:
+    result = _bench("--url", "http://127.0.0.1:1", "--trace-out", str(tmp_path))
+    assert str(result.exception) == f"--trace-out: cannot write {tmp_path}: Is a directory"
+    out = tmp_path / "timeline.json"
+    assert _bench("--url", "http://127.0.0.1:1", "--trace-out", str(out)).exit_code == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("option", ["--trace-scale", "--trace-speed", "--page-size"])
+def test_options_of_a_trace_are_refused_without_one(option: str) -> None:
+    result = _bench("--url", "http://127.0.0.1:1", option, "1")
+    assert f"{option}: got 1" in str(result.exception)
+
+
 def test_a_timeline_that_cannot_be_written_is_refused_before_the_run(server: openai_server.FakeServer) -> None:
     result = _bench("--url", server.url, "--trace-out", "/nowhere/timeline.json")
     assert isinstance(result.exception, UserError)

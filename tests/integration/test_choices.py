@@ -1,6 +1,7 @@
 """Choices of one prompt give the tokens of as many requests with the same seeds; prefill computes the prompt once."""
 
 from collections.abc import Iterator
+from dataclasses import replace as replace_prompt
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,30 @@ def choices_of(prompt: list[int], sampling: Sampling) -> list[Prompt]:
     return [
         Prompt(prompt, stopping, replace(sampling, seed=sampling.seed + choice), shares_prompt=choice > 0)
         for choice in range(NUM_CHOICES)
+    ]
+
+
+def test_decode_computes_prompts_alone(folder: Path, engine: LocalEngine) -> None:
+    """A second time, and among choices too; what is told of prompts is the same."""
+    prompts = dict(zip(LENGTHS, prompts_of(LENGTHS), strict=True))
+    apart = [
+        Prompt(prompt, Stopping(max_tokens=NUM_TOKENS), replace(sampling, num_prompt_logprobs=2))
+        for prompt, sampling in zip(prompts.values(), SAMPLINGS, strict=True)
+    ]
+    alone = [replace_prompt(prompt, on_decode=True) for prompt in apart]
+    plain = [replace_prompt(prompt, sampling=replace(prompt.sampling, num_prompt_logprobs=None)) for prompt in alone]
+    with engine.running(folder, config_of(True, 0.01)) as cluster:
+        expected, told, first, second = (cluster.answer(batch, timeout_s=120) for batch in (apart, alone, plain, plain))
+        choices = cluster.generate([plain[2], replace_prompt(plain[2], shares_prompt=True)], timeout_s=120)
+    for answers in (told, first, second):
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+    assert choices == [expected[2].token_ids] * 2
+    for ours, theirs in zip(told, expected, strict=True):
+        logprobs = [[logprob.logprob for logprob in answer.prompt_logprobs] for answer in (ours, theirs)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    assert [answer.cached.total for answer in first] == [0, 0, 0]
+    assert [answer.cached.total for answer in second] == [
+        (len(p) - 1) // PAGE_SIZE * PAGE_SIZE for p in prompts.values()
     ]
 
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,16 @@ from cluster.spec.strategy import CpMode
 from cluster.spec.tiers import CachedTokens, Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle, asked
-from tests.fakes.pairwise import Case, all_pairs
 from workers.local import Answer, LocalCluster
 
 pytestmark = pytest.mark.integration
 
+Way = tuple[int, CpMode, int]
 PAGE_SIZE = 16
 NUM_TOKENS = 20
-FACTORS: dict[str, list[Any]] = {
-    "cp": [1, 2, 3, 4],
-    "mode": list(CpMode),
-    "tp": [1, 2],
-    "tiers": ["host", "storage", "host and storage"],
-}
+GATHER, RING = CpMode
+SOME = [(1, GATHER, 2), (2, GATHER, 2), (3, RING, 1), (4, RING, 1)]
+"""Ways to cut prefill: cp, mode, tp."""
 
 
 def draw(seed: int, length: int) -> list[int]:
@@ -37,14 +35,14 @@ LONG = draw(1, 9 * PAGE_SIZE + 3)
 HALF = LONG[: 4 * PAGE_SIZE + 1]
 
 
-def config_of(case: Case, folder: Path, **hicache: Any) -> DeployConfig:
-    parallel = {"cp": case["cp"], "tp": case["tp"]}
+def config_of(way: Way, folder: Path, **hicache: Any) -> DeployConfig:
+    cp, mode, tp = way
     storage = {"backend": "files", "folder": str(folder), "prefetch_min_tokens": 1, "prefetch": "wait_complete"}
     return DeployConfig.model_validate(
         {
             "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
-            "prefill": {"parallel": parallel, "mode": case["mode"], "chunk_tokens": 50},
-            "decode": {"parallel": {"tp": case["tp"]}},
+            "prefill": {"parallel": {"cp": cp, "tp": tp}, "mode": mode, "chunk_tokens": 50},
+            "decode": {"parallel": {"tp": tp}},
             "hicache": {"host_gib": 0.01, "storage": storage, **hicache},
         }
     )
@@ -83,23 +81,40 @@ def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, *flushed
     raise AssertionError(f"never {tokens}, at last {answer}")
 
 
-@pytest.mark.parametrize(
-    "case", sorted(all_pairs(FACTORS), key=lambda case: (case["cp"], case["mode"], case["tp"])), ids=str
-)
-def test_tokens_do_not_depend_on_the_tier_that_has_a_prompt(
-    case: Case, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
-) -> None:
-    config = config_of(case, tmp_path)
+def check(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path) -> None:
     all_pages, half_pages = 9 * PAGE_SIZE, 4 * PAGE_SIZE
-    with engine.running(checkpoint, config) as cluster:
+    with engine.running(checkpoint, config_of(way, folder)) as cluster:
         assert ask(cluster, LONG).token_ids == oracle.tokens(LONG)
         ask_until(cluster, LONG, oracle, Tier.DEVICE, host=all_pages, storage=0)
-        if case["tiers"] == "storage":
-            ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=all_pages)
-        elif case["tiers"] == "host and storage":
-            ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=all_pages)
-            ask_until(cluster, HALF, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=half_pages)
-            ask_until(cluster, LONG, oracle, Tier.DEVICE, host=half_pages, storage=all_pages - half_pages)
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=all_pages)
+        ask_until(cluster, HALF, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=half_pages)
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, host=half_pages, storage=all_pages - half_pages)
+
+
+@pytest.mark.parametrize("way", SOME, ids=str)
+def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt(
+    way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+) -> None:
+    check(way, checkpoint, oracle, engine, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", list(product((1, 2, 3, 4), CpMode, (1, 2))), ids=str)
+def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt_under_any_cut(
+    way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+) -> None:
+    check(way, checkpoint, oracle, engine, tmp_path)
+
+
+def test_dp_ranks_have_tiers_of_their_own(
+    checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+) -> None:
+    side = {"parallel": {"dp": 2}, "dp_policy": "follow_room"}
+    config = config_of({"cp": 1, "mode": CpMode.GATHER, "tp": 1}, tmp_path)
+    config = DeployConfig.model_validate({**config.model_dump(), "prefill": side, "decode": side})
+    with engine.running(checkpoint, config) as cluster:
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, host=9 * PAGE_SIZE, storage=0)
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
 
 
 def stored_parts(folder: Path) -> list[str]:
@@ -113,8 +128,8 @@ def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
 ) -> None:
     next_turn = [*LONG, *oracle.tokens(LONG), *draw(2, 5)]
     all_pages = 10 * PAGE_SIZE
-    gather = config_of({"cp": 2, "mode": CpMode.GATHER, "tp": 1}, tmp_path)
-    ring = config_of({"cp": 3, "mode": CpMode.RING, "tp": 2}, tmp_path)
+    gather = config_of((2, GATHER, 1), tmp_path)
+    ring = config_of((3, RING, 2), tmp_path)
     first = LocalEngine()
     try:
         with first.running(checkpoint, gather) as cluster:
@@ -143,7 +158,7 @@ def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
     checkpoint: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
     storage = {"backend": "files", "folder": str(tmp_path), "prefetch_min_tokens": 1, "prefetch_base_s": 0.05}
-    config = config_of({"cp": 2, "mode": CpMode.GATHER, "tp": 1}, tmp_path, storage=storage)
+    config = config_of((2, GATHER, 1), tmp_path, storage=storage)
     prompts = [[*draw(seed % 3, 4 * PAGE_SIZE), *draw(seed, 20)] for seed in range(10)]
     engine = LocalEngine("tests.fakes.faulty_storage:WorkerWithFaultyStorage")
     try:

@@ -58,7 +58,7 @@ def written_pages(row: RankRow) -> int:
     return sum(any(page) for page in pages)
 
 
-@pytest.mark.parametrize("cp", [2, 3])
+@pytest.mark.parametrize("cp", [2, 3, 4])
 def test_each_rank_of_a_ring_keeps_its_part_of_every_request(
     cp: int, folder: Path, oracle: Oracle, engine: LocalEngine
 ) -> None:

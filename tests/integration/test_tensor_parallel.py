@@ -98,15 +98,26 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 @pytest.mark.integration
-def test_the_rank_that_fails_is_named_and_no_rank_waits_for_it(both: Both, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "rank"),
+    [
+        ({"tp": 2}, 1),
+        ({"pp": 2}, 0),
+        pytest.param({"pp": 2}, 1, marks=pytest.mark.full),
+        pytest.param({"dp": 2}, 1, marks=pytest.mark.full),
+    ],
+)
+def test_the_rank_that_fails_is_named_and_no_rank_waits_for_it(
+    both: Both, tmp_path: Path, parallel: dict[str, int], rank: int
+) -> None:
     damaged = make_checkpoint(tmp_path, "llama")
     (damaged / "model.safetensors").write_bytes(b"not tensors")
-    config = DeployConfig.model_validate({"prefill": {"parallel": {"tp": 2}}, "kv": {"memory_gib": 0.01}})
+    config = DeployConfig.model_validate({"prefill": {"parallel": parallel}, "kv": {"memory_gib": 0.01}})
     processes = [WorkerProcess() for _ in range(2)]
     try:
         replica = LocalReplica(config, Role.PREFILL, both.folders["llama"], processes)
-        replica.workers[1].call("make", replica.specs[1], damaged, None)
-        replica.workers[1].result()
+        replica.workers[rank].call("make", replica.specs[rank], damaged, None)
+        replica.workers[rank].result()
         with pytest.raises(RemoteError, match=r"^CheckpointError: .*model.safetensors is damaged"):
             replica.load()
     finally:

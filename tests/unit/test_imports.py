@@ -11,6 +11,12 @@ from importlinter.cli import lint_imports
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cluster", "workers", "transfer", "router")
+ON_GPUS = (
+    "workers.kernels.",
+    "workers.attention.triton.",
+    "workers.attention.flash_attn",
+    "workers.engine.decode_graphs",
+)
 USES_TORCH_DISTRIBUTED = ("workers/parallel/", "workers/context_parallel/")
 
 LOADED = """
@@ -59,6 +65,11 @@ def test_command_line_loads_nothing_heavy() -> None:
 
 def test_every_module_of_the_command_line_loads_without_torch_and_ray() -> None:
     assert heavy_modules_loaded(modules_under("cluster/cli"), {"torch", "ray", "transformers"}) == "[]"
+
+
+def test_workers_load_no_library_of_gpus_on_a_cpu() -> None:
+    modules = [name for name in modules_under("workers") if not name.startswith(ON_GPUS)]
+    assert heavy_modules_loaded(modules, {"triton", "flash_attn"}) == "[]"
 
 
 def test_torch_distributed_stays_in_its_two_packages() -> None:

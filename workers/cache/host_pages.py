@@ -36,7 +36,7 @@ class HostPages:
 
     def measure_page_s(self) -> float:
         """How long it takes to copy a page."""
-        page, scratch = self._pages[-1], torch.empty_like(self._pages[-1])
+        page, scratch = self._pages[-1], torch.empty_like(self._pages[-1], device="cpu")
         scratch.copy_(page)
         start_s = time.perf_counter()
         for _ in range(_SAMPLES):
@@ -48,7 +48,7 @@ class HostPages:
         if not saves and not loads:
             return
         if self._slots is None:
-            self._slots = self._pages.new_empty(self.num_slots, self._pages.shape[1])
+            self._slots = self._pages.new_empty(self.num_slots, self._pages.shape[1], device="cpu")
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="host pages", daemon=True)
             self._thread.start()

@@ -93,8 +93,9 @@ class ShardPlan:
 
     def owner(self, token: int) -> Owner:
         """Where a token of the flattened batch is computed; rank 0 stands for all ranks of a replicated plan."""
-        row = int(self.inverse[token])
-        return Owner(0, row) if self.replicated else Owner(*divmod(row, self.padded_len))
+        if self.replicated:
+            return Owner(0, token)
+        return Owner(*divmod(int(self.inverse[token]), self.padded_len))
 
     def last_token(self, request: int) -> int:
         """Flattened index of a request's last extend token."""
@@ -112,5 +113,9 @@ def make_shard_plan(strategy: Strategy, extend_lens: Sequence[int], prefix_lens:
     assert len(extend_lens) == len(prefix_lens), f"{len(extend_lens)} extend lengths, {len(prefix_lens)} prefixes"
     assert min((*extend_lens, *prefix_lens), default=0) >= 0, f"negative length in {extend_lens} or {prefix_lens}"
     split = STRATEGIES[strategy] if cp > 1 else none
-    runs = tuple(coalesce(rank_runs) for rank_runs in split(extend_lens, prefix_lens, cp))
+    if split is none:
+        # Nothing to tidy, and a step of decode has nothing but this to do.
+        runs = (tuple(run for run in none(extend_lens, prefix_lens, 1)[0] if run.count),) * cp
+    else:
+        runs = tuple(coalesce(rank_runs) for rank_runs in split(extend_lens, prefix_lens, cp))
     return ShardPlan(cp, strategy, tuple(extend_lens), tuple(prefix_lens), runs)

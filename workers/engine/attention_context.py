@@ -57,6 +57,8 @@ class StepContext(ABC):
     def join_last(self, hidden: Tensor) -> Tensor:
         """The last token of every sampled row, ``[R, hidden]``, on every rank; ``hidden [wanted, hidden]`` is local."""
         batch = self.batch
+        if batch.plan.replicated and len(batch.sampled) == len(hidden):
+            return hidden
         mine = hidden if batch.wanted is not None else hidden[batch.sampled_rows]
         if batch.plan.replicated:
             return mine

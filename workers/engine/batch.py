@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -145,25 +146,30 @@ def build_step_batch(
     ``owners`` is cp where the pool is divided over the ranks, and 1 where each holds all.
     """
     plan = make_shard_plan(strategy, [len(row.token_ids) for row in rows], [row.prefix_len for row in rows], cp)
-    local = plan.local(cp_rank)
-    token_ids = _concatenate([row.token_ids for row in rows])
-    positions = _concatenate([np.arange(row.prefix_len, row.prefix_len + len(row.token_ids)) for row in rows])
+    token_ids = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, plan.num_tokens)
+    behind = np.array(plan.prefix_lens, dtype=np.int64) - np.array(plan.starts[:-1], dtype=np.int64)
+    positions = np.repeat(behind, plan.extend_lens) + np.arange(plan.num_tokens)
     tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
     part = cp_rank % owners
     pages, places = _pages(plan, positions, tables, page_size), positions % page_size
     slots = np.where(pages % owners == part, pages // owners * page_size + places, trash_slot)
+    if not plan.replicated:
+        local = plan.local(cp_rank)
+        token_ids, positions = token_ids[local], positions[local]
+        slots = np.append(slots, trash_slot)[plan.gathered_index]
 
     def tensor(values: Indices) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        on_cpu = torch.from_numpy(values)
+        return on_cpu if device.type == "cpu" else on_cpu.to(device)
 
     return StepBatch(
         plan=plan,
         cp_rank=cp_rank,
         page_size=page_size,
-        token_ids=tensor(token_ids[local]),
-        positions=tensor(positions[local]),
-        slots=tensor(np.append(slots, trash_slot)[plan.gathered_index]),
-        page_tables=tuple(tensor(table[table % owners == part] // owners) for table in tables),
+        token_ids=tensor(token_ids),
+        positions=tensor(positions),
+        slots=tensor(slots),
+        page_tables=tuple(tensor(_own(table, part, owners)) for table in tables),
         prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
         sampled=tuple(_sample(plan, request) for request, row in enumerate(rows) if row.sampled),
         is_scored=any(row.scored for row in rows),
@@ -172,30 +178,40 @@ def build_step_batch(
 
 
 def _sample(plan: ShardPlan, request: int) -> Sample:
+    if plan.replicated and plan.num_tokens == len(plan.runs[0]) == len(plan.extend_lens):
+        return Sample(Owner(0, request), plan.runs[0][request])
     last_position = plan.prefix_lens[request] + plan.extend_lens[request] - 1
     return Sample(plan.owner(plan.last_token(request)), Run(request, last_position, 1, 1))
 
 
 def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
-    """Page of every token of the flattened batch."""
-    for request, table in enumerate(tables):
-        needed = pages_for(plan.prefix_lens[request] + plan.extend_lens[request], page_size)
-        assert len(table) >= needed, f"request {request} has {len(table)} pages and needs {needed}"
-    first_entries = np.cumsum([0, *map(len, tables)])[:-1]
-    entry = np.repeat(first_entries, np.asarray(plan.extend_lens, dtype=np.int64)) + positions // page_size
-    return _concatenate(tables)[entry]
+    """Page of every token of the flattened batch. However long the prefixes are, only pages of new tokens are read."""
+    used, entries, num_used = [], [], 0
+    for request, (prefix_len, extend_len) in enumerate(zip(plan.prefix_lens, plan.extend_lens, strict=True)):
+        first, end, table = prefix_len // page_size, pages_for(prefix_len + extend_len, page_size), tables[request]
+        assert len(table) >= end, f"request {request} has {len(table)} pages and needs {end}"
+        used.append(table[first:end])
+        entries.append(num_used - first)
+        num_used += max(end - first, 0)
+    if not plan.num_tokens:
+        return np.empty(0, np.int64)
+    pages: Indices = np.concatenate(used)[np.repeat(entries, plan.extend_lens) + positions // page_size]
+    return pages
+
+
+def _own(table: Indices, part: int, owners: int) -> Indices:
+    """Pages on a rank, as it numbers them."""
+    return table if owners == 1 else table[table % owners == part] // owners
 
 
 def _prefix_shares(
     prefix_lens: Sequence[int], tables: Sequence[Indices], page_size: int, owners: int
 ) -> tuple[tuple[int, ...], ...]:
     """Only the last page of a prefix may be filled in part."""
+    if owners == 1:
+        return (tuple(prefix_lens),)
     shares = np.zeros((owners, len(tables)), dtype=np.int64)
     for request, (prefix_len, table) in enumerate(zip(prefix_lens, tables, strict=True)):
         held = np.clip(prefix_len - np.arange(len(table)) * page_size, 0, page_size)
         np.add.at(shares[:, request], table % owners, held)
     return tuple(tuple(int(share) for share in of_owner) for of_owner in shares)
-
-
-def _concatenate(parts: Sequence[Sequence[int] | Indices]) -> Indices:
-    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]) if parts else np.empty(0, np.int64)

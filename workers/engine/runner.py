@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -19,9 +20,11 @@ from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
+from workers.device import synchronize
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
+from workers.engine.page_table import PageTable
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState
@@ -31,18 +34,27 @@ from workers.parallel.pipeline import Pipeline
 
 _SAMPLE_TOKENS = 32
 
+if TYPE_CHECKING:
+    from workers.engine.decode_graphs import DecodeGraphs
+
 
 @dataclass(slots=True)
 class KnownRequest:
     """What every rank remembers of a request between steps."""
 
     admit: Admit
-    pages: list[int] = field(default_factory=list)
-    """In order of position; page p of a sharded pool is the page p // cp of CP rank p mod cp."""
+    table: PageTable = field(default_factory=PageTable)
+    """Page p of a sharded pool is the page p // cp of CP rank p mod cp."""
     sampling: SamplingState | None = None
     """Where tokens are drawn, from the first draw on."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the prompt so far, until the first draw."""
+
+    @property
+    def pages(self) -> list[int]:
+        """A copy of the table, for those who send."""
+        pages: list[int] = self.table.all.tolist()
+        return pages
 
 
 class ModelRunner:
@@ -65,6 +77,7 @@ class ModelRunner:
         Without ``host_pages`` no plan may ask for copies; without ``staging`` pages arrive in the pool itself.
         """
         self._staging = staging
+        self._graphs: DecodeGraphs | None = None
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
@@ -92,6 +105,7 @@ class ModelRunner:
         """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
         start_s = time.perf_counter()
         self.run_trash(_SAMPLE_TOKENS)
+        synchronize(self._model.device)
         return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
 
     def run_trash(self, num_tokens: int) -> None:
@@ -109,6 +123,24 @@ class ModelRunner:
         lens = lens_of([Extend(num_tokens, 0, True)], Strategy.CONTIGUOUS, None, self._cp_group.size)
         return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
+    def record_decode(self, most_requests: int) -> None:
+        """Record decode steps of up to so many requests on this rank's GPU, to be replayed from now on.
+
+        Every rank of the replica calls this; for one stage without context parallelism.
+        """
+        assert self._cp_group.size == 1, "decode has no context parallelism"
+        assert not self._pipeline.links, "a stage waits for others in the middle of a step"
+        # Loads Triton, which an installation for CPUs does without.
+        from workers.engine.decode_graphs import DecodeGraphs, GpuRecorder
+
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(self._model, self._pool, most_requests, GpuRecorder())
+
+    @property
+    def graph_steps(self) -> dict[str, int]:
+        """Steps replayed, and those that were not, by reason; empty where none are recorded."""
+        return dict(self._graphs.counts) if self._graphs is not None else {}
+
     @property
     def _owners(self) -> int:
         return self._cp_group.size if self._is_sharded else 1
@@ -120,7 +152,7 @@ class ModelRunner:
             self._staging.take_in(plan.arrived)
         if self._host_pages is not None:
             self._host_pages.begin(plan.saves, plan.loads)
-            self._host_pages.wait_for(self.requests[row.room].pages for row in plan.rows)
+            self._host_pages.wait_for(self.requests[row.room].table.all.tolist() for row in plan.rows)
             if not any(row.samples for row in plan.rows):
                 self._host_pages.finish()
         with torch.inference_mode():
@@ -132,20 +164,25 @@ class ModelRunner:
         for admit in plan.admits:
             self.requests[admit.room] = KnownRequest(admit)
         for row in plan.rows:
-            self.requests[row.room].pages += row.new_pages
+            if row.new_pages:
+                self.requests[row.room].table.extend(row.new_pages)
 
     def _forward(self, plan: StepPlan) -> dict[Room, Sampled]:
         rows = [
-            BatchRow(row.token_ids, row.first_position, self.requests[row.room].pages, row.samples, bool(row.targets))
+            BatchRow(
+                row.token_ids, row.first_position, self.requests[row.room].table.all, row.samples, bool(row.targets)
+            )
             for row in plan.rows
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
-        context, hidden = self._compute(rows, plan.strategy, plan.passing, shards)
-        if not self._pipeline.is_last:
-            return {}
-        if any(row.targets for row in plan.rows):
-            self._tell_prompts(plan.rows, context, hidden)
-        last = context.last.join_last(hidden)
+        last = self._graphs.run(rows) if self._graphs is not None and shards is None else None
+        if last is None:
+            context, hidden = self._compute(rows, plan.strategy, plan.passing, shards)
+            if not self._pipeline.is_last:
+                return {}
+            if any(row.targets for row in plan.rows):
+                self._tell_prompts(plan.rows, context, hidden)
+            last = context.last.join_last(hidden)
         if self._host_pages is not None:
             # Before the ranks meet for logits, so that the leader's end of a step is the end of everybody's copies.
             self._host_pages.finish()

@@ -5,6 +5,7 @@ from functools import partial
 
 from cluster.spec.config import WritePolicy
 from cluster.spec.tiers import MoveKind, TierPage
+from workers.cache.page_journal import PageJournal
 from workers.hicache.breaker import Breaker
 from workers.hicache.host_index import HostIndex
 from workers.hicache.orders import Orders, Outcome
@@ -28,8 +29,8 @@ class Storer:
         self._orders = orders
         self._breaker = breaker
         self._waiting: deque[bytes] = deque()
-        self.num_stored = 0
-        """Pages that every rank has written, or found there."""
+        self.journal = PageJournal()
+        """What was stored; storage does not tell what it gives up."""
         self.num_lost = 0
         """Pages that were to be stored and are not."""
 
@@ -71,5 +72,7 @@ class Storer:
     def _on_stored(self, pages: list[TierPage], outcome: Outcome) -> None:
         self._host.release(page.key for page in pages)
         self._breaker.note(outcome.now_s, is_success=not outcome.failures["error"])
-        self.num_stored += sum(outcome.done)
+        for page, is_done in zip(pages, outcome.done, strict=True):
+            if is_done:
+                self.journal.note(page.key, True)
         self.num_lost += len(pages) - sum(outcome.done)

@@ -11,7 +11,8 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Message
 from cluster.spec.page_key import first_place
 from cluster.spec.registry import RankRow
-from cluster.spec.tiers import PagesMoved, TierState
+from cluster.spec.tiers import PagesMoved, Tier, TierState
+from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.breaker import Breaker
 from workers.hicache.host_index import HostIndex
@@ -91,6 +92,11 @@ class Tiers:
     def load(self, keys: Sequence[bytes], pages: Sequence[int], first: int, on_end: Callable[[Loaded], None]) -> int:
         """See ``Loader.load``."""
         return self._loader.load(keys, pages, first, on_end)
+
+    @property
+    def journals(self) -> dict[Tier, PageJournal]:
+        """What has come to these tiers and gone from them."""
+        return {Tier.HOST: self.host.journal, Tier.STORAGE: self._storer.journal}
 
     def attach(self, *, is_attached: bool) -> None:
         """Use storage from now on, if there is any, or leave it alone; what is under way goes on."""

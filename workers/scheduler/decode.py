@@ -25,6 +25,7 @@ from cluster.spec.messages import (
     Output,
     PagesChecked,
     Peer,
+    PhaseTimes,
     Refused,
     Result,
     Resume,
@@ -157,6 +158,7 @@ class DecodeLeader(LeaderCore):
             total_pages=self._allocator.num_pages,
             quarantined_pages=sum(len(request.pages) - request.num_held for request in self._quarantined()),
             wrong_pages=self._num_wrong_pages,
+            num_taken=self.num_taken,
             draining=self.draining,
             dropped=dict(self.dropped),
             num_retracted=self._steps.num_retractions,
@@ -181,7 +183,7 @@ class DecodeLeader(LeaderCore):
         if submit.decode.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        request = DecodeRequest(submit, arrival=self._num_arrivals)
+        request = DecodeRequest(submit, arrival=self._num_arrivals, arrived_s=self._now_s)
         self._num_arrivals += 1
         if self._allocator.is_caching and submit.sampling.num_prompt_logprobs is None:
             # Of what is computed here the last token must be, for its logits.
@@ -207,6 +209,7 @@ class DecodeLeader(LeaderCore):
     def _reserve(self, now_s: float) -> None:
         """Let prefill fill the pages of those that have got some, or compute here."""
         for request in self._queue.grant():
+            request.granted_s = now_s
             if request.submit.prefill is not None:
                 self._move(request, DecodeState.RECEIVING, "pages")
                 self._open(request, request.submit.prefill, now_s)
@@ -234,6 +237,8 @@ class DecodeLeader(LeaderCore):
         if request is None or request.session is None or request.state is DecodeState.RUNNING:
             self.drop(message)
             return
+        if isinstance(message, Result):
+            request.result_s = now_s
         num_dropped = request.session.num_dropped.total()
         answer = request.session.handle(message, now_s)
         if request.session.num_dropped.total() > num_dropped:
@@ -332,7 +337,8 @@ class DecodeLeader(LeaderCore):
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice)
         self._reserve(self._now_s)
-        self._emit(request, sequence, logprobs, prompt_logprobs, cached)
+        phases = request.phases(self._now_s)
+        self._emit(request, sequence, logprobs, prompt_logprobs, cached, phases)
 
     def _emit(
         self,
@@ -341,6 +347,7 @@ class DecodeLeader(LeaderCore):
         logprobs: list[TokenLogprobs],
         prompt_logprobs: list[TokenLogprobs] | None = None,
         cached: CachedTokens = NOTHING_CACHED,
+        phases: PhaseTimes | None = None,
     ) -> None:
         finish = sequence.finish_reason()
         if finish is not None:
@@ -358,6 +365,7 @@ class DecodeLeader(LeaderCore):
                 prompt_logprobs=prompt_logprobs or [],
                 finish=finish,
                 cached=cached,
+                phases=phases,
             ),
         )
 

@@ -5,7 +5,7 @@ from enum import Enum
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.messages import Peer, Submit, Ticket
+from cluster.spec.messages import Peer, PhaseTimes, Submit, Ticket
 from cluster.spec.registry import Verify
 from transfer.receiver_session import ReceiverSession
 
@@ -66,6 +66,11 @@ class DecodeRequest:
     submit: Submit
     arrival: int = 0
     """Its number in the order of coming."""
+    arrived_s: float = 0.0
+    granted_s: float = 0.0
+    """When it got its pages."""
+    result_s: float = 0.0
+    """When prefill told the first token."""
     state: DecodeState = DecodeState.QUEUED
     pages: list[int] = field(default_factory=list)
     """While RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
@@ -87,6 +92,24 @@ class DecodeRequest:
     def room(self) -> Room:
         """What it is told apart by."""
         return self.submit.room
+
+    def phases(self, now_s: float) -> PhaseTimes | None:
+        """How long it took until now, when its first token is there; None of a choice that shares another's prompt."""
+        submit, result = self.submit, self.session.result if self.session is not None else None
+        if submit.prompt_of is not None:
+            return None
+        queue_s = self.granted_s - self.arrived_s
+        if result is None or submit.prefill is None:
+            here_s = now_s - self.granted_s
+            return PhaseTimes(prefill=None, decode=submit.decode.replica, decode_queue_s=queue_s, prefill_s=here_s)
+        return PhaseTimes(
+            prefill=submit.prefill.replica,
+            decode=submit.decode.replica,
+            decode_queue_s=queue_s,
+            bootstrap_s=result.bootstrap_s,
+            prefill_s=result.prefill_s,
+            transfer_s=now_s - self.result_s,
+        )
 
     @property
     def priority(self) -> int:

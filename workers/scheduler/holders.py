@@ -113,6 +113,8 @@ class PageHolders:
 
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Make room for more tokens; retracts the newest sequences if it must, this one last."""
+        if sequence.planned_len + count <= len(sequence.pages) * self._page_size:
+            return True
         needed = pages_for(sequence.planned_len + count, self._page_size) - len(sequence.pages)
         next_owner = sequence.owner_base + len(sequence.pages)
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):

@@ -75,10 +75,12 @@ class LeaderCore:
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
         """Clock time of the event at hand."""
+        self.num_taken = 0
+        """Requests since the start."""
         self.draining = False
         """Routers are asked for no new requests; those on their way are taken all the same."""
         self.ended = Tombstones()
-        self.reporter = PageReporter(me, allocator)
+        self.reporter = PageReporter(me, allocator, tiers)
         self.tiers = tiers
 
     def send(self, address: str, message: Message) -> None:
@@ -109,6 +111,7 @@ class LeaderCore:
 
     def record_arrival(self, submit: Submit, state: str) -> None:
         """A request is here, in its first state; if it is timed, its states are recorded from now on."""
+        self.num_taken += 1
         if submit.timed:
             self.recorder.follow(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)

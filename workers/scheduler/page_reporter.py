@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from cluster.spec.ids import ReplicaId
 from cluster.spec.messages import FollowPages, Message, PageNews, Peer
 from cluster.spec.registry import TableSnapshot
+from cluster.spec.tiers import Tier
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_journal import PageJournal
+from workers.hicache.tiers import Tiers
 
 MAX_KEYS = 65_536
 """Of one message; a megabyte."""
@@ -26,7 +28,8 @@ class _Follower:
 class PageReporter:
     """What one leader tells of its cache, and to whom."""
 
-    def __init__(self, me: Peer, allocator: PageAllocator) -> None:
+    def __init__(self, me: Peer, allocator: PageAllocator, tiers: Tiers | None = None) -> None:
+        self._tiers = tiers
         self._me = me
         self._allocator = allocator
         self._journal = PageJournal()
@@ -40,7 +43,10 @@ class PageReporter:
             return []
         self._allocator.follow(self._journal)
         follower = self._followers[message.router.replica] = _Follower(message.router)
-        return self._tell(follower, self._allocator.cached_keys(), [])
+        told = self._tell(follower, Tier.DEVICE, self._allocator.cached_keys(), [])
+        if self._tiers:
+            told += self._tell(follower, Tier.HOST, self._tiers.host.filled_keys(), [])
+        return told
 
     def on_table(self, table: TableSnapshot) -> None:
         """Routers that are gone are told no more."""
@@ -53,12 +59,19 @@ class PageReporter:
 
     def news(self) -> list[tuple[str, Message]]:
         """What is to be sent now: what has changed since the last call, to everyone who follows."""
-        stored, removed = self._journal.take()
-        if not stored and not removed:
-            return []
-        return [told for follower in self._followers.values() for told in self._tell(follower, stored, removed)]
+        journals = {Tier.DEVICE: self._journal} | (self._tiers.journals if self._tiers else {})
+        taken = {tier: journal.take() for tier, journal in journals.items()}
+        return [
+            told
+            for tier, (stored, removed) in taken.items()
+            if stored or removed
+            for follower in self._followers.values()
+            for told in self._tell(follower, tier, stored, removed)
+        ]
 
-    def _tell(self, follower: _Follower, stored: list[bytes], removed: list[bytes]) -> list[tuple[str, Message]]:
+    def _tell(
+        self, follower: _Follower, tier: Tier, stored: list[bytes], removed: list[bytes]
+    ) -> list[tuple[str, Message]]:
         """At least one message, so that a cache with nothing in it is known to have nothing."""
         nothing: list[bytes] = []
         parts = itertools.zip_longest(_parts(stored), _parts(removed), fillvalue=nothing)
@@ -70,6 +83,7 @@ class PageReporter:
                 number=follower.next_number,
                 stored=some_stored,
                 removed=some_removed,
+                tier=tier,
             )
             follower.next_number += 1
             told.append((follower.router.address, news))

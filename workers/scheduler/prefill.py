@@ -36,6 +36,7 @@ from workers.hicache.tiers import Tiers
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.prefill_answers import drained, refused, result_of
 from workers.scheduler.prefill_request import MOVES, PrefillRequest, PrefillSettings, PrefillState
+from workers.scheduler.send_meter import SendMeter
 from workers.scheduler.sequence import Sequence as TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
@@ -56,6 +57,7 @@ class PrefillLeader(LeaderCore):
         self._settings = settings
         self._steps = steps
         self._requests: dict[Room, PrefillRequest] = {}
+        self._sends = SendMeter()
         self._early_tickets: dict[Room, tuple[Ticket, float]] = {}
         self._table: TableSnapshot | None = None
 
@@ -131,7 +133,7 @@ class PrefillLeader(LeaderCore):
             self._move(request, PrefillState.SENDING, "first token")
             assert sequence.target is not None
             first = sampled[sequence.room]
-            result = result_of(self._settings, request, sequence.target, first, sequence)
+            result = result_of(self._settings, request, sequence.target, first, sequence, now_s)
             self.send(request.submit.decode.address, result)
             self._settle(request)
         self.follow_cache()
@@ -146,9 +148,11 @@ class PrefillLeader(LeaderCore):
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
+            num_taken=self.num_taken,
             draining=self.draining,
             dropped=dict(self.dropped),
             tiers=self.tiers.state() if self.tiers else None,
+            sends=self._sends.times,
         )
 
     def is_idle(self) -> bool:
@@ -169,7 +173,7 @@ class PrefillLeader(LeaderCore):
         if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s)
+        request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s, self._now_s)
         self._requests[room] = request
         if self.tiers and submit.sampling.num_prompt_logprobs is None:
             # The last token is always computed, for its logits.
@@ -237,6 +241,7 @@ class PrefillLeader(LeaderCore):
             self._give_up(request, reason, mutual=True)
         else:
             self._move(request, PrefillState.SCHEDULED, "ticket")
+            request.scheduled_s = self._now_s
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
     def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
@@ -309,6 +314,7 @@ class PrefillLeader(LeaderCore):
             self.drop(report)
             return
         request.reports[report.sender_rank] = report.state
+        self._sends.add(report)
         if report.state is SendState.FAILED:
             request.quiet_at_s = self._now_s + self._settings.settle_s
             if request.state is not PrefillState.STOPPING:

@@ -9,7 +9,7 @@ from workers.scheduler.sequence import Sequence
 
 
 def result_of(
-    settings: PrefillSettings, request: PrefillRequest, target: Target, first: Sampled, sequence: Sequence
+    settings: PrefillSettings, request: PrefillRequest, target: Target, first: Sampled, sequence: Sequence, now_s: float
 ) -> Result:
     """The first token, and what all senders together will have written."""
     assert request.ticket is not None
@@ -30,6 +30,8 @@ def result_of(
         logprobs=[first.logprobs] if first.logprobs is not None else [],
         prompt_logprobs=first.prompt_logprobs,
         cached=sequence.cached,
+        bootstrap_s=request.scheduled_s - request.arrived_s,
+        prefill_s=now_s - request.scheduled_s,
         senders=senders,
         num_pages=num_pages * len({(coords[rank].tp, coords[rank].pp) for rank in senders}),
         num_bytes=num_pages * sum(decode.layout.page_bytes for decode in target.rows),

@@ -61,6 +61,9 @@ class PrefillRequest:
     submit: Submit
     deadline_s: float
     """When a request that is still QUEUED is given up."""
+    arrived_s: float
+    scheduled_s: float = 0.0
+    """When its ticket and decode's ranks were there."""
     state: PrefillState = PrefillState.QUEUED
     ticket: Ticket | None = None
     pages: list[int] = field(default_factory=list)

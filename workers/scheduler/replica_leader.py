@@ -10,9 +10,11 @@ from msgspec.structs import replace
 
 from cluster.spec.ids import Room
 from cluster.spec.messages import FollowPages, Message, PageNews, StepPlan, StepResult, Submit, Ticket
-from cluster.spec.registry import ReplicaLoad
+from cluster.spec.ranks import coords_of
+from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.strategy import DpPolicy
+from cluster.spec.tiers import PagesMoved, joined
 from workers.context_parallel.shard_lens import idle_plan, with_shard_lens
 from workers.scheduler.leader import Leader
 
@@ -26,6 +28,7 @@ _COUNTS = (
     "total_pages",
     "quarantined_pages",
     "wrong_pages",
+    "num_taken",
     "num_retracted",
     "num_kept",
 )
@@ -36,10 +39,16 @@ class ReplicaLeader:
     """Steps end in the order of their plans; several are under way at once where a replica has several stages."""
 
     def __init__(
-        self, leaders: Sequence[Leader], *, cp: int = 1, depth: int = 1, policy: DpPolicy = DpPolicy.LEAST_TOKENS
+        self,
+        leaders: Sequence[Leader],
+        sizes: RankCoords,
+        *,
+        depth: int = 1,
+        policy: DpPolicy = DpPolicy.LEAST_TOKENS,
     ) -> None:
         """``leaders`` by DP rank; ``depth``: most steps under way."""
-        self._leaders, self._cp, self._depth, self._policy = leaders, cp, depth, policy
+        assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
+        self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
         self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
         """By DP rank: plans with rows whose outcome is not known."""
         self._homes: OrderedDict[Room, int] = OrderedDict()
@@ -55,15 +64,14 @@ class ReplicaLeader:
         return [(address, self._numbered(address, message)) for address, message in outgoing]
 
     def on_message(self, message: Message, now_s: float) -> None:
-        """Take in one message: that of a room goes where the room is, everything else to all."""
+        """Take in one message: that of a room goes where the room is, a rank's to its leader, any other to all."""
         if isinstance(message, StepResult):
             self.commit(message.dp_rank, message.sampled, now_s)
             return
-        room: Room | None = getattr(message, "room", None)
         if isinstance(message, FollowPages):
             self._next_news[message.router.address] = 0
-        for leader in self._leaders if room is None else [self._leaders[self._home(room, message)]]:
-            leader.on_message(message, now_s)
+        for dp_rank in self._addressed(message):
+            self._leaders[dp_rank].on_message(message, now_s)
 
     def tick(self, now_s: float) -> None:
         """Let deadlines pass."""
@@ -94,7 +102,7 @@ class ReplicaLeader:
                 under_way.append(plan)
         if not any(plans):
             return []
-        return with_shard_lens([plan or idle_plan() for plan in plans], self._cp)
+        return with_shard_lens([plan or idle_plan() for plan in plans], self._sizes.cp)
 
     def commit(self, dp_rank: int, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Take in the outcome of a DP rank's oldest step under way."""
@@ -105,11 +113,25 @@ class ReplicaLeader:
         loads = [leader.load() for leader in self._leaders]
         sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
         dropped = sum((Counter(load.dropped) for load in loads), Counter[str]())
-        return replace(loads[0], **sums, draining=any(load.draining for load in loads), dropped=dict(dropped))
+        states = [load.tiers for load in loads if load.tiers is not None]
+        return replace(
+            loads[0],
+            **sums,
+            draining=any(load.draining for load in loads),
+            dropped=dict(dropped),
+            tiers=joined(states) if states else None,
+            sends=tuple(times for load in loads for times in load.sends),
+        )
 
     @property
     def _can_plan(self) -> bool:
         return all(len(under_way) < self._depth for under_way in self._under_way)
+
+    def _addressed(self, message: Message) -> Sequence[int]:
+        if isinstance(message, PagesMoved):
+            return [coords_of(message.global_rank, self._sizes).dp]
+        room: Room | None = getattr(message, "room", None)
+        return range(len(self._leaders)) if room is None else [self._home(room, message)]
 
     def _home(self, room: Room, message: Message) -> int:
         """Where a room is. One that is seen for the first time goes where its request asks, or where the policy says.

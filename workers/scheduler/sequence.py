@@ -74,7 +74,8 @@ class Sequence:
     @property
     def is_stream(self) -> bool:
         """It waits for one token that somebody is watching for."""
-        return self.pending_len == 1 and self.num_outputs > 0
+        num_tokens = len(self.tokens)
+        return num_tokens - self.planned_len == 1 and num_tokens > self.prompt_len
 
     @property
     def num_outputs(self) -> int:
@@ -91,10 +92,11 @@ class Sequence:
 
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ends with the token it has just got, if it does."""
-        if self.num_outputs == 0:
+        num_outputs = self.num_outputs
+        if num_outputs == 0:
             return None
         if self.is_whole or self.tokens[-1] in self.stopping.stop_token_ids:
             return FinishReason.STOP
-        if self.num_outputs >= self.stopping.max_tokens or len(self.tokens) >= self.max_len:
+        if num_outputs >= self.stopping.max_tokens or len(self.tokens) >= self.max_len:
             return FinishReason.LENGTH
         return None

@@ -173,12 +173,13 @@ class StepScheduler:
         holders = self._holders
         budget = Budget(self._limits.chunk_tokens, self._limits.max_requests, self._chunk)
         self._grant_streams(budget)
-        pending = [sequence for sequence in holders.running if sequence.pending_len and not sequence.is_stream]
+        others = [sequence for sequence in holders.running if sequence.room not in budget.granted]
+        pending = [sequence for sequence in others if sequence.pending_len and not sequence.is_stream]
         able = [sequence for sequence in pending + holders.waiting.candidates() if not sequence.is_loading]
         turns = {sequence.room: self._turn(sequence) for sequence in able}
         coming = {
             key: sequence
-            for sequence in holders.running
+            for sequence in (holders.running if self.num_under_way else ())
             for key in self._keys_under_way(sequence, sequence.planned_len)
         }
         for oldest, share in self._start_oldest(able, turns, budget):
@@ -231,10 +232,14 @@ class StepScheduler:
         Where several steps are under way at once, each has its part of the sequences.
         """
         running = self._holders.running
-        num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
-        for sequence in [sequence for sequence in running if sequence.is_stream][:num_streams]:
-            if budget.is_open(sequence.room) and sequence in running and self._holders.grow(sequence, 1):
-                budget.grant(sequence.room, sequence.planned_len, 1)
+        streams = [sequence for sequence in running if sequence.is_stream]
+        if self._limits.depth > 1:
+            num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
+            streams = streams[:num_streams]
+        for sequence in streams:
+            # Whoever was retracted meanwhile has no pages.
+            if budget.is_open(sequence.room) and sequence.pages and self._holders.grow(sequence, 1):
+                budget.grant_stream(sequence.room, sequence.planned_len)
 
     def _turn(self, sequence: Sequence) -> Turn:
         prefix_len = self._holders.prefix_len(sequence)

@@ -77,6 +77,14 @@ class Budget:
         chunk = self._chunk(prefix_len)
         self._add(room, min(wanted, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
+    def grant_stream(self, room: Room, prefix_len: int) -> None:
+        """Give a room without a row, for which the step is open, one token."""
+        chunk = self._chunk(prefix_len)
+        if self._time_left * chunk + _ROUNDING >= 1:
+            self._num_left -= 1
+            self._time_left = max(0.0, self._time_left - 1 / chunk)
+            self.granted[room] = 1
+
     def _add(self, room: Room, count: int, chunk: int) -> None:
         count = min(count, self._num_left)
         if count and self.is_open(room):

@@ -57,7 +57,7 @@ def test_what_is_not_open_wants_a_key(guarded: RouterCluster) -> None:
     paths = guarded.http.get("/openapi.json").json()["paths"]
     asked = {path: guarded.http.request(method, path) for path, methods in paths.items() for method in methods}
     refused = {path for path, reply in asked.items() if reply.status_code == 401}
-    assert set(paths) - refused == {"/health", "/ready", "/version", "/metrics"}
+    assert set(paths) - refused == {"/", "/health", "/ready", "/version", "/metrics"}
     assert {"/admin/drain", "/v1/completions", "/generate", "/timelines/{number}"} & set(paths) <= refused
 
 

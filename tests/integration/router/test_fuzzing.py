@@ -10,7 +10,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis import checks
 
-from router.app import create_app
+from router.app import create_api
 from router.metrics import Metrics
 from tests.fakes.model_folder import BOS, write_model_folder
 from tests.fakes.router_cluster import MODEL, RouterCluster, config_of, run_cluster
@@ -33,7 +33,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
 }
 
 _service: Any = SimpleNamespace(config=config_of(), metrics=Metrics())
-_document = create_app(_service).openapi()
+_document = create_api(_service).openapi()
 
 
 def api(*, has_coverage: bool) -> Any:

@@ -89,6 +89,20 @@ def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: P
         assert reply.headers["x-baton-decode"] == "decode-1"
 
 
+def test_decode_computes_what_little_it_lacks(folder: Path) -> None:
+    for http in serve(folder, SHARED, skip_below_tokens=PAGE_SIZE + 2, decode_policy="prefix_aware"):
+        deadline_s = time.monotonic() + 60
+        while metric(http, "baton_router_known_pages") != 6:
+            assert time.monotonic() < deadline_s
+        assert homes(http, 2, prompt=[BOS] * (PAGE_SIZE + 1)).keys() <= {"decode-0", "decode-1"}
+        assert homes(http, 2, prompt=[BOS] * (PAGE_SIZE + 2)).keys() <= {"prefill-0", "prefill-1"}
+        assert homes(http, 2, prompt=[*SHARED, *[97] * PAGE_SIZE]) == {"decode-1": 2}
+        # What is told of a prompt needs the whole of it.
+        assert homes(http, 2, prompt=[*SHARED, 97], prompt_logprobs=0).keys() <= {"prefill-0", "prefill-1"}
+        assert homes(http, 1, prompt=[*SHARED, 97], n=3) == {"decode-1": 1}
+        assert metric(http, "baton_prefill_skipped_total") == 5
+
+
 def metric(http: httpx.Client, name: str) -> float:
     lines = http.get("/metrics").text.splitlines()
     return next((float(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.spec.registry import ReplicaLoad, StepTimes
+from cluster.spec.registry import ReplicaLoad, SendTimes, StepTimes
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
@@ -83,6 +83,51 @@ class TestStatusRoutes:
         assert cluster.metric("baton_time_to_first_token_seconds_count") == 1
         assert cluster.metric("baton_inter_token_latency_seconds_count") == 2
         assert cluster.metric('baton_ready_replicas{role="decode"}') == 1
+
+    def test_phases_by_replica(self, cluster: RouterCluster) -> None:
+        headers = cluster.post("/v1/completions", prompt="abc", max_tokens=9).headers
+        times = dict(entry.split(";dur=") for entry in headers["server-timing"].split(", "))
+        assert float(times.pop("queue")) >= 0
+        assert times == {"decode-queue": "2.000", "bootstrap": "3.000", "prefill": "40.000", "transfer": "5.000"}
+        streamed = cluster.post("/v1/completions", prompt="abc", max_tokens=9, stream=True).headers
+        assert "transfer;dur=5.000" in streamed["server-timing"]
+        assert cluster.metric('baton_request_prefill_time_seconds_sum{replica="prefill-0"}') == pytest.approx(0.08)
+        assert cluster.metric('baton_request_transfer_time_seconds_count{replica="decode-0"}') == 2
+        assert cluster.metric('baton_request_bootstrap_time_seconds_bucket{le="0.005",replica="prefill-0"}') == 2
+        assert cluster.metric('baton_request_decode_queue_time_seconds_count{replica="decode-0"}') == 2
+        assert cluster.metric("baton_request_queue_time_seconds_count") == 2
+
+    def test_requests_by_size_and_end(self, cluster: RouterCluster) -> None:
+        cluster.complete("abc", max_tokens=9, n=2)
+        assert cluster.metric('baton_request_success_total{finished_reason="length"}') == 2
+        assert cluster.metric("baton_request_prompt_tokens_sum") == 4
+        assert cluster.metric("baton_request_generation_tokens_sum") == 18
+        assert cluster.metric("baton_request_params_max_tokens_sum") == 18
+        assert cluster.metric("baton_request_params_n_sum") == 2
+        assert cluster.metric("baton_request_time_per_output_token_seconds_count") == 2
+        cluster.decode.says = b"so"
+        cluster.complete("abc")
+        assert cluster.metric('baton_request_success_total{finished_reason="stop"}') == 1
+
+    def test_replicas_and_their_ranks(self, cluster: RouterCluster) -> None:
+        sent = SendTimes(global_rank=0, num_transfers=2, num_bytes=4096, write_s=0.5)
+        load = ReplicaLoad(free_pages=1, total_pages=4, cached_pages=2, num_running=3, num_waiting=5, sends=(sent,))
+        prefill = msgspec.structs.replace(entry_of(cluster.prefill.peer), load=load)
+        cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
+        expected = {
+            'baton_kv_cache_usage_perc{replica="prefill-0"}': 0.75,
+            'baton_kv_cached_pages{replica="prefill-0"}': 2,
+            'baton_replica_requests_running{replica="prefill-0"}': 3,
+            'baton_replica_requests_waiting{replica="prefill-0"}': 5,
+            'baton_kv_transfer_bytes_total{rank="0",replica="prefill-0"}': 4096,
+            'baton_kv_transfer_seconds_total{rank="0",replica="prefill-0"}': 0.5,
+            'baton_kv_transfers_total{rank="0",replica="prefill-0"}': 2,
+            'baton_rank_info{cp="0",dp="0",pp="0",rank="0",replica="decode-0",tp="0"}': 1,
+        }
+        deadline_s = time.monotonic() + 60
+        while "baton_kv_transfers_total{" not in cluster.http.get("/metrics").text:
+            assert time.monotonic() < deadline_s
+        assert {line: cluster.metric(line) for line in expected} == expected
 
     def test_prefill_steps_by_strategy(self, cluster: RouterCluster) -> None:
         times = StepTimes(

@@ -103,10 +103,6 @@ BAD_FILES = {
         ["kv: got nothing; allowed: keys and values, with the keys page_size, memory_gib"],
     ),
     "long text": (f"name: {'A' * 200}", [f"name: got '{'A' * 60}...'; "]),
-    "tiers of dp ranks": (
-        "prefill: {parallel: {dp: 2}}\nhicache: {host_gib: 1}",
-        ["prefill.parallel.dp: got 2 with hicache.host_gib = 1.0; allowed: 1"],
-    ),
     "decode cp": (
         "decode: {parallel: {cp: 2}}",
         [
@@ -132,6 +128,10 @@ BAD_FILES = {
     "passing without a ring": (
         "prefill: {parallel: {cp: 2}, passing: pass_q}",
         ["prefill.passing: got pass_q with prefill.mode = gather; allowed: auto, since only a ring passes"],
+    ),
+    "passing in a ring of one rank": (
+        "prefill: {mode: ring, passing: pass_kv}",
+        ["prefill.passing: got pass_kv with prefill.parallel.cp = 1; allowed: auto, since one rank is no ring"],
     ),
     "a ring that rank 0 should send": (
         "prefill: {parallel: {cp: 2}, mode: ring}\ntransfer: {mode: rank0}",
@@ -248,7 +248,7 @@ def test_defaults_and_values_are_read() -> None:
     [
         ("prefill: {parallel: {cp: 2}}", KvOwnership.REPLICATED),
         ("prefill: {parallel: {cp: 2}, mode: ring}", KvOwnership.SHARDED),
-        ("prefill: {mode: ring, passing: pass_q}\ntransfer: {mode: rank0}", KvOwnership.REPLICATED),
+        ("prefill: {mode: ring}\ntransfer: {mode: rank0}", KvOwnership.REPLICATED),
     ],
     ids=["gather", "ring", "a ring of one rank is no ring"],
 )

@@ -12,6 +12,13 @@ from cluster.planner.model import ModelFacts, read_model
 from cluster.spec.config import DeployConfig
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.loader import parse_config
+from cluster.spec.pool import GIB
+from tests.unit.cluster.test_plan import RunBaton, baton
+
+__all__ = ["baton"]
+"""A fixture."""
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
 
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,6 +64,36 @@ def test_weights_of_known_models(tmp_path: Path, shape: dict[str, Any], tp: int,
     assert memory.weights == pytest.approx(weights_gib, rel=0.01)
     assert pool_gib(config, config.decode, model) == memory.left > 80
     assert not model_problems(config, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "prefill_left", "decode_left"),
+    [
+        ("h200-1x8", LLAMA_3_8B, 109, 121),
+        ("h200-1x8-70b", LLAMA_3_70B, 58.5, 91),
+        ("h200-2x8-ring", LLAMA_3_8B, 109, 121),
+    ],
+)
+def test_committed_topologies_hold_their_models(
+    baton: RunBaton, tmp_path: Path, name: str, shape: dict[str, Any], prefill_left: float, decode_left: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    code, out, err = baton("plan", str(DEPLOY / f"{name}.yaml"), "--model", str(tmp_path), "--json")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert [check for check in plan["checks"] if not check["passed"]] == []
+    for role, left in (("prefill", prefill_left), ("decode", decode_left)):
+        kv = plan["kv"]["roles"][role]
+        gpu = GpuMemory(**kv["gpu"])
+        assert gpu.left == pytest.approx(left, abs=1)
+        assert kv["pool_bytes"] == pytest.approx(gpu.left * GIB, rel=0.01)
+
+
+def test_the_tables_show_the_arithmetic(baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    _, out, _ = baton("plan", str(DEPLOY / "h200-1x8.yaml"), "--model", str(tmp_path))
+    assert "each decode worker: 0.9 of 139 GiB of GPU memory, less 3.74 for weights, " in out
 
 
 def test_what_does_not_fit_is_told_with_the_arithmetic(tmp_path: Path) -> None:

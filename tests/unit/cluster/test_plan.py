@@ -15,7 +15,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import ConfigError
 from cluster.spec.kv import KvGeometry
 from cluster.spec.lifecycle import Role
-from cluster.spec.loader import parse_config
+from cluster.spec.loader import load_config, parse_config
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
 
@@ -57,6 +57,7 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+TOPOLOGIES = sorted(path for path in (Path(__file__).parents[3] / "deploy").glob("*.yaml") if path.stem != "job")
 WITH_EXPERTS = {
     "architectures": ["MixtralForCausalLM"],
     "vocab_size": 256,
@@ -115,6 +116,19 @@ def test_json_has_the_documented_shape(baton: RunBaton, tmp_path: Path) -> None:
         "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
     }
     assert plan["kv"]["bytes_per_token"] == 2048
+
+
+@pytest.mark.parametrize("file", TOPOLOGIES, ids=lambda file: file.stem)
+def test_every_committed_topology_can_be_planned(file: Path) -> None:
+    config = load_config(file)
+    assert failed(make_plan(config, read_model(config))).keys() <= {"the model's shape is known"}
+
+
+def test_mixture_of_experts_topology_fits_its_model(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_local_experts": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**WITH_EXPERTS, **shape, "max_position_embeddings": 40960}))
+    config = load_config(TOPOLOGIES[0].with_name("qwen3-moe.yaml"), {"model.path": str(tmp_path)})
+    assert failed(make_plan(config, read_model(config))) == {}
 
 
 def test_kv_of_the_built_in_model() -> None:

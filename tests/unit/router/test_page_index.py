@@ -1,6 +1,10 @@
 """What the router knows of caches: in order, without gaps, within bounds."""
 
+from msgspec.structs import replace
+
 from cluster.spec.messages import PageNews, Peer
+from cluster.spec.tiers import Tier
+from router.lower_tiers import Weights
 from router.page_index import PageIndex
 from tests.fakes.bootstrap import peer_of
 
@@ -80,3 +84,24 @@ def test_memory_is_bounded_over_all_replicas() -> None:
     assert index.num_pages == 2
     index.on_news(news(1, "cd", peer=OTHER), 0.0)
     assert index.count(OTHER, keys("abcdef")) == 4
+
+
+def test_pages_below_the_device_count_by_where_they_are() -> None:
+    index = PageIndex(4)
+    index.update([ONE, OTHER], 0.0)
+    weights = Weights(host=0.5, storage=0.25)
+    told = [
+        news(0, "a"),
+        replace(news(1, "bc"), tier=Tier.HOST),
+        news(0, peer=OTHER),
+        replace(news(1, "abcdef", peer=OTHER), tier=Tier.STORAGE),
+    ]
+    assert not any(index.on_news(message, 0.0) for message in told)
+    assert index.worth(ONE, keys("abcdef"), weights) == 1 + 2 * 0.5 + 0.25
+    assert index.worth(OTHER, keys("abcdef"), weights) == 4 * 0.25, "more stored pages are kept than may be"
+    assert index.worth(ONE, keys("bx"), weights) == 0.5
+    index.on_news(replace(news(2, removed="b"), tier=Tier.HOST), 0.0)
+    assert index.worth(ONE, keys("abc"), weights) == 1 + 0.25 + 0.5
+    index.on_news(news(0), 0.0)
+    assert index.worth(ONE, keys("abc"), weights) == 3 * 0.25
+    assert index.count(ONE, keys("abc")) == 0

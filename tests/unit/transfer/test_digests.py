@@ -22,10 +22,10 @@ PAGES = [4, 0, 2, 5, 1, 3]
 """Where decode keeps the request's pages."""
 
 
-def handoff(pair: Pair, seed: int) -> tuple[list[bytearray], list[PageDigests]]:
-    """Every decode rank's pool after all senders have written, and what they told."""
+def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDigests]]:
+    """Every decode rank's pool, by global rank, after all senders have written, and what they told."""
     rng = random.Random(seed)
-    pools = [bytearray(row.layout.pool_bytes) for row in pair.decode]
+    pools = {row.global_rank: bytearray(row.layout.pool_bytes) for row in pair.decode}
     told = []
     for mine in pair.prefill:
         pool = rng.randbytes(mine.layout.pool_bytes)
@@ -38,7 +38,7 @@ def handoff(pair: Pair, seed: int) -> tuple[list[bytearray], list[PageDigests]]:
     return pools, told
 
 
-def wrong(pair: Pair, pools: list[bytearray], told: list[PageDigests]) -> dict[int, list[int]]:
+def wrong(pair: Pair, pools: dict[int, bytearray], told: list[PageDigests]) -> dict[int, list[int]]:
     """Pages that each rank finds wrong."""
     found = {}
     for row in pair.decode:
@@ -54,8 +54,8 @@ def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: in
     num_bytes = NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode)
     assert coverage_problem(told, PAGES, num_bytes) is None
     assert wrong(pair, pools, told) == {}
-    rank = data.draw(st.integers(0, len(pools) - 1))
-    page_bytes = pair.decode[rank].layout.page_bytes
+    row = data.draw(st.sampled_from(pair.decode))
+    rank, page_bytes = row.global_rank, row.layout.page_bytes
     place = data.draw(st.integers(0, len(pools[rank]) - 1))
     pools[rank][place] ^= 1 << data.draw(st.integers(0, 7))
     page = place // page_bytes

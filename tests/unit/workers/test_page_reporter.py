@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.spec.config import HicacheConfig
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import FollowPages, PageNews, Peer
 from cluster.spec.page_key import page_keys
-from cluster.spec.registry import PageFilter, TableSnapshot, TransferMode
-from cluster.spec.tiers import FlushCache
+from cluster.spec.registry import KvOwnership, PageFilter, TableSnapshot, TransferMode
+from cluster.spec.tiers import FlushCache, Tier
 from router.page_index import PageIndex
 from tests.fakes.handoff import World
 from tests.fakes.paged_ranks import PAGE_SIZE
+from tests.fakes.tier_world import TierWorld
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
@@ -181,3 +183,30 @@ def _take(journal: PageJournal, known: set[bytes]) -> None:
     assert known.issuperset(removed)
     known.update(stored)
     known.difference_update(removed)
+
+
+def test_news_tell_of_every_tier() -> None:
+    world = TierWorld(
+        pages_per_owner=8,
+        host_pages=8,
+        cp=2,
+        ownership=KvOwnership.REPLICATED,
+        config=HicacheConfig.model_validate({"storage": {"backend": "files"}}),
+        seed=1,
+    )
+    reporter = PageReporter(ME, world.allocator, world.tiers)
+    reporter.follow(ask(router()))
+    world.submit([1] * 6)
+    world.drain()
+    keys = page_keys([1] * 6, 2)
+    told = [message for _, message in reporter.news() if isinstance(message, PageNews)]
+    assert {message.tier: sorted(message.stored) for message in told} == {tier: sorted(keys) for tier in Tier}
+    assert [message.number for message in told] == [2, 3, 4]
+    world.tiers.flush()
+    (gone,) = [message for _, message in reporter.news() if isinstance(message, PageNews)]
+    assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
+    again = [message for _, message in reporter.follow(ask(router())) if isinstance(message, PageNews)]
+    assert [(message.number, message.tier, len(message.stored)) for message in again] == [
+        (0, Tier.DEVICE, 3),
+        (1, Tier.HOST, 0),
+    ]

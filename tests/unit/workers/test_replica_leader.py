@@ -24,14 +24,28 @@ from cluster.spec.messages import (
     Submit,
     Ticket,
 )
-from cluster.spec.registry import ReplicaLoad
+from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.strategy import DpPolicy, Passing, Strategy
+from cluster.spec.tiers import PagesMoved, TierState
 from workers.context_parallel.shard_lens import Extend, lens_of
 from workers.context_parallel.shard_plan import make_shard_plan
 from workers.scheduler.replica_leader import ReplicaLeader
 
 PEER = Peer(replica=ReplicaId("decode-0"), incarnation=Incarnation(1), address="here")
+
+
+TIERS = TierState(
+    host_pages=10,
+    used_host_pages=3,
+    num_evicted=0,
+    num_lost=0,
+    num_late=0,
+    num_waiting=0,
+    is_attached=True,
+    num_opened=0,
+    work=(),
+)
 
 
 @dataclass
@@ -42,6 +56,7 @@ class FakeLeader:
     got: list[Message] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
+    tiers: TierState | None = None
 
     def on_message(self, message: Message, now_s: float) -> None:
         del now_s
@@ -67,7 +82,9 @@ class FakeLeader:
     def load(self) -> ReplicaLoad:
         submits = [message for message in self.got if isinstance(message, Submit)]
         num_tokens = sum(len(submit.prompt_ids) for submit in submits)
-        return ReplicaLoad(num_running=len(submits), num_tokens=num_tokens, free_pages=1, total_pages=2)
+        return ReplicaLoad(
+            num_running=len(submits), num_tokens=num_tokens, free_pages=1, total_pages=2, tiers=self.tiers
+        )
 
     def is_idle(self) -> bool:
         return not self.plans
@@ -75,9 +92,9 @@ class FakeLeader:
     def check_integrity(self) -> None: ...
 
 
-def leader_of(dp: int, **settings: Any) -> tuple[ReplicaLeader, list[FakeLeader]]:
+def leader_of(dp: int, cp: int = 1, **settings: Any) -> tuple[ReplicaLeader, list[FakeLeader]]:
     leaders = [FakeLeader() for _ in range(dp)]
-    return ReplicaLeader(leaders, **settings), leaders
+    return ReplicaLeader(leaders, RankCoords(dp=dp, cp=cp, tp=1, pp=2), **settings), leaders
 
 
 def submit(room: int, prompt_len: int = 1, dp_rank: int | None = None) -> Submit:
@@ -168,6 +185,22 @@ def test_what_is_of_no_room_goes_to_all() -> None:
     assert (replica.load().free_pages, replica.load().total_pages) == (2, 4)
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 0), (7, 1)])
+def test_what_a_rank_says_of_its_pages_goes_to_its_own_leader(rank: int, expected: int) -> None:
+    replica, leaders = leader_of(2, cp=2)
+    answer = PagesMoved(number=1, global_rank=rank, done=[])
+    replica.on_message(answer, 0.0)
+    assert [leader.got for leader in leaders] == [[answer] if dp_rank == expected else [] for dp_rank in (0, 1)]
+
+
+def test_tiers_of_all_ranks_add_up() -> None:
+    replica, leaders = leader_of(2)
+    assert replica.load().tiers is None
+    for leader, used in zip(leaders, (3, 4), strict=True):
+        leader.tiers = TIERS if used == 3 else replace(TIERS, used_host_pages=used, is_attached=False)
+    assert replica.load().tiers == replace(TIERS, host_pages=20, used_host_pages=7, is_attached=False)
+
+
 def test_a_router_sees_one_stream_of_news() -> None:
     replica, leaders = leader_of(2)
     for _ in range(2):
@@ -212,7 +245,7 @@ def test_stages_have_several_steps_under_way_which_end_in_order() -> None:
 
 
 @given(
-    rows=st.lists(st.builds(Extend, st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=4),
+    rows=st.lists(st.builds(Extend, st.integers(1, 9), st.integers(0, 9), st.booleans(), st.booleans()), max_size=4),
     strategy=st.sampled_from(Strategy),
     passing=st.sampled_from([None, *Passing]),
     cp=st.integers(1, 4),
@@ -223,7 +256,9 @@ def test_lengths_are_those_that_ranks_derive(
     lens = lens_of(rows, strategy, passing, cp)
     plan = make_shard_plan(strategy, [row.extend_len for row in rows], [row.prefix_len for row in rows], cp)
     assert lens.every == plan.lens
-    if passing is not Passing.PASS_Q:
+    if passing is Passing.PASS_Q or any(row.scored for row in rows):
+        assert lens.last == lens.every
+    else:
         copies = cp if plan.replicated else 1
         assert sum(lens.last) == copies * sum(row.samples for row in rows)
         assert all(last <= every for every, last in zip(*lens, strict=True))

@@ -1,0 +1,37 @@
+"""A router in a process of its own, before replicas that never change."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.ids import Incarnation
+from cluster.spec.registry import TableSnapshot
+from cluster.spec.worker_spec import Rendezvous
+from router.server import RouterServer
+
+
+class RouterHost:
+    """Called over a pipe."""
+
+    def __init__(self, config: DeployConfig, model_folder: Path, table: TableSnapshot) -> None:
+        async def watch(url: str, token: str) -> AsyncIterator[TableSnapshot]:
+            del url, token
+            yield table
+            await asyncio.Event().wait()
+
+        nowhere = Rendezvous(bootstrap_url="", token="")
+        self._server = RouterServer(config, model_folder, nowhere, "127.0.0.1", Incarnation(1), watch=watch)
+
+    def start(self) -> str:
+        """The base url."""
+        return self._server.start()
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that this process has used."""
+        return time.process_time()
+
+    def close(self) -> None:
+        """End the router."""
+        self._server.stop()

@@ -1,0 +1,182 @@
+"""`baton bench router`: the time a router adds and the load it carries, before replicas that answer at once. No torch.
+
+Router, replicas and clients are a process each. Where the machine has fewer idle cores they share them, so the result
+says how much of a core each of them used.
+"""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+
+from cluster.bench.http_load import Connection, request_of
+from cluster.bench.statistics import quantiles_ms
+from cluster.bench.workload import FIRST_WORD_ID, check_least
+from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
+from workers.local import WorkerProcess
+
+_REPLICAS = "cluster.bench.mock_replicas:MockReplicas"
+_ROUTER = "cluster.bench.router_host:RouterHost"
+_PATH = "/v1/completions"
+_WARM_UP_S = 1.0
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterBench:
+    """One run. Raises UserError when a value makes no sense."""
+
+    model_folder: Path
+    prompt_lens: tuple[int, ...] = (32, 8192)
+    num_connections: int = 32
+    """Clients of short answers, each with one request at a time."""
+    num_streams: int = 64
+    stream_len: int = 256
+    """Tokens of each stream."""
+    seconds: float = 5.0
+    """Of each of the three measurements."""
+
+    def __post_init__(self) -> None:
+        check_least("prompt_lens", min(self.prompt_lens), 1)
+        for name in ("num_connections", "num_streams", "stream_len"):
+            check_least(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterResult:
+    """For prompts of one length, given as token ids."""
+
+    prompt_len: int
+    added_p50_ms: float
+    """From a request for one token to its answer, at half of ``req_per_s``."""
+    added_p99_ms: float
+    req_per_s: float
+    """Requests for one token, answered whole."""
+    stream_tok_per_s: float
+    request_cores: dict[str, float]
+    """Processor seconds a second of each process, where ``req_per_s`` was measured."""
+    stream_cores: dict[str, float]
+
+
+class RouterRun:
+    """The processes of one run; close it at its end."""
+
+    def __init__(self, bench: RouterBench) -> None:
+        self._bench = bench
+        config = DeployConfig(
+            model=ModelConfig(path=str(bench.model_folder), served_name="mock"), router=RouterConfig(port=0)
+        )
+        self._processes = {"replicas": WorkerProcess(_REPLICAS), "router": WorkerProcess(_ROUTER)}
+        self._call("replicas", "make", FIRST_WORD_ID)
+        self._call("replicas", "start")
+        self._call("router", "make", config, bench.model_folder, self._call("replicas", "table"))
+        self._url: str = self._call("router", "start")
+        while httpx.get(f"{self._url}/ready").status_code != httpx.codes.OK:
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """End every process."""
+        for process in reversed(self._processes.values()):
+            process.close()
+
+    async def measure(self, prompt_len: int) -> RouterResult:
+        """All figures for one length of prompts."""
+        whole, streamed = self._request(prompt_len, 1), self._request(prompt_len, self._bench.stream_len, stream=True)
+        await self._full_load(whole, self._bench.num_connections, _WARM_UP_S)
+        num_replies, _, duration_s, request_cores = await self._full_load(
+            whole, self._bench.num_connections, self._bench.seconds
+        )
+        req_per_s = num_replies / duration_s
+        added = quantiles_ms(await self._half_load(whole, req_per_s / 2))
+        _, num_tokens, duration_s, stream_cores = await self._full_load(
+            streamed, self._bench.num_streams, self._bench.seconds
+        )
+        assert added is not None, "there were requests"
+        return RouterResult(
+            prompt_len=prompt_len,
+            added_p50_ms=added.p50,
+            added_p99_ms=added.p99,
+            req_per_s=req_per_s,
+            stream_tok_per_s=num_tokens / duration_s,
+            request_cores=request_cores,
+            stream_cores=stream_cores,
+        )
+
+    def _request(self, prompt_len: int, num_tokens: int, *, stream: bool = False) -> bytes:
+        drawn = random.Random(prompt_len).choices(range(FIRST_WORD_ID, FIRST_WORD_ID + 1000), k=prompt_len)
+        body = {"model": "mock", "prompt": drawn, "max_tokens": num_tokens, "ignore_eos": True, "stream": stream}
+        return request_of(self._url, _PATH, body)
+
+    async def _full_load(
+        self, request: bytes, num_connections: int, seconds: float
+    ) -> tuple[int, int, float, dict[str, float]]:
+        """Every connection asks as soon as it is answered: replies, tokens of streams, time, and cores."""
+        connections = [await Connection.open(self._url) for _ in range(num_connections)]
+        begun, started_s = self._cpu_s(), time.monotonic()
+        end_s = started_s + seconds
+
+        async def ask(connection: Connection) -> int:
+            for count in itertools.count():
+                if time.monotonic() >= end_s:
+                    return count
+                await connection.ask(request)
+            raise AssertionError("counting never ends")
+
+        counts = await asyncio.gather(*map(ask, connections))
+        duration_s = time.monotonic() - started_s
+        ended = self._cpu_s()
+        for connection in connections:
+            connection.close()
+        cores = {name: round((ended[name] - begun[name]) / duration_s, 2) for name in begun}
+        return sum(counts), sum(connection.num_tokens for connection in connections), duration_s, cores
+
+    async def _half_load(self, request: bytes, rate: float) -> list[float]:
+        """Arrivals at random times, with this mean rate: seconds from each arrival to its answer."""
+        idle: asyncio.Queue[Connection] = asyncio.Queue()
+        connections = [await Connection.open(self._url) for _ in range(4 * self._bench.num_connections)]
+        for connection in connections:
+            idle.put_nowait(connection)
+        took_s: list[float] = []
+
+        async def ask() -> None:
+            # From now on, not from when it was due: the loop's clock ticks in milliseconds.
+            start_s = time.monotonic()
+            connection = await idle.get()
+            await connection.ask(request)
+            took_s.append(time.monotonic() - start_s)
+            idle.put_nowait(connection)
+
+        rng, now_s = random.Random(0), time.monotonic()
+        arrival_s, end_s = now_s, now_s + self._bench.seconds
+        async with asyncio.TaskGroup() as group:
+            while (arrival_s := arrival_s + rng.expovariate(rate)) < end_s:
+                if (wait_s := arrival_s - time.monotonic()) > 0:
+                    await asyncio.sleep(wait_s)
+                group.create_task(ask())
+        for connection in connections:
+            connection.close()
+        return took_s
+
+    def _cpu_s(self) -> dict[str, float]:
+        return {"clients": time.process_time()} | {name: self._call(name, "cpu_s") for name in self._processes}
+
+    def _call(self, name: str, method: str, *args: Any) -> Any:
+        self._processes[name].call(method, *args)
+        return self._processes[name].result()
+
+
+def run_router_bench(bench: RouterBench) -> Iterator[RouterResult]:
+    """A result for every length of prompts."""
+    run = RouterRun(bench)
+    try:
+        for prompt_len in bench.prompt_lens:
+            yield uvloop.run(run.measure(prompt_len))
+    finally:
+        run.close()

@@ -1,0 +1,71 @@
+"""`baton bench kernels`: options and output; the measuring is in workers/bench_kernels.py."""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.bench import fail
+from cluster.spec.errors import UserError
+from workers.kernel_result import SHAPES
+
+if TYPE_CHECKING:
+    from workers.kernel_result import ChipLimits, KernelResult
+    from workers.local import WorkerProcess
+
+_BENCH = "workers.bench_kernels:KernelBench"
+
+
+def kernels(
+    models: Annotated[str, typer.Option(help=f"Shapes, several by commas: {', '.join(SHAPES)}.")] = ",".join(SHAPES),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line, the chip's limits first.")
+    ] = False,
+) -> None:
+    """Time the kernels of this machine's first GPU, as shares of its measured copy bandwidth and bf16 matmul rate."""
+    from workers.local import RemoteError, WorkerProcess
+
+    names = models.split(",")
+    if unknown := [name for name in names if name not in SHAPES]:
+        raise UserError(f"--models: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}, several by commas")
+    process = WorkerProcess(_BENCH)
+    try:
+        _ask(process, "make")
+        _print_limits(_ask(process, "limits"), as_json)
+        for name in names:
+            for result in _ask(process, "measure", name):
+                _print_result(result, as_json)
+    except RemoteError as error:
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+    finally:
+        process.close()
+
+
+def _ask(process: "WorkerProcess", method: str, *args: str) -> Any:
+    process.call(method, *args)
+    return process.result()
+
+
+def _print_limits(limits: "ChipLimits", as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(limits)))
+        return
+    typer.echo(
+        f"{limits.device}: {limits.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {limits.bytes_per_s / 1e12:.2f} TB/s copied"
+    )
+    typer.echo(f"{'model':16} {'kernel':26} {'us':>10} {'rate':>15} {'of limit':>9} {'SDPA us':>10}")
+
+
+def _print_result(result: "KernelResult", as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result)))
+        return
+    unit = "TFLOP/s" if result.limit == "flops" else "TB/s"
+    sdpa = "" if result.sdpa_seconds is None else f"{result.sdpa_seconds * 1e6:.1f}"
+    typer.echo(
+        f"{result.model:16} {result.kernel:26} {result.seconds * 1e6:10.1f} "
+        f"{result.work / result.seconds / 1e12:7.2f} {unit:7} {result.share_of_limit:9.1%} {sdpa:>10}"
+    )

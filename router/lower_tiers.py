@@ -1,0 +1,58 @@
+"""Which pages are below the device caches: in each replica's host memory, and in storage. Sans I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.tiers import Tier
+
+Owner = tuple[ReplicaId, Incarnation]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a page is worth there, where one on the device is worth 1."""
+
+    host: float = 0.0
+    storage: float = 0.0
+
+
+class LowerTiers:
+    """Hints, as the index of device pages is one; storage does not tell what it has given up."""
+
+    def __init__(self, max_keys: int) -> None:
+        """Keeps at most so many keys of host pages, and as many of stored ones."""
+        self._max_keys = max_keys
+        self._host: dict[Owner, set[bytes]] = {}
+        self._num_host = 0
+        self._stored: set[bytes] = set()
+
+    def note(self, owner: Owner, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """A replica tells what has come to a tier and gone from it."""
+        if tier is Tier.STORAGE:
+            self._stored.update(stored[: self._max_keys - len(self._stored)])
+            return
+        keys = self._host.setdefault(owner, set())
+        before = len(keys)
+        keys.difference_update(removed)
+        keys.update(stored[: self._max_keys - self._num_host])
+        self._num_host += len(keys) - before
+
+    def forget(self, owner: Owner) -> None:
+        """A replica is gone, or tells everything anew."""
+        self._num_host -= len(self._host.pop(owner, ()))
+
+    def worth(self, owner: Owner, keys: Sequence[bytes], weights: Weights) -> float:
+        """Of the pages that follow those on the device, up to the first that is nowhere; in pages."""
+        host = self._host.get(owner, frozenset[bytes]())
+        if not host and not self._stored:
+            return 0.0
+        worth = 0.0
+        for key in keys:
+            if key in host:
+                worth += weights.host
+            elif key in self._stored:
+                worth += weights.storage
+            else:
+                break
+        return worth

@@ -1,0 +1,129 @@
+"""What Prometheus may read of each replica, as told by its last heartbeat; and what its ranks are."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import ReplicaEntry, TableSnapshot
+
+_AXES = ("dp", "cp", "tp", "pp")
+
+
+def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
+    """Of all replicas in the table."""
+    entries = snapshot.replicas if snapshot else ()
+    yield from _load_metrics(entries)
+    yield from _rank_metrics(entries)
+    yield from _step_metrics(entries)
+    yield _wrong_pages(entries)
+    yield _retractions(entries)
+    yield _graph_metric(entries)
+    yield from _page_metrics(entries)
+
+
+def _load_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
+    usage = GaugeMetricFamily("baton_kv_cache_usage_perc", "Part of its pages that requests hold.", labels=["replica"])
+    cached = GaugeMetricFamily("baton_kv_cached_pages", "Pages kept for their tokens, held or not.", labels=["replica"])
+    running = GaugeMetricFamily("baton_replica_requests_running", "Requests that hold pages.", labels=["replica"])
+    waiting = GaugeMetricFamily("baton_replica_requests_waiting", "Requests that wait for pages.", labels=["replica"])
+    for entry in entries:
+        load = entry.load
+        usage.add_metric([entry.replica], 1 - load.free_pages / load.total_pages if load.total_pages else 0)
+        cached.add_metric([entry.replica], load.cached_pages)
+        running.add_metric([entry.replica], load.num_running)
+        waiting.add_metric([entry.replica], load.num_waiting)
+    yield from (usage, cached, running, waiting)
+
+
+def _rank_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
+    info = GaugeMetricFamily("baton_rank_info", "The ranks there are.", labels=["replica", "rank", *_AXES])
+    labels = ["replica", "rank"]
+    num_bytes = CounterMetricFamily("baton_kv_transfer_bytes", "KV sent to decode.", labels=labels)
+    seconds = CounterMetricFamily("baton_kv_transfer_seconds", "Time in which KV was written.", labels=labels)
+    transfers = CounterMetricFamily("baton_kv_transfers", "Requests whose KV was sent.", labels=labels)
+    for entry in entries:
+        for row in entry.rows:
+            at = [str(getattr(row.coords, axis)) for axis in _AXES]
+            info.add_metric([entry.replica, str(row.global_rank), *at], 1)
+        for sent in entry.load.sends:
+            rank = [entry.replica, str(sent.global_rank)]
+            num_bytes.add_metric(rank, sent.num_bytes)
+            seconds.add_metric(rank, sent.write_s)
+            transfers.add_metric(rank, sent.num_transfers)
+    yield from (info, num_bytes, seconds, transfers)
+
+
+def _step_metrics(entries: tuple[ReplicaEntry, ...]) -> list[Metric]:
+    labels = ["replica", "strategy", "passing"]
+    metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        "num_steps": CounterMetricFamily("baton_prefill_steps", "Prefill steps computed.", labels=labels),
+        "num_tokens": CounterMetricFamily(
+            "baton_prefill_step_tokens", "Tokens computed in prefill steps.", labels=labels
+        ),
+        "total_s": CounterMetricFamily("baton_prefill_step_seconds", "Time of all prefill steps.", labels=labels),
+        "total_estimate_s": CounterMetricFamily(
+            "baton_prefill_step_estimate_seconds",
+            "Time expected of all prefill steps when their strategy was chosen.",
+            labels=labels,
+        ),
+        "last_s": GaugeMetricFamily("baton_prefill_last_step_seconds", "Time of the newest step.", labels=labels),
+        "last_estimate_s": GaugeMetricFamily(
+            "baton_prefill_last_step_estimate_seconds", "Time expected of the newest step.", labels=labels
+        ),
+    }
+    for entry in entries:
+        for times in entry.load.steps:
+            for name, metric in metrics.items():
+                metric.add_metric([entry.replica, times.strategy, times.passing or ""], getattr(times, name))
+    return list(metrics.values())
+
+
+def _wrong_pages(entries: tuple[ReplicaEntry, ...]) -> Metric:
+    wrong = CounterMetricFamily(
+        "baton_wrong_pages", "Pages of KV that were not as they were sent, by who got them.", labels=["replica"]
+    )
+    for entry in entries:
+        if entry.role is Role.DECODE:
+            wrong.add_metric([entry.replica], entry.load.wrong_pages)
+    return wrong
+
+
+def _retractions(entries: tuple[ReplicaEntry, ...]) -> Metric:
+    metric = CounterMetricFamily(
+        "baton_retractions",
+        "Times that requests gave their pages back, by what became of the KV.",
+        labels=["replica", "kv"],
+    )
+    for entry in entries:
+        metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
+        metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
+    return metric
+
+
+def _graph_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
+    metric = CounterMetricFamily(
+        "baton_decode_graph_steps",
+        "Decode steps on GPUs, replayed from CUDA graphs or not, and why not.",
+        labels=["replica", "way"],
+    )
+    for entry in entries:
+        for way, num_steps in entry.load.graph_steps.items():
+            metric.add_metric([entry.replica, way], num_steps)
+    return metric
+
+
+def _page_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("baton_replica_pages", "Pages of a replica, by state.", labels=["replica", "state"])
+    dropped = CounterMetricFamily(
+        "baton_replica_message_dropped", "Messages that a leader did not use, by type.", labels=["replica", "kind"]
+    )
+    for entry in entries:
+        load = entry.load
+        counts = {"total": load.total_pages, "free": load.free_pages, "quarantined": load.quarantined_pages}
+        for state, count in counts.items():
+            pages.add_metric([entry.replica, state], count)
+        for kind, count in sorted(load.dropped.items()):
+            dropped.add_metric([entry.replica, kind], count)
+    yield pages
+    yield dropped

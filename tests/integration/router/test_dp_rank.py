@@ -1,0 +1,29 @@
+"""X-data-parallel-rank over HTTP: what a client asks for reaches the leaders on every route, or is refused."""
+
+import pytest
+
+from tests.fakes.router_cluster import MODEL, RouterCluster
+
+pytestmark = pytest.mark.integration
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
+    "/generate": {"prompt_ids": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_rank_that_is_there_reaches_the_leaders(shared: RouterCluster, path: str) -> None:
+    reply = shared.http.post(path, json={"model": MODEL, **BODIES[path]}, headers={"X-data-parallel-rank": "0"})
+    assert reply.status_code == 200, reply.text
+    assert shared.last_submit().dp_rank == 0
+    assert shared.post(path, **BODIES[path]).status_code == 200
+    assert shared.last_submit().dp_rank is None
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_rank_that_is_not_there_is_refused(shared: RouterCluster, path: str) -> None:
+    reply = shared.http.post(path, json={"model": MODEL, **BODIES[path]}, headers={"X-data-parallel-rank": "1"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "X-data-parallel-rank: got '1'; allowed: 0 to 0"

@@ -1,0 +1,74 @@
+"""The page at ``/`` and what it reads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from cluster.spec.registry import RankCoords, ReplicaLoad, SendTimes
+from tests.fakes.bootstrap import entry_of, table_of
+from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+
+def test_the_page_needs_nothing_else(shared: RouterCluster) -> None:
+    page = shared.http.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "<title>Baton</title>" in page.text
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert 'fetch("status"' in page.text
+
+
+def test_it_reads_topology_totals_and_recent_requests(cluster: RouterCluster) -> None:
+    sends = (SendTimes(global_rank=0, num_transfers=1, num_bytes=4096, write_s=0.1),)
+    load = ReplicaLoad(free_pages=1, total_pages=4, cached_pages=2, num_running=3, sends=sends)
+    prefill = msgspec.structs.replace(entry_of(cluster.prefill.peer), load=load)
+    cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
+    cluster.complete("abc", max_tokens=9)
+    cluster.decode.fails = "no memory"
+    cluster.post("/v1/completions", prompt="abc")
+    told: Any = cluster.http.get("/status").json()
+    assert (told["model"], told["router"]) == (MODEL, {"open": 0, "waiting": 0, "draining": False})
+    assert told["totals"]["generation_tokens"] == 9
+    assert told["totals"]["kv_bytes"] == 4096
+    first, second = told["replicas"]
+    assert (first["replica"], first["role"], first["ready"], first["load"]["free_pages"]) == (
+        "prefill-0",
+        "prefill",
+        True,
+        1,
+    )
+    coords = msgspec.structs.asdict(RankCoords(dp=0, cp=0, tp=0, pp=0))
+    assert first["ranks"] == [coords | {"global_rank": 0, "address": cluster.prefill.peer.address, "sent_bytes": 4096}]
+    assert second["replica"] == "decode-0"
+    failed, finished = told["recent"]
+    assert (failed["outcome"], finished["outcome"]) == ("failed", "finished")
+    assert [phase["name"] for phase in failed["phases"]] == ["queue"]
+    assert (finished["prompt_tokens"], finished["num_tokens"]) == (4, 9)
+    assert [(phase["name"], phase["replica"]) for phase in finished["phases"]] == [
+        ("queue", None),
+        ("bootstrap", "prefill-0"),
+        ("prefill", "prefill-0"),
+        ("transfer", "decode-0"),
+        ("decode", "decode-0"),
+    ]
+    assert finished["phases"][2]["seconds"] == pytest.approx(0.04)
+
+
+@pytest.fixture
+def guarded(folder: Path, tmp_path: Path) -> Iterator[RouterCluster]:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {name: a, key: a-secret-of-a}\n")
+    yield from run_cluster(folder, api_keys_file=str(keys))
+
+
+def test_what_it_shows_needs_a_key_where_others_do(guarded: RouterCluster) -> None:
+    assert guarded.http.get("/").status_code == 200
+    assert guarded.http.get("/status").status_code == 401
+    known = {"Authorization": "Bearer a-secret-of-a"}
+    assert httpx.get(f"{guarded.url}/status", headers=known).status_code == 200

@@ -1,0 +1,65 @@
+"""The page at ``/`` in a real browser, over several replicas and ranks."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cluster.spec.registry import RankCoords, ReplicaEntry, ReplicaLoad, SendTimes
+from tests.fakes.bootstrap import entry_of, table_of
+from tests.fakes.router_cluster import RouterCluster
+
+pytestmark = [pytest.mark.integration, pytest.mark.chromium]
+
+
+def wide(entry: ReplicaEntry, cp: int, tp: int) -> ReplicaEntry:
+    """The replica with more ranks than its one."""
+    (row,) = entry.rows
+    sizes = RankCoords(dp=1, cp=cp, tp=tp, pp=1)
+    rows = tuple(
+        msgspec.structs.replace(
+            row, sizes=sizes, global_rank=rank, coords=RankCoords(dp=0, cp=rank // tp, tp=rank % tp, pp=0)
+        )
+        for rank in range(cp * tp)
+    )
+    sends = tuple(SendTimes(global_rank=rank, num_bytes=3 << 20, num_transfers=1) for rank in range(cp * tp))
+    load = ReplicaLoad(total_pages=100, free_pages=60, cached_pages=25, num_running=2, num_waiting=1, sends=sends)
+    return msgspec.structs.replace(entry, rows=rows, load=load)
+
+
+def browse(url: str, *options: str) -> str:
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--virtual-time-budget=4000", *options, url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_it_shows_the_cluster(cluster: RouterCluster, tmp_path: Path) -> None:
+    prefill, decode = wide(entry_of(cluster.prefill.peer), 2, 2), wide(entry_of(cluster.decode.peer), 1, 2)
+    cluster.table.show(table_of(prefill, decode, version=2))
+    cluster.complete("abc", max_tokens=9)
+    cluster.complete("abcdef", max_tokens=100)
+    page = browse(f"{cluster.url}/", f"--user-data-dir={tmp_path}", "--dump-dom")
+    for text in (
+        "echo",
+        "prefill-0",
+        "decode-0",
+        "2 running, 1 waiting",
+        "40 of 100 pages held, 25 cached",
+        "MiB sent",
+    ):
+        assert text in page
+    assert [
+        page.count(f'<span class="name">{axis} {place}</span>') for axis, place in (("cp", 0), ("cp", 1), ("tp", 1))
+    ] == [
+        1,
+        1,
+        3,
+    ]
+    assert page.count('class="rank"') == 6
+    (requests,) = re.findall(r'<tbody id="requests">(.*?)</tbody>', page, re.DOTALL)
+    assert requests.count("<tr") == 2
+    assert requests.count("var(--prefill)") == 2
+    assert "prefill 40 ms · prefill-0" in requests
+    assert re.search(r'<span id="problem" role="status"></span>', page)

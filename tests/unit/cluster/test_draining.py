@@ -1,0 +1,49 @@
+"""A replica is empty when its heartbeats say so for a while, and nothing came and went unseen meanwhile."""
+
+from msgspec.structs import replace
+
+from cluster.launch.draining import QUIET_HEARTBEATS, DrainWatch
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
+
+D0 = ReplicaId("decode-0")
+EMPTY = ReplicaLoad(draining=True, num_taken=7)
+
+
+def table_of(load: ReplicaLoad, incarnation: int = 3) -> TableSnapshot:
+    entry = ReplicaEntry(
+        replica=D0, role=Role.DECODE, incarnation=Incarnation(incarnation), ready=True, rows=(), load=load
+    )
+    return TableSnapshot(version=1, replicas=(entry,), reaped={})
+
+
+def over_at(*seen: tuple[float, TableSnapshot | None]) -> float:
+    """When the watch is over, in heartbeats, if nothing else is seen after these."""
+    watch = DrainWatch(D0, Incarnation(3), heartbeat_s=1.0)
+    for at_s, snapshot in seen:
+        assert not watch.is_over(at_s)
+        watch.saw(snapshot, at_s)
+    last_s = seen[-1][0]
+    later = (last_s + step / 4 for step in range(100))
+    return next((at_s for at_s in later if watch.is_over(at_s)), float("inf"))
+
+
+def test_two_quiet_heartbeats_are_needed() -> None:
+    assert over_at((0.0, table_of(EMPTY)), (1.0, table_of(EMPTY)), (2.0, table_of(EMPTY))) == QUIET_HEARTBEATS
+
+
+def test_what_is_open_or_waits_or_does_not_drain_is_not_empty() -> None:
+    for change in ({"num_running": 1}, {"num_waiting": 1}, {"draining": False}):
+        assert over_at((0.0, table_of(replace(EMPTY, **change)))) == float("inf")
+        assert over_at((0.0, table_of(EMPTY)), (1.0, table_of(replace(EMPTY, **change)))) == float("inf")
+
+
+def test_a_request_that_came_and_went_between_two_heartbeats_begins_the_wait_anew() -> None:
+    assert over_at((0.0, table_of(EMPTY)), (2.0, table_of(replace(EMPTY, num_taken=8)))) == 2.0 + QUIET_HEARTBEATS
+
+
+def test_another_start_or_no_table_says_nothing() -> None:
+    assert over_at((0.0, table_of(EMPTY, incarnation=4))) == float("inf")
+    assert over_at((0.0, table_of(EMPTY)), (1.0, None)) == float("inf")
+    assert over_at((0.0, table_of(EMPTY)), (1.0, None), (2.0, table_of(EMPTY))) == 2.0 + QUIET_HEARTBEATS

@@ -1,0 +1,115 @@
+"""Recorded decode steps against the usual way; a stand-in for CUDA graphs computes again at each replay."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cluster.spec.strategy import Strategy
+from tests.fakes.checkpoints import make_checkpoint
+from workers import kernel_devices
+from workers.attention.torch_backend import TorchAttention
+from workers.attention.triton.decode import DecodeAttention
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.runs import Run
+from workers.engine.attention_context import CpExchange
+from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.contexts import make_context
+from workers.engine.decode_graphs import REPLAYED, DecodeGraphs, batch_sizes
+from workers.engine.weights import load_model
+from workers.models.decoder import DecoderModel
+from workers.parallel.collectives import Communicator
+
+
+def record(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    out = compute()
+
+    def replay() -> None:
+        out.copy_(compute())
+
+    return out, replay
+
+
+def usual(model: DecoderModel, pool: PagePool, rows: list[BatchRow]) -> Tensor:
+    batch = build_step_batch(
+        rows,
+        Strategy.NONE,
+        cp=1,
+        cp_rank=0,
+        page_size=pool.page_size,
+        trash_slot=pool.trash_slot,
+        device=model.device,
+    )
+    context = make_context(batch, None, pool, TorchAttention(), CpExchange(Communicator("cp")))
+    return model(batch.token_ids, batch.positions, context)
+
+
+def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen3"))
+    config = model.config
+    pool = PagePool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+    pool.data.copy_(torch.randn(pool.data.shape))
+    steps = [
+        [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)],
+        [BatchRow([6], 7, [4, 1], True)],
+    ]
+    with torch.inference_mode():
+        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", {"cpu"})
+        graphs = DecodeGraphs(model, pool, 3, record)
+        before = pool.data.clone()
+        replayed = []
+        for rows in steps:
+            hidden = graphs.run(rows)
+            assert hidden is not None
+            replayed.append(hidden.clone())
+        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", set())
+        after, pool.data[:] = pool.data.clone(), before
+        for rows, found in zip(steps, replayed, strict=True):
+            torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after[:-1], pool.data[:-1], atol=1e-4, rtol=1e-4)
+    assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
+    assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
+    assert graphs.counts == {REPLAYED: 2, "prompt tokens": 1, "more requests than recorded": 1}
+
+
+def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen3"))
+    pool = PagePool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+
+    def fail(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = DecodeGraphs(model, pool, 2, fail)
+    assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+    assert graphs.counts == {"recording failed": 1}
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=3), st.sampled_from([1, 3]), st.sampled_from([16, 64]))
+def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: int) -> None:
+    torch.manual_seed(0)
+    pages = [-(-length // page_size) for length in lens]
+    pool = PagePool(sum(pages), 2, 1, page_size, 64, torch.float32)
+    pool.data.copy_(torch.randn(pool.data.shape))
+    tables = torch.randperm(pool.num_pages).split(pages)
+    query = torch.randn(len(lens), 2 * groups, 64)
+    attention = DecodeAttention(len(lens), max(pages), page_size, 2, query[:1], query.device)
+    runs = [Run(request, length - 1, 1, 1) for request, length in enumerate(lens)]
+    expected = TorchAttention().prepare(runs, tables, page_size).attend(query, *pool.layer_view(0)).out
+    attention.fill([1] * len(lens), [table.numpy()[:1] for table in tables])
+    attention.fill(lens, [table.numpy() for table in tables])
+    torch.testing.assert_close(attention.attend(query, *pool.layer_view(0)), expected, atol=1e-5, rtol=1e-5)
+
+
+@given(st.integers(1, 300))
+def test_batch_sizes(most: int) -> None:
+    sizes = batch_sizes(most)
+    assert sizes[0] == 1
+    assert sizes[-1] == most
+    assert all(small < large <= max(2 * small, small + 4) for small, large in pairwise(sizes))
+    assert len(sizes) <= 4 + 4 * most.bit_length()

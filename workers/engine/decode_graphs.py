@@ -1,0 +1,149 @@
+"""Decode steps that are recorded once for some batch sizes and replayed, which takes the host next to no time."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.spec.kv import pages_for
+from workers.attention.triton.decode import DecodeAttention
+from workers.cache.page_pool import PagePool
+from workers.engine.batch import BatchRow
+from workers.models.decoder import DecoderModel
+
+REPLAYED = "replayed"
+
+_log = logging.getLogger(__name__)
+
+Recorded = tuple[Tensor, Callable[[], None]]
+"""What was computed, at a fixed place, and what computes it anew."""
+
+
+class Record(Protocol):
+    """Runs a computation and records it."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Recorded: ...
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, then four between each power of two and the next, or multiples of four, up to ``most``."""
+    sizes = {most} | {size for size in (1, 2, 4, 8) if size < most}
+    for power in (1 << bits for bits in range(3, most.bit_length())):
+        sizes |= {size for size in range(power, 2 * power, max(power // 4, 4)) if size < most}
+    return sorted(sizes)
+
+
+class DecodeGraphs:
+    """Replays steps in which each request has one token, which is drawn from. Other steps go the usual way."""
+
+    def __init__(self, model: DecoderModel, pool: PagePool, most_requests: int, record: Record) -> None:
+        self.counts: Counter[str] = Counter()
+        """Steps replayed, and those that were not, by reason."""
+        self._pool = pool
+        self._steps: dict[int, _RecordedStep] = {}
+        self._failure = "mixture of experts" if model.config.moe is not None else ""
+        if not self._failure:
+            try:
+                # The largest first, whose memory the others share.
+                for size in reversed(batch_sizes(most_requests)):
+                    self._steps[size] = _RecordedStep(model, pool, size, record)
+            except RuntimeError as error:
+                self._failure = "recording failed"
+                self._steps.clear()
+                _log.warning("decode steps are not replayed: %s", error)
+
+    def run(self, rows: Sequence[BatchRow]) -> Tensor | None:
+        """Final hidden states ``[rows, hidden]``, valid until the next call; None where it cannot be replayed."""
+        reason = self._failure or self._misfit(rows)
+        self.counts[reason or REPLAYED] += 1
+        if reason:
+            return None
+        size = min(size for size in self._steps if size >= len(rows))
+        return self._steps[size].run(rows)
+
+    def _misfit(self, rows: Sequence[BatchRow]) -> str:
+        if any(len(row.token_ids) != 1 or not row.sampled or row.scored for row in rows):
+            return "prompt tokens"
+        return "" if len(rows) <= max(self._steps) else "more requests than recorded"
+
+
+class _RecordedStep:
+    """A step of a fixed number of requests; those that are not there see one token of the trash page."""
+
+    def __init__(self, model: DecoderModel, pool: PagePool, size: int, record: Record) -> None:
+        self._pool, self._size = pool, size
+        config, device = model.config, model.device
+        query = torch.empty(1, config.num_heads, config.head_dim, dtype=model.dtype, device=device)
+        most_pages = min(pool.num_pages, pages_for(config.max_position_embeddings, pool.page_size))
+        self._attention = DecodeAttention(size, most_pages, pool.page_size, config.num_kv_heads, query, device)
+        self._inputs = torch.zeros(3, size, dtype=torch.int64, device=device)
+        token_ids, positions, slots = self._inputs
+        context = _DecodeContext(pool, slots, self._attention)
+        self._fill([])
+        self._hidden, self._replay = record(lambda: model(token_ids, positions, context))
+
+    def run(self, rows: Sequence[BatchRow]) -> Tensor:
+        self._fill(rows)
+        self._replay()
+        return self._hidden[: len(rows)]
+
+    def _fill(self, rows: Sequence[BatchRow]) -> None:
+        pool, num_missing = self._pool, self._size - len(rows)
+        tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
+        tables += [np.array([pool.num_pages])] * num_missing
+        positions = [row.prefix_len for row in rows] + [0] * num_missing
+        token_ids = [row.token_ids[0] for row in rows] + [0] * num_missing
+        pages = [table[position // pool.page_size] for table, position in zip(tables, positions, strict=True)]
+        slots = np.array(pages) * pool.page_size + np.array(positions) % pool.page_size
+        inputs = torch.from_numpy(np.stack([token_ids, positions, slots]))
+        self._inputs.copy_(inputs.pin_memory() if self._inputs.is_cuda else inputs, non_blocking=True)
+        self._attention.fill([position + 1 for position in positions], tables)
+
+
+class _DecodeContext:
+    """The AttentionContext of recorded steps: everything that changes from step to step is in tensors."""
+
+    kv_first = False
+    wanted = None
+    lens = None
+
+    def __init__(self, pool: PagePool, slots: Tensor, attention: DecodeAttention) -> None:
+        self._pool, self._slots, self._attention = pool, slots, attention
+
+    @property
+    def last(self) -> "_DecodeContext":
+        """Every token is drawn from."""
+        return self
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See AttentionContext."""
+        self._pool.write(layer, self._slots, torch.stack((k, v), dim=1))
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See AttentionContext."""
+        return self._attention.attend(q, *self._pool.layer_view(layer))
+
+
+class GpuRecorder:
+    """Records CUDA graphs, which are never replayed at the same time and so share their memory."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Recorded:
+        """The first two runs, which compile kernels and warm libraries up, are not recorded."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy pages and watch collectives meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            out = compute()
+        return out, graph.replay

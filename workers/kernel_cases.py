@@ -1,0 +1,129 @@
+"""What `baton bench kernels` runs: each kernel at the shapes of a model, with the work that it cannot do without."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workers.attention.triton.backend import TritonAttention
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.runs import Run
+from workers.kernel_result import HeadShape, Limit
+from workers.kernels.copy_pages import gather_pages
+from workers.kernels.merge import merge_partials
+from workers.kernels.rms_norm import add_rms_norm
+from workers.kernels.rotate import rotate
+from workers.kernels.store_kv import store_kv
+from workers.kernels.swiglu import swiglu
+
+PAGE_SIZE = 64
+_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One line of the output."""
+
+    kernel: str
+    limit: Limit
+    work: float
+    """FLOPs, or bytes read and written at least."""
+    run: Callable[[], object]
+    peer: Callable[[], object] | None = None
+    """Torch's own attention over the same keys, which lie in rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is computed."""
+
+    prompt_len: int = 8192
+    prefix_len: int = 30_720
+    chunk_len: int = 2048
+    decode_len: int = 32_768
+    decode_kv_bytes: int = 2 << 30
+    """Of all requests that are decoded together."""
+
+
+def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterator[KernelCase]:
+    """One after another, so that each one's memory can be given back before the next."""
+    yield _prefill(shape, device, sizes.prompt_len, 0)
+    yield _prefill(shape, device, sizes.chunk_len, sizes.prefix_len)
+    yield _decode(shape, device, sizes)
+    yield from _of_rows(shape, device, sizes.prompt_len)
+    yield from _of_pages(shape, device, sizes.prompt_len)
+
+
+def _prefill(shape: HeadShape, device: torch.device, num_tokens: int, prefix_len: int) -> KernelCase:
+    total = prefix_len + num_tokens
+    pool, table = _pages(shape, device, total)
+    query = _random(device, num_tokens, shape.heads, shape.head_dim)
+    step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
+    pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
+    peer = None
+    if not prefix_len:
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, *_random(device, 2, total, shape.kv_heads, shape.head_dim)))
+
+        def peer() -> object:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    name = f"prefill {num_tokens}" + (f" behind {prefix_len}" if prefix_len else "")
+    work = 4.0 * shape.heads * shape.head_dim * pairs
+    return KernelCase(name, Limit.FLOPS, work, lambda: step.attend(query, *pool.layer_view(0)), peer)
+
+
+def _decode(shape: HeadShape, device: torch.device, sizes: Sizes) -> KernelCase:
+    length, row_bytes = sizes.decode_len, 2 * shape.kv_heads * shape.head_dim * _DTYPE.itemsize
+    num_requests = max(1, sizes.decode_kv_bytes // (length * row_bytes))
+    pages_each = -(-length // PAGE_SIZE)
+    pool, pages = _pages(shape, device, num_requests * pages_each * PAGE_SIZE)
+    tables = torch.split(pages, pages_each)
+    query = _random(device, num_requests, shape.heads, shape.head_dim)
+    runs = [Run(request, length - 1, 1, 1) for request in range(num_requests)]
+    step = TritonAttention().prepare(runs, tables, PAGE_SIZE)
+    k, v = _random(device, 2, num_requests, shape.kv_heads, length, shape.head_dim)
+
+    def peer() -> object:
+        return functional.scaled_dot_product_attention(query[:, :, None], k, v, enable_gqa=True)
+
+    name = f"decode {num_requests} x {length}"
+    work = float(num_requests * length * row_bytes)
+    return KernelCase(name, Limit.BYTES, work, lambda: step.attend(query, *pool.layer_view(0)), peer)
+
+
+def _of_rows(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:
+    out = _random(device, num_tokens, shape.heads, shape.head_dim)
+    lse = torch.zeros(num_tokens, shape.heads, device=device)
+    partial_bytes = out.nbytes + lse.nbytes
+    yield KernelCase("merge 4 partials", Limit.BYTES, 5.0 * partial_bytes, lambda: merge_partials([out] * 4, [lse] * 4))
+    turn = _random(device, num_tokens, 1, shape.head_dim)
+    yield KernelCase("rotate", Limit.BYTES, 2.0 * out.nbytes, lambda: rotate(out, turn, turn))
+    hidden, weight = _random(device, num_tokens, shape.hidden), _random(device, shape.hidden)
+    yield KernelCase(
+        "normalise a sum", Limit.BYTES, 4.0 * hidden.nbytes, lambda: add_rms_norm(hidden, hidden, weight, 1e-6)
+    )
+    gate_up = _random(device, num_tokens, 2 * shape.inner)
+    yield KernelCase("gate", Limit.BYTES, 1.5 * gate_up.nbytes, lambda: swiglu(gate_up))
+
+
+def _of_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:
+    pool, pages = _pages(shape, device, num_tokens)
+    kv = _random(device, num_tokens, 2, shape.kv_heads, shape.head_dim)
+    slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
+    yield KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(pool.data[:, :, 0], slots, kv))
+    staged = torch.empty_like(pool.data[: len(pages)])
+    yield KernelCase("gather pages", Limit.BYTES, 2.0 * staged.nbytes, lambda: gather_pages(pool.data, pages, staged))
+
+
+def _pages(shape: HeadShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
+    """A pool of one layer, and all of its pages in no order."""
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    pool = PagePool(num_pages, shape.kv_heads, 1, PAGE_SIZE, shape.head_dim, _DTYPE, device=device)
+    pool.data.normal_()
+    return pool, torch.randperm(num_pages, device=device)
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).to(_DTYPE)

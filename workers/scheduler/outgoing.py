@@ -1,0 +1,19 @@
+"""How a leader's messages are sent: the tokens of a step for one router go together, in the order of each address."""
+
+from collections.abc import Iterable, Iterator
+
+from cluster.spec.messages import Message, Output, Outputs
+
+
+def outputs_together(outgoing: Iterable[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
+    """The same (address, message) pairs with as few messages as keep the order of each address."""
+    together: dict[str, list[Output]] = {}
+    for address, message in outgoing:
+        if isinstance(message, Output):
+            together.setdefault(address, []).append(message)
+            continue
+        if outputs := together.pop(address, None):
+            yield address, Outputs(outputs=outputs)
+        yield address, message
+    for address, outputs in together.items():
+        yield address, Outputs(outputs=outputs)
