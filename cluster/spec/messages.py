@@ -140,12 +140,6 @@ class Outputs(_Message, frozen=True):
     outputs: list[Output]
 
 
-class Outputs(_Message, frozen=True):
-    """What one step gave, for one router."""
-
-    outputs: list[Output]
-
-
 class Failure(_Message, frozen=True):
     """The leg cannot finish the request."""
 
