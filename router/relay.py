@@ -214,7 +214,7 @@ class Relay:
     def _place(self, place: Place) -> None:
         progress = self._progress[place.room]
         progress.answer.place(place.room, place.pair)
-        if place.pair.computes is place.pair.decode:
+        if place.pair.computes == place.pair.decode:
             self._metrics.skipped.inc()
         if progress.answer.is_timed:
             ranks = [row for leg in place.pair.legs for row in self._directory.rows(leg)]

@@ -43,7 +43,7 @@ class Rank:
     host_region: Region | None
     """Memory for cached pages beside the pool."""
     weights: str
-    """Digest of what the weights are."""
+    """Digest of what the weights are; only where pages may be stored under it."""
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
@@ -147,7 +147,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         region=region,
         backend=backend,
         host_region=host_region,
-        weights=weights_digest(folder),
+        weights=weights_digest(folder) if host_region else "",
         runner=runner,
         step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),
         model_shape=shape,

@@ -19,9 +19,9 @@ def status(
     from cluster.cli.running import find_running
 
     cluster = find_running(name)
-    snapshot = _read_table(cluster)
+    snapshot, troubles = _read_table(cluster), _ask_driver(cluster)
     if as_json:
-        typer.echo(_json(cluster, snapshot))
+        typer.echo(_json(cluster, snapshot, troubles))
         return
     from rich.console import Console
 
@@ -33,6 +33,22 @@ def status(
     else:
         console.print(_replicas(snapshot))
         console.print(_ranks(snapshot))
+    for line in troubles:
+        console.print(line, markup=False)
+
+
+def _ask_driver(cluster: "RunningCluster") -> list[str]:
+    """Which members do not run, and how often they failed; nothing from a driver that does not answer."""
+    from cluster.cli.control import give_order
+    from cluster.cli.running import control_path
+    from cluster.spec.errors import PeerUnreachableError
+    from cluster.supervisor.orders import TellOrder
+
+    try:
+        (answer,) = give_order(control_path(cluster.name), TellOrder())
+    except PeerUnreachableError:
+        return []
+    return answer.line.splitlines()
 
 
 def _read_table(cluster: "RunningCluster") -> "TableSnapshot | None":
@@ -50,7 +66,7 @@ def _read_table(cluster: "RunningCluster") -> "TableSnapshot | None":
         client.close()
 
 
-def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None") -> str:
+def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None", troubles: list[str]) -> str:
     import msgspec
 
     what = {
@@ -59,6 +75,7 @@ def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None") -> str:
         "driver_pid": cluster.process.pid,
         "router_url": cluster.router_url,
         "bootstrap_url": cluster.bootstrap_url,
+        "not_running": troubles,
         "table": snapshot,
     }
     return msgspec.json.format(msgspec.json.encode(what), indent=2).decode()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Event, Outcome
 from cluster.supervisor.order_checks import difference, numbers_of, refusal, running, why_needed, why_not_running
-from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder
+from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, OpenOrder, Phase
 
 Step = tuple[Cluster, list[Action]]
@@ -17,6 +17,8 @@ Step = tuple[Cluster, list[Action]]
 
 def on_ordered(cluster: Cluster, event: words.Ordered, now: Now) -> Step:
     """Refuse an order, or begin with it."""
+    if isinstance(event.order, TellOrder):
+        return cluster, [words.Answer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
     if reason := refusal(cluster, event.order):
         return cluster, [words.Answer(event.number, reason, Outcome.REFUSED)]
     opened = replace(cluster, order=OpenOrder(number=event.number, order=event.order))
@@ -35,6 +37,22 @@ def on_ordered(cluster: Cluster, event: words.Ordered, now: Now) -> Step:
             if missing:
                 return _with_order(opened, is_waiting=True), [words.Place(missing)]
             return _rescale(opened, event.order, now)
+
+
+def _troubles(cluster: Cluster) -> list[str]:
+    return [
+        f"{member.name}: {member.state}{failures_of(member)}"
+        for member in cluster.members.values()
+        if member.state not in (MemberState.RUNNING, MemberState.REMOVED)
+    ]
+
+
+def failures_of(member: Member) -> str:
+    """The end of a line about a member: how often it has failed in a row, and how it began."""
+    if not member.num_failures:
+        return ""
+    times = "once" if member.num_failures == 1 else f"{member.num_failures} times in a row"
+    return f"; failed {times}, at first: {member.first_error}"
 
 
 def on_placed(cluster: Cluster, event: words.Placed, now: Now) -> Step:
@@ -134,7 +152,7 @@ def _begin(cluster: Cluster, name: str) -> Step:
 
 def _drain(cluster: Cluster, member: Member) -> words.DrainReplica:
     order = cluster.order.order if cluster.order is not None else None
-    grace_s = None if order is None or isinstance(order, ResumeOrder) else order.grace_s
+    grace_s = None if order is None or isinstance(order, ResumeOrder | TellOrder) else order.grace_s
     return words.DrainReplica(member.name, member.incarnation, grace_s)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from cluster.spec.ids import ReplicaId, replica_id
 from cluster.spec.lifecycle import Role, role_of
-from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
+from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from cluster.supervisor.state import Cluster, MemberState, Phase
 
 _MAX_REPLICAS = 4096
@@ -28,6 +28,8 @@ def refusal(cluster: Cluster, order: Order) -> str | None:
             return next(filter(None, reasons), None)
         case ScaleOrder():
             return _scale_refusal(cluster, order)
+        case TellOrder():
+            return None
 
 
 def difference(cluster: Cluster, order: ScaleOrder) -> tuple[list[str], list[str]]:

@@ -42,4 +42,8 @@ class ScaleOrder(_Order, frozen=True):
     grace_s: float | None = None
 
 
-Order = DrainOrder | ResumeOrder | RestartOrder | ScaleOrder
+class TellOrder(_Order, frozen=True):
+    """Say which members do not run, and why; one line each. Changes nothing, and waits for no other order."""
+
+
+Order = DrainOrder | ResumeOrder | RestartOrder | ScaleOrder | TellOrder

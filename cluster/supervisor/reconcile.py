@@ -7,9 +7,9 @@ from cluster.spec.errors import PeerLostError
 from cluster.spec.ids import Incarnation
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Event
-from cluster.supervisor.operate import Step, advance, on_ordered, on_placed, on_replica_drained
+from cluster.supervisor.operate import Step, advance, failures_of, on_ordered, on_placed, on_replica_drained
 from cluster.supervisor.silence import on_table_lost, on_table_seen, out_of_patience
-from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, Member, MemberState, Now, Phase
+from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
@@ -131,15 +131,10 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
         cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
         actions = [words.Prove(event.name, event.incarnation)]
     if cluster.phase is Phase.SERVING:
-        line = f"starts again in {wait_s:g} s{_crash_loop(member)}" if member.is_wanted else "removed"
+        times = failures_of(member) if member.num_failures > 1 else ""
+        line = f"starts again in {wait_s:g} s{times}" if member.is_wanted else "removed"
         actions.append(words.Report(f"{event.name}: {line}"))
     return cluster, actions
-
-
-def _crash_loop(member: Member) -> str:
-    if member.num_failures < 2:
-        return ""
-    return f"; failed {member.num_failures} times in a row, at first: {member.first_error}"
 
 
 def _on_proven(cluster: Cluster, event: words.Proven) -> Step:

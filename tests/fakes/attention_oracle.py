@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.spec.strategy import Passing, Strategy
+from workers.attention.interface import AttentionBackend
 from workers.attention.registry import fastest_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import join_rows
@@ -94,14 +95,17 @@ def page_tables(scenario: Scenario, owners: int) -> tuple[list[NDArray[np.int64]
 class ScenarioRun:
     """One rank's way through a scenario, over a pool whose unwritten slots are NaN."""
 
-    def __init__(self, scenario: Scenario, group: Communicator) -> None:
+    def __init__(
+        self, scenario: Scenario, group: Communicator, backend: AttentionBackend | None = None, device: str = "cpu"
+    ) -> None:
         self.scenario = scenario
+        self.device = torch.device(device)
         self.exchange = CpExchange(group)
-        self.backend = fastest_backend(torch.device("cpu"), scenario.dtype)
+        self.backend = backend or fastest_backend(self.device, scenario.dtype)
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
-        self.pool = PagePool(*shape)
+        self.pool = PagePool(*shape, device=self.device)
         self.pool.data.fill_(torch.nan)
         self.inputs = [
             [scenario.inputs(request, layer) for layer in range(NUM_LAYERS)] for request in range(len(self.tables))
@@ -125,7 +129,7 @@ class ScenarioRun:
         last = context.last.join_last(self._last_layer(batch, lens, present, context.last))
         for request in present:
             self.done[request] += lens[request]
-        return StepResult(*(x.double().numpy() for x in (joined, last)))
+        return StepResult(*(x.cpu().double().numpy() for x in (joined, last)))
 
     def _last_layer(self, batch: StepBatch, lens: tuple[int, ...], present: list[int], context: StepContext) -> Tensor:
         """The last layer once more, as a model computes it: queries of those tokens alone that are wanted."""
@@ -146,7 +150,7 @@ class ScenarioRun:
             cp_rank=self.exchange.group.rank,
             page_size=self.scenario.page_size,
             trash_slot=self.pool.trash_slot,
-            device=torch.device("cpu"),
+            device=self.device,
             owners=self.owners,
         )
 
@@ -156,7 +160,8 @@ class ScenarioRun:
         shape = (0, KV_HEADS * (GROUPS if which == 0 else 1), HEAD_DIM)
         parts = [self.inputs[r][layer][which][self.done[r] : self.done[r] + lens[r]] for r in present]
         flattened = np.concatenate([np.empty(shape), *parts])
-        return torch.from_numpy(flattened[batch.plan.local(batch.cp_rank)]).to(self.scenario.dtype)
+        local = torch.from_numpy(flattened[batch.plan.local(batch.cp_rank)])
+        return local.to(self.device, self.scenario.dtype)
 
 
 def check_scenario(scenario: Scenario, results: list[list[StepResult]]) -> None:

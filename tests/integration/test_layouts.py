@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cluster.spec.config import DeployConfig, ParallelConfig
-from cluster.spec.strategy import MoeDispatch, Strategy
+from cluster.spec.strategy import Collectives, MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.layouts import covering_pairs, legal_layouts, needs_experts
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
@@ -35,9 +35,10 @@ class Case(NamedTuple):
     strategy: Strategy
     chunk_tokens: int
     dispatch: MoeDispatch
+    collectives: Collectives
 
     def __str__(self) -> str:
-        ways = (self.kv, self.strategy, self.chunk_tokens, self.dispatch)
+        ways = (self.kv, self.strategy, self.chunk_tokens, self.dispatch, self.collectives)
         return f"{self.family}-{_name(self.prefill)}-to-{_name(self.decode)}-{'-'.join(map(str, ways))}"
 
 
@@ -61,6 +62,7 @@ def cases_of(layouts: list[ParallelConfig], families: tuple[str, ...], decodes: 
                 strategy=STRATEGIES[turn // 2 % len(STRATEGIES)],
                 chunk_tokens=(37, 4096)[turn // 3 % 2],
                 dispatch=tuple(MoeDispatch)[turn % 3],
+                collectives=tuple(Collectives)[turn % 2],
             )
         )
     return sorted(cases, key=lambda case: (case.family, _name(case.prefill), _name(case.decode)))
@@ -81,7 +83,7 @@ def config_of(case: Case) -> DeployConfig:
             },
             "decode": {"parallel": case.decode, "moe_dispatch": case.dispatch},
             "transfer": {"mode": case.kv.sends, "page_filter": case.kv.page_filter},
-            "resources": {"check_collectives": True},
+            "resources": {"check_collectives": True, "collectives": case.collectives},
         }
     )
 

@@ -62,11 +62,11 @@ class Saver:
     def advance(self) -> None:
         """Order the copies that are due, as far as there is room for them."""
         stored, removed = self._journal.take()
+        received, self._received = self._received, set()
         for key in removed:
             self._hits.pop(key, None)
         if self._policy is WritePolicy.WRITE_THROUGH:
-            self._waiting += [key for key in stored if key not in self._received]
-            self._received.clear()
+            self._waiting += [key for key in stored if key not in received]
         elif self._policy is WritePolicy.WRITE_BACK and self._orders.num_open(MoveKind.SAVE) == 0:
             self._waiting += self._next_to_go()
         while self._waiting and self._orders.num_open(MoveKind.SAVE) < MAX_OPEN:

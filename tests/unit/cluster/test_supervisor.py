@@ -3,10 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
 from cluster.supervisor.events import (
     Action,
     Announce,
+    Answer,
     Drain,
     Drained,
     End,
@@ -14,6 +16,7 @@ from cluster.supervisor.events import (
     Failed,
     Kill,
     MarkReaped,
+    Outcome,
     Prove,
     Proven,
     Start,
@@ -23,6 +26,7 @@ from cluster.supervisor.events import (
     StopRequested,
     Tick,
 )
+from cluster.supervisor.orders import TellOrder
 from cluster.supervisor.reconcile import backoff_s, next_incarnation
 from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, MemberState, Phase
 from tests.fakes.supervised import ERROR, NAMES, UNIX_MS, Run
@@ -161,6 +165,26 @@ def test_crash_loop_is_reported_with_its_length() -> None:
     run.fail("prefill-0")
     run.step(Ended("prefill-0", run.incarnation("prefill-0"), True))
     assert run.lines == ["prefill-0: starts again in 4 s; failed 3 times in a row, at first: rank 1: no memory"]
+
+
+def test_what_does_not_run_is_told_with_its_first_error_to_whoever_asks() -> None:
+    run = Run().serve()
+    assert answer_of(run) == ""
+    for error in (ERROR, BatonError("it was killed")):
+        run.step(Failed("decode-0", run.incarnation("decode-0"), error))
+        run.step(Ended("decode-0", run.incarnation("decode-0"), True))
+        run.now_s += MAX_BACKOFF_S
+        run.step(Tick())
+    assert answer_of(run) == "decode-0: starting; failed 2 times in a row, at first: rank 1: no memory"
+    run.step(Started("decode-0", run.incarnation("decode-0")))
+    assert answer_of(run) == ""
+
+
+def answer_of(run: Run) -> str:
+    (answer,) = run.order(TellOrder())
+    assert isinstance(answer, Answer)
+    assert answer.outcome is Outcome.DONE
+    return answer.line
 
 
 def test_stop_drains_then_stops() -> None:

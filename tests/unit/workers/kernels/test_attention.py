@@ -17,7 +17,7 @@ from workers.kernels.merge import merge_partials
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.data())
 def test_pages(data: st.DataObject) -> None:
     check_paged(TritonAttention(), data.draw(paged_cases(150, data.draw(DTYPES))), "cpu")
@@ -38,7 +38,7 @@ def test_keys_that_are_split(case: PagedCase, least_keys: int) -> None:
         check_paged(TritonAttention(), case, "cpu")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(rank_pairs(), st.sampled_from([1, 3, 4]), DTYPES)
 def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype) -> None:
     check_rows(TritonAttention(), case, groups, dtype, "cpu")

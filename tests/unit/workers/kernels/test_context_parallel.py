@@ -1,0 +1,76 @@
+"""Context parallelism in every mode over the Triton backend, against the oracle; ranks are threads."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.strategy import Passing, Strategy
+from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
+from tests.fakes.pairwise import all_pairs
+from tests.fakes.thread_group import on_thread_ranks
+from workers.attention.triton.backend import TritonAttention
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.runs import Run
+
+_alone = threading.Lock()
+"""The interpreter runs one kernel at a time."""
+
+CASES = all_pairs(
+    {
+        "strategy": list(Strategy),
+        "cp": [2, 3],
+        "passing": [None, *Passing],
+        "in_background": [True, False],
+        "dtype": [torch.float32, torch.bfloat16],
+    }
+)
+
+
+class OneAtATime:
+    """The Triton backend for ranks that are threads."""
+
+    def prepare(
+        self,
+        runs: Sequence[Run],
+        page_tables: Sequence[Tensor],
+        page_size: int,
+        key_lens: Sequence[int] | None = None,
+    ) -> "_Locked":
+        return _Locked(TritonAttention().prepare(runs, page_tables, page_size, key_lens))
+
+    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> "_Locked":
+        return _Locked(TritonAttention().prepare_rows(query_runs, key_runs))
+
+
+class _Locked:
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, /) -> Partial:
+        with _alone:
+            found: Partial = self._attention.attend(query, key, value)
+        return found
+
+
+def check(strategy: Strategy, cp: int, passing: Passing | None, in_background: bool, dtype: torch.dtype) -> None:
+    chunks = ((5, 3), (4, 0), (1, 6))
+    scenario = Scenario(chunks=chunks, strategy=strategy, cp=cp, passing=passing, dtype=dtype)
+    results = on_thread_ranks(
+        cp, lambda group: ScenarioRun(scenario, group, OneAtATime()).run(), in_background=in_background
+    )
+    check_scenario(scenario, results)
+
+
+@pytest.mark.parametrize("passing", [None, Passing.PASS_KV], ids=["gather", "ring"])
+def test_zigzag(passing: Passing | None) -> None:
+    check(Strategy.ZIGZAG, 2, passing, in_background=True, dtype=torch.float32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_every_mode(case: dict[str, Any]) -> None:
+    check(**case)
