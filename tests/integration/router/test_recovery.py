@@ -86,8 +86,13 @@ def test_the_headers_name_those_that_answered(cluster: RouterCluster) -> None:
 def test_a_prefill_replica_that_fails_all_the_time_gets_nothing_more(cluster: RouterCluster) -> None:
     with joined(cluster, "prefill-1") as other:
         cluster.prefill.fails = "no memory"
-        for _ in range(8):
-            assert cluster.complete("abc", max_tokens=3)["choices"][0]["text"] == "abc"
+        for count in range(1, 9):
+            cluster.decode.flow.clear()  # the fake would answer before prefill has failed
+            with ThreadPoolExecutor() as threads:
+                answer = threads.submit(cluster.complete, "abc", max_tokens=3)
+                other.wait_submits(count)
+                cluster.decode.flow.set()
+                assert answer.result()["choices"][0]["text"] == "abc"
         assert (len(cluster.prefill.submits), len(other.submits)) == (2, 8)
     assert cluster.metric("baton_request_retries_total") == 2
     assert cluster.metric('baton_breaker_state{replica="prefill-0",state="open"}') == 1
