@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -32,7 +33,6 @@ from tests.fakes.paged_ranks import PAGE_SIZE, row
 from transfer.backends.interface import Region
 from transfer.digests import coverage_problem
 from transfer.sender import SenderThread
-from workers.engine.runner import KnownRequest
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
 
@@ -44,6 +44,14 @@ PAGES = [5, 2, 6, 1]
 """The request's pages in prefill; the first three are cached."""
 HELD = 1
 TICKETED = [3, 4, 0]
+
+
+@dataclass
+class Known:
+    """What a rank knows of a request after a step."""
+
+    admit: Admit
+    pages: list[int]
 
 
 @pytest.fixture
@@ -144,7 +152,7 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
         sender.before_step(plan)
         assert backend.is_writing.wait(60)
         backend.gate.set()
-        sender.after_step(plan, {ROOM: KnownRequest(admit, PAGES)})
+        sender.after_step(plan, {ROOM: Known(admit, PAGES)})
         (done,), (report,) = messages(decode, 1), messages(leader, 1)
     assert isinstance(done, Done)
     assert (done.num_pages, done.num_bytes) == (3, 3 * mine.layout.page_bytes)
@@ -165,7 +173,7 @@ def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) 
         source = filled(backend, mine, first=10 * (1 + mine.global_rank))
         with closing(sender_of(mine, leader, source, backend)) as sender:
             sender.before_step(plan)
-            sender.after_step(plan, {ROOM: KnownRequest(admit, pages)})
+            sender.after_step(plan, {ROOM: Known(admit, pages)})
             (report,) = messages(leader, 1)
         assert isinstance(report, SendReport)
         assert report.state is SendState.SENT
@@ -188,7 +196,7 @@ def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
     plan = plan_of(admit, PAGES)
     with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
         sender.before_step(plan)
-        sender.after_step(plan, {ROOM: KnownRequest(admit, PAGES)})
+        sender.after_step(plan, {ROOM: Known(admit, PAGES)})
         (done,) = messages(decode, 1)
     assert isinstance(done, Done)
     assert coverage_problem(done.digests, TICKETED, done.num_bytes) is None
