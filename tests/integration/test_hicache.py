@@ -129,7 +129,7 @@ def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
     next_turn = [*LONG, *oracle.tokens(LONG), *draw(2, 5)]
     all_pages = 10 * PAGE_SIZE
     gather = config_of((2, GATHER, 1), tmp_path)
-    ring = config_of((3, RING, 2), tmp_path)
+    ring = config_of((3, RING, 1), tmp_path)
     first = LocalEngine()
     try:
         with first.running(checkpoint, gather) as cluster:
