@@ -110,7 +110,7 @@ def test_dp_ranks_have_tiers_of_their_own(
     checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
     side = {"parallel": {"dp": 2}, "dp_policy": "follow_room"}
-    config = config_of({"cp": 1, "mode": CpMode.GATHER, "tp": 1}, tmp_path)
+    config = config_of((1, GATHER, 1), tmp_path)
     config = DeployConfig.model_validate({**config.model_dump(), "prefill": side, "decode": side})
     with engine.running(checkpoint, config) as cluster:
         ask_until(cluster, LONG, oracle, Tier.DEVICE, host=9 * PAGE_SIZE, storage=0)
