@@ -110,7 +110,7 @@ def test_dp_ranks_have_tiers_of_their_own(
     checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
     side = {"parallel": {"dp": 2}, "dp_policy": "follow_room"}
-    config = config_of({"cp": 1, "mode": CpMode.GATHER, "tp": 1}, tmp_path)
+    config = config_of((1, GATHER, 1), tmp_path)
     config = DeployConfig.model_validate({**config.model_dump(), "prefill": side, "decode": side})
     with engine.running(checkpoint, config) as cluster:
         ask_until(cluster, LONG, oracle, Tier.DEVICE, host=9 * PAGE_SIZE, storage=0)
@@ -129,7 +129,7 @@ def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
     next_turn = [*LONG, *oracle.tokens(LONG), *draw(2, 5)]
     all_pages = 10 * PAGE_SIZE
     gather = config_of((2, GATHER, 1), tmp_path)
-    ring = config_of((3, RING, 2), tmp_path)
+    ring = config_of((3, RING, 1), tmp_path)
     first = LocalEngine()
     try:
         with first.running(checkpoint, gather) as cluster:
