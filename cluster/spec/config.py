@@ -47,11 +47,11 @@ class AttentionSetting(StrEnum):
     TRITON = "triton"
     """On a GPU; pages of any size."""
     FLASH_ATTN = "flash_attn"
-    """On a GPU, by the package of this name where it can, by triton elsewhere."""
+    """On a GPU, in bf16, by the package of this name where it can, by triton elsewhere."""
     NATIVE = "native"
     """On a CPU with AVX512-BF16, in bf16."""
     TORCH = "torch"
-    """Anywhere; the reference."""
+    """On a CPU; the reference."""
 
 
 class ModelConfig(_Node):

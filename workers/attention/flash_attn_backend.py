@@ -19,7 +19,7 @@ PAGE_MULTIPLE = 256
 
 
 class FlashAttention:
-    """For bf16 and fp16, positions in steps of one, and keys of each run that are one range up to its last query."""
+    """For bf16, positions in steps of one, and keys of each run that are one range up to its last query."""
 
     def __init__(self) -> None:
         self._triton = TritonAttention()

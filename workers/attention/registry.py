@@ -17,7 +17,8 @@ BACKENDS = {
     "torch": "workers.attention.torch_backend:TorchAttention",
     "triton": "workers.attention.triton.backend:TritonAttention",
 }
-_ON_GPU = ("flash_attn", "triton")
+_EVERYWHERE = {"cpu": ("torch",), "cuda": ("triton",)}
+_IN_BF16 = {"cpu": ("native",), "cuda": ("flash_attn",)}
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ def choose_backend(setting: AttentionSetting, device: torch.device, dtype: torch
     name = setting.value
     if setting is AttentionSetting.AUTO:
         return _fastest(device, dtype)
-    on_gpu = device.type == "cuda"
-    allowed = [*_ON_GPU, "torch"] if on_gpu else ["torch", *(["native"] if dtype == torch.bfloat16 else [])]
+    allowed = _EVERYWHERE[device.type] + (_IN_BF16[device.type] if dtype == torch.bfloat16 else ())
     if name not in allowed:
         on = f"{device.type} in {dtype}".replace("torch.", "")
         raise UserError(f"resources.attention: got {name}; allowed on {on}: auto, {', '.join(sorted(allowed))}")

@@ -13,7 +13,9 @@ from cluster.spec.kv import pages_for
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
 from workers.engine.batch import BatchRow
+from workers.expert_parallel.sharing import Lens
 from workers.models.decoder import DecoderModel
+from workers.models.interface import AttentionContext
 
 REPLAYED = "replayed"
 
@@ -82,7 +84,7 @@ class _RecordedStep:
         self._attention = DecodeAttention(size, most_pages, pool.page_size, config.num_kv_heads, query, device)
         self._inputs = torch.zeros(3, size, dtype=torch.int64, device=device)
         token_ids, positions, slots = self._inputs
-        context = _DecodeContext(pool, slots, self._attention)
+        context: AttentionContext = _DecodeContext(pool, slots, self._attention)
         self._fill([])
         self._hidden, self._replay = record(lambda: model(token_ids, positions, context))
 
@@ -108,8 +110,9 @@ class _DecodeContext:
     """The AttentionContext of recorded steps: everything that changes from step to step is in tensors."""
 
     kv_first = False
-    wanted = None
-    lens = None
+    wanted: Tensor | None = None
+    lens: Lens = None
+    last_lens: Lens = None
 
     def __init__(self, pool: PagePool, slots: Tensor, attention: DecodeAttention) -> None:
         self._pool, self._slots, self._attention = pool, slots, attention

@@ -30,7 +30,9 @@ def test_what_is_asked_for() -> None:
     [
         ("triton", CPU, torch.bfloat16, "got triton; allowed on cpu in bfloat16: auto, native, torch"),
         ("native", CPU, torch.float32, "got native; allowed on cpu in float32: auto, torch"),
-        ("native", CUDA, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, torch, triton"),
+        ("native", CUDA, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, triton"),
+        ("flash_attn", CUDA, torch.float32, "got flash_attn; allowed on cuda in float32: auto, triton"),
+        ("torch", CUDA, torch.bfloat16, "got torch; allowed on cuda in bfloat16: auto, flash_attn, triton"),
     ],
 )
 def test_what_is_not_for_this_device(setting: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
