@@ -1,5 +1,6 @@
 """What a decode leader remembers of one request, and the moves it may make."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -55,6 +56,8 @@ class DecodeSettings:
     rank_addresses: tuple[str, ...] = ()
     """Every rank's, by global rank."""
     verify: Verify = Verify.COUNTS
+    request_timeout_s: float
+    """Longest wait of a choice for the one that brings its prompt; the router may be unable to say that it is over."""
     settle_s: float
     """How long bytes may be on their way after their sender failed or died."""
 
@@ -80,6 +83,8 @@ class DecodeRequest:
     """While VERIFYING: ranks that have not answered."""
     num_wrong: int = 0
     """Pages that are not as they were sent, on the ranks that have answered."""
+    give_up_s: float = math.inf
+    """When it waits no longer for another choice."""
     has_prompt: bool = False
     """The prompt's KV is here, and with it the first token."""
 
