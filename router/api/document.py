@@ -33,15 +33,14 @@ _BODIES = (
 _ANSWERS = (Completion, ChatCompletion, ChatChunk, ResponseObject, Generation, ErrorBody)
 _REF = "#/components/schemas/{name}"
 
-_STREAM = {"type": "string", "description": "Server-sent events, where `stream` is true."}
-
 
 def document(body: type[BaseModel], answer: type[msgspec.Struct] | None = None) -> dict[str, Any]:
     """For ``openapi_extra``: the route takes this body, and gives this answer, whole or as a stream."""
     told: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
     if answer is not None:
-        content = _json(answer) | {"text/event-stream": {"schema": _STREAM}}
-        told["responses"] = {"200": {"description": "The answer.", "content": content}}
+        content = _json(answer) | {"text/event-stream": {}}
+        description = "The answer; as server-sent events where `stream` is true."
+        told["responses"] = {"200": {"description": description, "content": content}}
     return told
 
 
