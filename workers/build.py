@@ -95,6 +95,7 @@ def _make_decode_leader(
         quarantine_limit=config.transfer.quarantine_limit,
         rank_addresses=tuple(row.address for row in rows),
         verify=config.transfer.verify,
+        request_timeout_s=config.router.request_timeout_s,
         settle_s=rank.backend.settle_s,
     )
     keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None

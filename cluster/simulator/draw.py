@@ -54,6 +54,7 @@ def _draw_shape(random: Random) -> Shape:
         page_filter=PageFilter.MODULAR if is_sharded else random.choice(list(PageFilter)),
         ownership=KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED,
         prefix_cache=random.random() < 0.7,
+        skip_below_tokens=random.choice([0, 0, 3 * PAGE_SIZE]),
         settle_s=random.choice([0.0, 2.0]),
         reuses_addresses=random.random() < 0.5,
     )
@@ -77,6 +78,9 @@ def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
                 enough=random.randint(1, max_tokens) if random.random() < 0.1 else None,
             )
         )
+        if random.random() < 0.2:
+            lengths = [random.randint(1, max_tokens) for _ in range(random.randint(1, 3))]
+            asks += [replace(asks[-1], is_choice=True, max_tokens=length, enough=None) for length in lengths]
     return tuple(asks)
 
 

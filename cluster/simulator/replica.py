@@ -88,6 +88,7 @@ def _make_leader(around: Surroundings, rows: list[RankRow], allocator: PageAlloc
             page_bytes=first.layout.page_bytes,
             transfer_timeout_s=shape.transfer_timeout_s,
             quarantine_limit=shape.quarantine_limit,
+            request_timeout_s=shape.request_timeout_s,
             settle_s=shape.settle_s,
         )
         return DecodeLeader(decode, StepScheduler(allocator, limits, fixed(Strategy.NONE)), allocator)

@@ -43,6 +43,9 @@ class RouterProcess(Process):
         picker = Picker(config, self.directory, load, breakers, around.random)
         self.dispatch = Dispatch(me, config.router, load, breakers, picker.pair, self._draw_room)
         self._duties = Duties()
+        self._first: Room | None = None
+        """The newest request that is no further choice."""
+        self._first_prompt = b""
         self._clients: dict[Room, Client] = {}
         """Of the open requests."""
         self._unwatch = bootstrap.watch(HOME, self._on_table)
@@ -69,7 +72,10 @@ class RouterProcess(Process):
             return
         now_s = self.around.now_s()
         ask = _request(client.ask, self.around.random.choice(_SESSIONS))
-        room, actions = self.dispatch.open(ask, now_s + self.around.shape.request_timeout_s, now_s)
+        is_choice = client.ask.is_choice and self._first_prompt == client.ask.prompt
+        first = self._first if is_choice else None
+        room, actions = self.dispatch.open(ask, now_s + self.around.shape.request_timeout_s, now_s, first)
+        self._first, self._first_prompt = first or room, client.ask.prompt
         self._clients[room] = client
         self._perform(actions)
         if client.ask.patience_s is not None:
@@ -143,7 +149,8 @@ class RouterProcess(Process):
 
 def _config(around: Surroundings) -> DeployConfig:
     policies = {f"{role}_policy": around.random.choice(sorted(POLICIES)) for role in Role}
-    return DeployConfig.model_validate({"kv": {"page_size": PAGE_SIZE}, "router": policies})
+    prefill = {"skip_below_tokens": around.shape.skip_below_tokens}
+    return DeployConfig.model_validate({"kv": {"page_size": PAGE_SIZE}, "prefill": prefill, "router": policies})
 
 
 def _request(ask: Ask, session: str) -> RouterAsk:

@@ -78,6 +78,8 @@ class Ask:
     """The client leaves so long after it came."""
     enough: int | None = None
     """Tokens after which the client's stop string is complete."""
+    is_choice: bool = False
+    """Another choice of the request before it, which came at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,8 @@ class Shape:
     ownership: KvOwnership = KvOwnership.REPLICATED
     """Where prefill keeps KV; sharded, every rank sends the pages it owns."""
     prefix_cache: bool = True
+    skip_below_tokens: int = 0
+    """Decode computes shorter prompts itself."""
     settle_s: float = 0.0
     """How long bytes are on their way after their sender died or failed."""
     reuses_addresses: bool = False

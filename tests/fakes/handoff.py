@@ -150,6 +150,7 @@ class World:
             quarantine_limit=0.25,
             rank_addresses=(self.decode_row.address,),
             verify=verify,
+            request_timeout_s=600.0,
             settle_s=0.5,
         )
         self.leaders: dict[str, Leader] = {

@@ -106,6 +106,8 @@ class DecodeLeader(LeaderCore):
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
+        for choice in self._queue.late_choices(now_s):
+            self._refuse(choice, "the choice that was to bring its prompt did not come", retryable=True)
         self._reserve(now_s)
         self._watch_quarantine()
         self.follow_cache()
@@ -195,6 +197,7 @@ class DecodeLeader(LeaderCore):
         if reason := self.too_large(num_pages, self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
         elif self._must_await(submit.prompt_of):
+            request.give_up_s = self._now_s + self._settings.request_timeout_s
             self._queue.add_choice(request, submit.prompt_of)
         else:
             self._queue.add(request)
@@ -328,6 +331,7 @@ class DecodeLeader(LeaderCore):
             self.drop(cancel)
         elif request is None:
             self.ended.add(cancel.room, "the request was cancelled")
+            self._fail_choices(cancel.room, "the request was cancelled")
         else:
             self._stop(request, "the request was cancelled", now_s)
 
@@ -377,6 +381,10 @@ class DecodeLeader(LeaderCore):
         self.send_failure(request.submit, reason, retryable=retryable)
         self._end(request, reason)
 
+    def _fail_choices(self, awaited: Room, event: str) -> None:
+        for choice in self._queue.end_wait(awaited):
+            self._refuse(choice, f"the choice that was to bring its prompt ended: {event}", retryable=True)
+
     def _end(self, request: DecodeRequest, event: str) -> None:
         self._move(request, DecodeState.ENDED, event)
         self._allocator.free(request.pages)
@@ -388,6 +396,5 @@ class DecodeLeader(LeaderCore):
     def _move(self, request: DecodeRequest, target: DecodeState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
         if target is DecodeState.STOPPING or target is DecodeState.ENDED:
-            for choice in self._queue.end_wait(request.room):
-                self._refuse(choice, f"the choice that was to bring its prompt ended: {event}", retryable=True)
+            self._fail_choices(request.room, event)
         self.recorder.enter(request.submit.room, None if target is DecodeState.ENDED else target.value, self._now_s)

@@ -36,6 +36,10 @@ class DecodeQueue:
         """Those that waited for a room; they are not here any more."""
         return self._choices.pop(awaited, [])
 
+    def late_choices(self, now_s: float) -> list[DecodeRequest]:
+        """Those that have waited for a room too long; they are still here."""
+        return [request for waiting in self._choices.values() for request in waiting if request.give_up_s <= now_s]
+
     def remove(self, request: DecodeRequest) -> None:
         """Forget one, if it waits."""
         self._queue.remove(request.room)
