@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, Peer
+from cluster.spec.messages import Cancel
+from cluster.spec.peer import Peer
 from router.actions import Action, Place, Send
 from router.breaker import Breakers
 from router.flight import Attempt, Flight, Pair, Pick, Stage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 
 
 class BreakerState(StrEnum):

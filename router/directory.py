@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room, draw_room
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Failure, Output, Peer
+from cluster.spec.messages import Failure, Output
+from cluster.spec.peer import Peer
 from cluster.spec.tiers import CachedTokens
 from router.actions import Action, Cause, Emit, Fail, Wait
 from router.attempts import Attempts

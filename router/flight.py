@@ -8,7 +8,8 @@ import msgspec
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Moves
-from cluster.spec.messages import Output, Peer, Submit
+from cluster.spec.messages import Output, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 from router.policies.candidate import Candidate, Load
 
 _NOTHING = Load()

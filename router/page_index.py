@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.messages import PageNews, Peer
+from cluster.spec.messages import PageNews
+from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
 from router.lower_tiers import LowerTiers, Weights
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 from router.breaker import Breakers
 from router.directory import Directory
 from router.flight import Ask, Pair

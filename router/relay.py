@@ -10,7 +10,8 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs, PageNews, Peer, Submit, Timeline
+from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs, PageNews, Submit, Timeline
+from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
 from router.actions import Action, Emit, Fail, Place, Send, Wait

@@ -18,7 +18,7 @@ from cluster.grammar import Grammars
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import Rendezvous
 from cluster.tokenizer import Tokenizer

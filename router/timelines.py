@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import GiveTimeline, Timeline
+from cluster.spec.messages import Timeline
 from cluster.spec.registry import RankRow
+from cluster.spec.step_messages import GiveTimeline
 from cluster.spec.timeline import Interval
 
 MAX_KEPT = 8

@@ -1,9 +1,9 @@
 """Whether two replicas can exchange KV at all, answered in words when they first meet."""
 
 from cluster.spec.kv import KvGeometry, pages_for
-from cluster.spec.messages import Ticket
 from cluster.spec.ranks import kv_heads_of
 from cluster.spec.registry import KvOwnership, PageFilter, RankRow, TransferMode
+from cluster.spec.transfer_messages import Ticket
 from transfer import layout
 
 _GEOMETRY_WORDS = {

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from cluster.spec.kv import PoolLayout
-from cluster.spec.messages import PageDigests
 from cluster.spec.registry import RankRow
+from cluster.spec.transfer_messages import PageDigests
 from transfer.plan import PagePair, make_spans
 
 

@@ -9,8 +9,9 @@ from enum import Enum
 
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Moves, move
-from cluster.spec.messages import Done, Drained, PageDigests, Peer, Refused, Result, Revoke, Ticket
+from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
+from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, Result, Revoke, Ticket
 from transfer.digests import coverage_problem
 
 TICKET_AGAIN_S = 10.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import PageDigests
 from cluster.spec.registry import Endpoint
+from cluster.spec.transfer_messages import PageDigests
 from transfer.backends.interface import Region, TransferBackend
 from transfer.plan import Span, batches, total_bytes
 

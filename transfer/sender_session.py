@@ -10,7 +10,9 @@ from enum import Enum
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import Moves, move
-from cluster.spec.messages import Done, PageDigests, Peer, SendReport, SendState, Target
+from cluster.spec.peer import Peer
+from cluster.spec.step_messages import SendReport, Target
+from cluster.spec.transfer_messages import Done, PageDigests, SendState
 from transfer.plan import PagePair
 
 

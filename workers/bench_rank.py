@@ -7,9 +7,9 @@ import torch
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting
 from workers.attention.registry import fastest_backend
 from workers.bench_attention import TimedAttention

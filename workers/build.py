@@ -7,7 +7,8 @@ from cluster.channel import Outbox
 from cluster.spec.config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Peer, Timeline
+from cluster.spec.messages import Timeline
+from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock

@@ -8,9 +8,12 @@ from typing import Any, Protocol
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, DropSend, Message, PageDigests, Peer, SendReport, SendState, StepPlan, Target
+from cluster.spec.messages import Message
+from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
+from cluster.spec.step_messages import Admit, DropSend, SendReport, StepPlan, Target
 from cluster.spec.timeline import Interval
+from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
 from transfer.plan import PagePair, local_page, make_spans, owned_pages, receivers
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written

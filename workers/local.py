@@ -22,10 +22,12 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, Message, Output, Outputs, Peer, Shutdown, Submit, TableUpdate
+from cluster.spec.messages import Failure, Message, Output, Outputs, Submit, TableUpdate
+from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
+from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
 from cluster.spec.worker_spec import WorkerSpec
 

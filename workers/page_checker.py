@@ -3,8 +3,8 @@
 import queue
 import threading
 
-from cluster.spec.messages import CheckPages, PagesChecked
 from cluster.spec.registry import RankRow
+from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
 from workers.kv_sender import Post
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import nn
 
-from cluster.spec.messages import StepPlan
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.timeline import Interval
 from workers.models.decoder import DecoderLayer, DecoderModel
 from workers.parallel.collectives import Communicator

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, StepPlan
+from cluster.spec.step_messages import Admit, StepPlan
 from cluster.spec.timeline import Interval
 
 REQUEST, COMPUTE, COLLECTIVES, KV_SENDER = "request", "compute", "collectives", "kv sender"

@@ -21,21 +21,12 @@ from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError, QuarantineError
 from cluster.spec.ids import Room
-from cluster.spec.messages import (
-    CheckPages,
-    Drain,
-    DropSend,
-    GiveTimeline,
-    Message,
-    Shutdown,
-    StepPlan,
-    StepResult,
-    Submit,
-    TableUpdate,
-)
+from cluster.spec.messages import Drain, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import DropSend, GiveTimeline, Shutdown, StepPlan, StepResult
 from cluster.spec.tiers import MovePages
+from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline
 from workers.cpu import use_cpu

@@ -8,7 +8,7 @@ from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Cancel, FollowPages, Message, Output, PageNews, Shutdown, Submit
+from cluster.spec.messages import Cancel, FollowPages, Message, Output, PageNews, Submit
 from cluster.spec.registry import (
     Endpoint,
     KvOwnership,
@@ -21,6 +21,7 @@ from cluster.spec.registry import (
     TransferMode,
 )
 from cluster.spec.sampling import FinishReason
+from cluster.spec.step_messages import Shutdown
 
 _HOST = "127.0.0.1"
 _IDLE_S = 0.05

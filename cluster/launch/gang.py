@@ -16,9 +16,10 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Drain, Message, Resume, Shutdown
+from cluster.spec.messages import Drain, Message, Resume
 from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRow
+from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 
 _WATCH_S = 1.0

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from cluster.simulator.memory import Memory, Violation
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import Admit, Row, StepPlan
 from transfer.plan import local_page
 from workers.kv_sender import KvSender
 

@@ -10,9 +10,12 @@ from cluster.simulator.rank_process import Follower, RankProcess
 from cluster.simulator.stale import send_late_words
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import DropSend, Message, Output, Peer, StepPlan, TableUpdate, Ticket
+from cluster.spec.messages import Message, Output, TableUpdate
+from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.step_messages import DropSend, StepPlan
 from cluster.spec.strategy import Strategy
+from cluster.spec.transfer_messages import Ticket
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.leader import Leader
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from cluster.simulator.scenario import PAGE_SIZE
 from cluster.spec.ids import Room
-from cluster.spec.messages import Output, Ticket
+from cluster.spec.messages import Output
+from cluster.spec.transfer_messages import Ticket
 from workers.cache.page_allocator import PageAllocator
 
 

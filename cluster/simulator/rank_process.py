@@ -10,8 +10,10 @@ from cluster.simulator.process import Process
 from cluster.simulator.surroundings import Surroundings
 from cluster.simulator.writer import VirtualWriter
 from cluster.spec.config import TransferConfig
-from cluster.spec.messages import DropSend, Message, Peer, StepPlan
+from cluster.spec.messages import Message
+from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
+from cluster.spec.step_messages import DropSend, StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.kv_sender import KvSender
 

@@ -8,7 +8,7 @@ from cluster.simulator.network import machine_of
 from cluster.simulator.rank_process import Follower, RankProcess
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator

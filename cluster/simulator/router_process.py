@@ -13,7 +13,8 @@ from cluster.simulator.surroundings import Surroundings
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, Message, Output, Peer, Submit
+from cluster.spec.messages import Failure, Message, Output, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from router.actions import Action, Emit, Fail, Place, Send, Wait

@@ -6,7 +6,8 @@ Nothing numbers a second ticket of a room yet, so the simulator makes up what an
 from functools import partial
 
 from cluster.simulator.surroundings import Surroundings
-from cluster.spec.messages import Done, Drained, Peer, Ticket
+from cluster.spec.peer import Peer
+from cluster.spec.transfer_messages import Done, Drained, Ticket
 
 
 def send_late_words(around: Surroundings, ticket: Ticket) -> None:

@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Drain, Message, Peer, Resume
+from cluster.spec.messages import Drain, Message, Resume
 from cluster.spec.page_key import page_keys
+from cluster.spec.peer import Peer
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from router.api.body import read
 from router.api.document import document

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

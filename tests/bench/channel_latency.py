@@ -9,7 +9,8 @@ import time
 from contextlib import closing
 
 from cluster.channel import Inbox, Outbox, draw_key
-from cluster.spec.messages import Message, Shutdown
+from cluster.spec.messages import Message
+from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import ChannelKey
 
 HOST = "127.0.0.1"

@@ -21,10 +21,12 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, draw_room, replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Outputs, Peer, Shutdown, Submit
+from cluster.spec.messages import Outputs, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.checkpoints import make_checkpoint
 from workers.local import HOST, WorkerProcess

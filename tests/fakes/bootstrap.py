@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 from cluster.spec.registry import (
     Endpoint,
     KvOwnership,

@@ -12,24 +12,8 @@ import msgspec
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import (
-    Cancel,
-    CheckPages,
-    DropSend,
-    Failure,
-    FollowPages,
-    Message,
-    Output,
-    PageDigests,
-    PageNews,
-    PagesChecked,
-    Peer,
-    SendReport,
-    SendState,
-    StepPlan,
-    Submit,
-    TableUpdate,
-)
+from cluster.spec.messages import Cancel, Failure, FollowPages, Message, Output, PageNews, Submit, TableUpdate
+from cluster.spec.peer import Peer
 from cluster.spec.registry import (
     KvOwnership,
     PageFilter,
@@ -41,7 +25,9 @@ from cluster.spec.registry import (
     Verify,
 )
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
+from cluster.spec.step_messages import DropSend, SendReport, StepPlan
 from cluster.spec.strategy import Strategy
+from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked, SendState
 from tests.fakes.paged_ranks import GEOMETRY, PAGE_SIZE, Ranks, row
 from transfer.plan import is_sender, owned_pages
 from transfer.sender_session import SenderSession

@@ -12,9 +12,10 @@ from cluster.channel import Outbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Message, StepPlan, TableUpdate
+from cluster.spec.messages import Message, TableUpdate
 from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.worker_spec import WorkerSpec
 from workers import worker as worker_module
 from workers.scheduler.leader import Leader

@@ -10,8 +10,9 @@ from cluster.bootstrap.rank_keeper import RankKeeper
 from cluster.channel import Inbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
-from cluster.spec.messages import Drain, Message, Shutdown
+from cluster.spec.messages import Drain, Message
 from cluster.spec.registry import RankRow, ReplicaLoad
+from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from tests.fakes.rows import make_row
 

@@ -3,9 +3,6 @@
 from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import (
-    StepPlan,
-)
 from cluster.spec.registry import (
     Endpoint,
     KvOwnership,
@@ -15,6 +12,7 @@ from cluster.spec.registry import (
     TransferMode,
 )
 from cluster.spec.sampling import Sampled, TokenLogprobs
+from cluster.spec.step_messages import StepPlan
 from transfer.plan import local_page
 from workers.cache.page_allocator import PageAllocator
 

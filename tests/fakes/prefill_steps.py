@@ -1,8 +1,8 @@
 """A step scheduler as prefill uses it, without ranks: a sequence ends with its first token and gives its pages back."""
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import StepPlan
 from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree

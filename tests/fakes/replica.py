@@ -18,18 +18,17 @@ from cluster.spec.messages import (
     Cancel,
     Failure,
     FollowPages,
-    GiveTimeline,
     Message,
     Output,
     Outputs,
     PageNews,
-    Peer,
     PhaseTimes,
-    Shutdown,
     Submit,
     Timeline,
 )
+from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, TokenLogprobs
+from cluster.spec.step_messages import GiveTimeline, Shutdown
 from cluster.spec.tiers import CachedTokens
 from cluster.spec.timeline import Interval, read_clock
 from tests.fakes.bootstrap import peer_of

@@ -28,10 +28,13 @@ from cluster.cli.control import decode_order
 from cluster.spec.config import RouterConfig
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
-from cluster.spec.messages import Admit, CheckPages, Done, Message, Output, PageDigests, Peer, Row, StepPlan, Submit
+from cluster.spec.messages import Message, Output, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
+from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
+from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
 from cluster.supervisor.orders import RestartOrder, ScaleOrder
 from router.api.body import problem_of
 from router.api.errors import ApiError

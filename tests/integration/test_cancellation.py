@@ -12,7 +12,7 @@ import pytest
 from cluster.spec.config import DeployConfig, KvConfig, ModelConfig, PrefillConfig, RouterConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Done, Result
+from cluster.spec.transfer_messages import Done, Result
 from cluster.spec.worker_spec import Rendezvous
 from router.server import RouterServer
 from tests.fakes.bootstrap import FakeTable

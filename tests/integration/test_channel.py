@@ -10,7 +10,8 @@ import zmq
 
 from cluster.channel import MAX_FRAME_BYTES, AsyncInbox, Inbox, Outbox, draw_key, encode
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import Drain, Message, Shutdown
+from cluster.spec.messages import Drain, Message
+from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import ChannelKey, Rendezvous
 
 pytestmark = pytest.mark.integration

@@ -12,22 +12,13 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import (
-    Admit,
-    CheckPages,
-    Done,
-    Message,
-    PagesChecked,
-    Peer,
-    Row,
-    SendReport,
-    SendState,
-    StepPlan,
-    Target,
-)
+from cluster.spec.messages import Message
+from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit, Row, SendReport, StepPlan, Target
 from cluster.spec.strategy import Strategy
+from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendState
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import PAGE_SIZE, row
 from transfer.backends.interface import Region

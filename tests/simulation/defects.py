@@ -12,7 +12,9 @@ from cluster.simulator.rank_process import Follower
 from cluster.simulator.replica import Replica
 from cluster.simulator.router_process import RouterProcess
 from cluster.spec.ids import Incarnation, Room
-from cluster.spec.messages import Done, Drained, Message, Peer, Revoke, Submit
+from cluster.spec.messages import Message, Submit
+from cluster.spec.peer import Peer
+from cluster.spec.transfer_messages import Done, Drained, Revoke
 from router.actions import Action
 from router.attempts import Attempts
 from router.flight import Attempt, Flight, Pair

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from cluster.spec.messages import HostCopy
+from cluster.spec.step_messages import HostCopy
 from workers.cache.page_pool import PagePool
 
 _SAMPLES = 5

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cluster.spec.messages import StepPlan
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.context_parallel.shard_plan import make_shard_plan
 

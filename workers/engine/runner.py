@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampled, TokenLogprobs
+from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.host_pages import HostPages

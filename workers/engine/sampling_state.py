@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.grammar import Grammars
-from cluster.spec.messages import Admit
+from cluster.spec.step_messages import Admit
 from workers.engine.grammar_state import GrammarState
 from workers.engine.token_counts import TokenCounts
 

@@ -15,28 +15,14 @@ import msgspec
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import (
-    Cancel,
-    Done,
-    Drain,
-    Drained,
-    FollowPages,
-    Message,
-    PagesChecked,
-    Peer,
-    Refused,
-    Result,
-    Resume,
-    Revoke,
-    StepPlan,
-    Submit,
-    TableUpdate,
-    Ticket,
-)
+from cluster.spec.messages import Cancel, Drain, FollowPages, Message, Resume, Submit, TableUpdate
 from cluster.spec.page_key import page_keys
+from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import CachedTokens, FlushCache, PagesMoved, PinPages, UseStorage
+from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from cluster.spec.messages import Output, Peer, PhaseTimes
+from cluster.spec.messages import Output, PhaseTimes
+from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from workers.scheduler.sequence import Sequence

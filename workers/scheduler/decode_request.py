@@ -6,8 +6,10 @@ from enum import Enum
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.messages import Peer, PhaseTimes, Submit, Ticket
+from cluster.spec.messages import PhaseTimes, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
+from cluster.spec.transfer_messages import Ticket
 from transfer.receiver_session import ReceiverSession
 from workers.scheduler.sequence import Sequence
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import HostCopy
+from cluster.spec.step_messages import HostCopy
 
 
 @dataclass(frozen=True, slots=True)

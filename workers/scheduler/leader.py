@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Failure, Message, Peer, StepPlan, Submit
+from cluster.spec.messages import Failure, Message, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, Tier, UseStorage
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import CheckPages, PageDigests, PagesChecked
+from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ import itertools
 from dataclasses import dataclass
 
 from cluster.spec.ids import ReplicaId
-from cluster.spec.messages import FollowPages, Message, PageNews, Peer
+from cluster.spec.messages import FollowPages, Message, PageNews
+from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.tiers import Tier
 from workers.cache.page_allocator import PageAllocator

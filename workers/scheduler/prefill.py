@@ -9,26 +9,13 @@ from collections.abc import Mapping, Sequence
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import (
-    Cancel,
-    Drain,
-    DropSend,
-    FollowPages,
-    Message,
-    Resume,
-    Revoke,
-    SendReport,
-    SendState,
-    StepPlan,
-    Submit,
-    TableUpdate,
-    Target,
-    Ticket,
-)
+from cluster.spec.messages import Cancel, Drain, FollowPages, Message, Resume, Submit, TableUpdate
 from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import DropSend, SendReport, StepPlan, Target
 from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, UseStorage
+from cluster.spec.transfer_messages import Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator

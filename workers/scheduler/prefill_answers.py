@@ -1,8 +1,10 @@
 """What prefill says to decode: the messages that end a ticket."""
 
-from cluster.spec.messages import Drained, Peer, Refused, Result, Revoke, Target, Ticket
+from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import Target
+from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
 from transfer.plan import receivers
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
 from workers.scheduler.sequence import Sequence

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.spec.kv import PoolLayout
-from cluster.spec.messages import Peer, SendState, Submit, Ticket
+from cluster.spec.messages import Submit
+from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
+from cluster.spec.transfer_messages import SendState, Ticket
 
 
 class PrefillState(Enum):

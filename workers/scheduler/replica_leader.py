@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import FollowPages, Message, PageNews, StepPlan, StepResult, Submit, Ticket
+from cluster.spec.messages import FollowPages, Message, PageNews, Submit
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy
 from cluster.spec.tiers import PagesMoved, joined
+from cluster.spec.transfer_messages import Ticket
 from workers.context_parallel.shard_lens import idle_plan, with_shard_lens
 from workers.scheduler.leader import Leader
 

@@ -1,7 +1,7 @@
 """What the ranks of a replica have sent, from their reports."""
 
-from cluster.spec.messages import SendReport
 from cluster.spec.registry import SendTimes
+from cluster.spec.step_messages import SendReport
 
 
 class SendMeter:

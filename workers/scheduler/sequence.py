@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Target
 from cluster.spec.page_key import extend_page_keys
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
+from cluster.spec.step_messages import Target
 from cluster.spec.tiers import CachedTokens
 
 

@@ -1,7 +1,7 @@
 """How long the leader's steps took beside what was expected of them, by the way they ran. No clock of its own."""
 
-from cluster.spec.messages import StepPlan
 from cluster.spec.registry import StepTimes
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Passing, Strategy
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import Admit, Row, StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
 from workers.hicache.tiers import Tiers

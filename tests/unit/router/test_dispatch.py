@@ -15,7 +15,8 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.errors import IllegalTransitionError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Cancel, Failure, Output, Peer, Submit
+from cluster.spec.messages import Cancel, Failure, Output, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait

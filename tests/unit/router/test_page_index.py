@@ -2,7 +2,8 @@
 
 from msgspec.structs import replace
 
-from cluster.spec.messages import PageNews, Peer
+from cluster.spec.messages import PageNews
+from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
 from router.lower_tiers import Weights
 from router.page_index import PageIndex

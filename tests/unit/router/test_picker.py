@@ -6,7 +6,7 @@ import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Room
-from cluster.spec.messages import Peer
+from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
 from router.breaker import Breakers
 from router.directory import Directory

@@ -2,7 +2,8 @@
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.messages import Peer, Ticket
+from cluster.spec.peer import Peer
+from cluster.spec.transfer_messages import Ticket
 
 PREFILL = Peer(replica=ReplicaId("prefill-0"), incarnation=Incarnation(3), address="tcp://p:1")
 DECODE = Peer(replica=ReplicaId("decode-1"), incarnation=Incarnation(7), address="tcp://d:1")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cluster.spec.messages import PageDigests
 from cluster.spec.registry import RankCoords
+from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.rows import LAYOUT, make_row
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
 from transfer.digests import coverage_problem, digest_pages, wrong_pages

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.messages import Done, Drained, PageDigests, Peer, Refused, Result, Revoke
+from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
+from cluster.spec.transfer_messages import Done, Drained, PageDigests, Refused, Result, Revoke
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
 from transfer.receiver_session import (
     REVOKE_AGAIN_S,

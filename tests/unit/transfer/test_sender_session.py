@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.errors import IllegalTransitionError
-from cluster.spec.messages import SendState, Target
+from cluster.spec.step_messages import Target
+from cluster.spec.transfer_messages import SendState
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
 from transfer.sender_session import SenderSession, SenderState, fold, is_quiet
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.spec.ids import Incarnation
-from cluster.spec.messages import Done, Drained, Peer, Refused, Result, Revoke, SendState, Target, Ticket
+from cluster.spec.peer import Peer
+from cluster.spec.step_messages import Target
+from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, SendState, Ticket
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM, ticket
 from transfer.receiver_session import ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession, SenderState, is_quiet

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from cluster.grammar import Grammars
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit
 from cluster.spec.sampling import Sampled, Sampling
+from cluster.spec.step_messages import Admit
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState

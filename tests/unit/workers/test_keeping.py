@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import HostCopy
 from cluster.spec.registry import PageFilter, TransferMode
+from cluster.spec.step_messages import HostCopy
 from tests.fakes.handoff import World
 from tests.fakes.paged_ranks import PAGE_SIZE
 from tests.unit.workers.test_leaders import check

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
-from cluster.spec.messages import Cancel, Drained, TableUpdate, Ticket
+from cluster.spec.messages import Cancel, TableUpdate
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.sampling import FinishReason
+from cluster.spec.transfer_messages import Drained, Ticket
 from tests.fakes.handoff import Client, World
 from tests.fakes.paged_ranks import PAGE_SIZE, next_token, sampled_of
 

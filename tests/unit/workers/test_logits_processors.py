@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit
 from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit
 from workers.engine.logits_processors import process
 from workers.engine.sampler import sample
 from workers.engine.sampling_state import SamplingState

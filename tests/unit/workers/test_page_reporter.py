@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from cluster.spec.config import HicacheConfig
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import FollowPages, PageNews, Peer
+from cluster.spec.messages import FollowPages, PageNews
 from cluster.spec.page_key import page_keys
+from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, PageFilter, TableSnapshot, TransferMode
 from cluster.spec.tiers import FlushCache, Tier
 from router.page_index import PageIndex

@@ -1,7 +1,9 @@
 """What leaders say of the time that requests and transfers took."""
 
-from cluster.spec.messages import Output, SendReport, SendState
+from cluster.spec.messages import Output
 from cluster.spec.registry import PageFilter, SendTimes, TransferMode
+from cluster.spec.step_messages import SendReport
+from cluster.spec.transfer_messages import SendState
 from tests.fakes.handoff import World
 from workers.scheduler.send_meter import SendMeter
 

@@ -11,23 +11,14 @@ from msgspec.structs import replace
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
-from cluster.spec.messages import (
-    Cancel,
-    FollowPages,
-    Message,
-    PageNews,
-    Peer,
-    Resume,
-    Row,
-    StepPlan,
-    StepResult,
-    Submit,
-    Ticket,
-)
+from cluster.spec.messages import Cancel, FollowPages, Message, PageNews, Resume, Submit
+from cluster.spec.peer import Peer
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.step_messages import Row, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy, Passing, Strategy
 from cluster.spec.tiers import PagesMoved, TierState
+from cluster.spec.transfer_messages import Ticket
 from workers.context_parallel.shard_lens import Extend, lens_of
 from workers.context_parallel.shard_plan import make_shard_plan
 from workers.scheduler.replica_leader import ReplicaLeader

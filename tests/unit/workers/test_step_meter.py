@@ -1,8 +1,8 @@
 """What the leader's heartbeat says of its steps."""
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Row, StepPlan
 from cluster.spec.registry import StepTimes
+from cluster.spec.step_messages import Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.scheduler.step_meter import StepMeter
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.dense_attention import DenseAttention

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import StepPlan
 from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import fixed

@@ -1,8 +1,8 @@
 """What a worker keeps of timed requests: all of theirs, nothing of others, never too much."""
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Admit, Row, StepPlan
 from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import Interval
 from workers import timeline
