@@ -19,7 +19,7 @@ from cluster.simulator.simulation import Outcome, Simulation
 from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
-FAILING_SEED = 64
+FAILING_SEED = 138
 """The defect that ``broken`` puts in shows here."""
 
 TRACE = """

@@ -125,7 +125,6 @@ class DecodeLeader(LeaderCore):
                 if request.has_prompt:
                     self._emit(request, sequence, Told(logprobs=logprobs))
                 else:
-                    # What another choice has brought, that one has told.
                     cached = CachedTokens() if request.submit.prompt_of else sequence.cached
                     told = Told(logprobs=logprobs, prompt_logprobs=drawn.prompt_logprobs, cached=cached)
                     self._emit_first(request, sequence, told)
