@@ -1,0 +1,47 @@
+"""What all of torch's process groups have in common."""
+
+from typing import Any
+
+from torch import Tensor
+
+from workers.parallel.collectives import Work
+
+
+class TorchGroup:
+    """One of them, whatever moves its bytes."""
+
+    in_background = True
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._rank, self._size = rank, size
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
+        work: Work = self._group._allgather_base(output, tensor)
+        return work
+
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        """See Communicator.all_reduce; the group adds in the type it is given."""
+        wide = tensor.float()
+        work: Work = self._group.allreduce([wide])
+        return work if wide is tensor else Narrowed(work, wide, tensor)
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        work: Work = self._group.broadcast(tensor, root)
+        return work
+
+    def barrier(self) -> Work:
+        work: Work = self._group.barrier()
+        return work
+
+
+class Narrowed:
+    """A work on a wide copy, which ends in the tensor itself."""
+
+    def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:
+        self._work, self._wide, self._tensor = work, wide, tensor
+
+    def wait(self) -> bool:
+        done = self._work.wait()
+        self._tensor.copy_(self._wide)
+        return done
