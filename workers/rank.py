@@ -107,23 +107,9 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     on_gpu = device.type == "cuda"
-    pool = PagePool(
-        layout.num_pages,
-        layout.num_heads,
-        layout.num_layers,
-        layout.page_size,
-        layout.head_dim,
-        torch_dtype(dtype),
-        torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
-        if on_gpu
-        else torch.frombuffer(region.buffer, dtype=torch.uint8),
-    )
+    pool = _make_pool(layout, torch_dtype(dtype), region, device)
     staging = Staging(pool, region.buffer) if on_gpu else None
-    host_pages = None
-    num_slots = num_host_slots(config.decode.host_memory_gib, layout)
-    # Of several stages one may still copy when the leader takes a step for done.
-    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots and not on_gpu:
-        host_pages = HostPages(pool, num_slots)
+    host_pages = None if on_gpu else _make_host_pages(spec, layout, pool)
     runner = ModelRunner(
         model,
         pool,
@@ -158,6 +144,25 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         host_pages=host_pages,
         keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )
+
+
+def _make_pool(layout: PoolLayout, dtype: torch.dtype, region: Region, device: torch.device) -> PagePool:
+    """In the region itself, or in the memory of a GPU, whose pages are staged there."""
+    if device.type == "cuda":
+        memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
+    else:
+        memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
+    sizes = (layout.num_pages, layout.num_heads, layout.num_layers, layout.page_size, layout.head_dim)
+    return PagePool(*sizes, dtype, memory)
+
+
+def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> HostPages | None:
+    """Memory for what retracted requests give back; only decode has any."""
+    num_slots = num_host_slots(spec.config.decode.host_memory_gib, layout)
+    # Of several stages one may still copy when the leader takes a step for done.
+    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
+        return HostPages(pool, num_slots)
+    return None
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
