@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.bench.client import StreamError
 from cluster.bench.load import LoadResult, fetch_timeline, run_load
-from cluster.bench.statistics import RequestRecord, summarize
+from cluster.bench.statistics import Report, RequestRecord, summarize
 from cluster.bench.trace import TraceWorkload, infinite_cache_hits, read_trace
 from cluster.bench.workload import RandomWorkload, Workload
 from cluster.cli.bench_tables import print_report
@@ -86,14 +86,17 @@ def serve(
     report = summarize(result.records)
     best_hit_rate = _best_hit_rate(workload, result.records, page_size or PAGE_SIZE) if trace is not None else None
     if as_json:
-        settings = {"url": url, "model": result.model, **workload.settings()}
-        print(json.dumps(settings | dataclasses.asdict(report) | {"infinite_cache_hit_rate": best_hit_rate}))
+        _print_json({"url": url, "model": result.model, **workload.settings()}, report, best_hit_rate)
     else:
         print_report(f"{result.model}: {workload.describe()}", report, best_hit_rate)
     if report.completed == 0:
         fail(f"no request succeeded: {', '.join(report.errors)}", 1)
     if trace_out is not None:
         _write_timeline(url, result.timed, trace_out)
+
+
+def _print_json(settings: dict[str, Any], report: Report, best_hit_rate: float | None) -> None:
+    print(json.dumps(settings | dataclasses.asdict(report) | {"infinite_cache_hit_rate": best_hit_rate}))
 
 
 def _random_workload(
