@@ -91,7 +91,11 @@ def result_of(
         return mine
     if call == "all_gather":
         outs = [mine.new_zeros(SIZE * len(mine), mine.shape[1]) for _ in range(1 + start_others)]
-        pending = [group.start_all_gather(out, mine) for out in outs]
+        own = outs[-1][group.rank * len(mine) :][: len(mine)]
+        own.copy_(mine)
+        pending = [
+            group.start_all_gather(out, part) for out, part in zip(outs, [*[mine] * start_others, own], strict=True)
+        ]
     else:
         rows = num_rows[(group.rank - root) % SIZE]
         outs = [mine.new_zeros(rows, mine.shape[1]) for _ in range(1 + start_others)]

@@ -51,13 +51,11 @@ class PagePool:
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the trash slot may repeat."""
-        if has_kernels(kv):
-            from workers.kernels.store_kv import store_kv
+        self.at(slots).write(layer, kv)
 
-            store_kv(self.data[:, :, layer], slots, kv)
-            return
-        pages, places = slots // self.page_size, slots % self.page_size
-        self.data[pages, :, layer, :, places] = kv.transpose(1, 2)
+    def at(self, slots: Tensor) -> "PoolSlots":
+        """The same for all layers of a step, which write to the same slots."""
+        return PoolSlots(self, slots)
 
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
         """Copy ``pages [n]`` int64 of one layer, token after token, into ``out [n * page_size, 2, heads, dim]``."""
@@ -67,3 +65,35 @@ class PagePool:
     def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the trash page."""
         return self.data[:, :, layer, 0], self.data[:, :, layer, 1]
+
+
+class PoolSlots:
+    """Slots of a pool to which the rows of every layer go."""
+
+    def __init__(self, pool: PagePool, slots: Tensor) -> None:
+        self._pool, self._slots = pool, slots
+        if has_kernels(slots):
+            return
+        page, head, _, which, slot = (stride // pool.data.shape[-1] for stride in pool.data.stride()[:5])
+        heads = torch.arange(pool.data.shape[1]) * head + torch.arange(2)[:, None] * which
+        first = slots // pool.page_size * page + slots % pool.page_size * slot
+        self._rows = (first[:, None] + heads.view(-1)).view(-1)
+        """Of layer 0, counted in heads of one token."""
+
+    def write(self, layer: int, kv: Tensor) -> None:
+        """See PagePool.write."""
+        data = self._pool.data
+        if has_kernels(kv):
+            from workers.kernels.store_kv import store_kv
+
+            store_kv(data[:, :, layer], self._slots, kv)
+            return
+        heads = _words_of(data.view(-1, data.shape[-1]))[layer * data.stride(2) // data.shape[-1] :]
+        heads.index_copy_(0, self._rows, _words_of(kv.reshape(len(self._rows), data.shape[-1])))
+
+
+def _words_of(rows: Tensor) -> Tensor:
+    """The same bytes in the largest words that make up a row, since a copy goes word by word."""
+    num_bytes = rows.shape[1] * rows.itemsize
+    word = next(word for word in (torch.int64, torch.int32, torch.int16, torch.int8) if num_bytes % word.itemsize == 0)
+    return rows.view(word)

@@ -30,13 +30,12 @@ class Gathered:
 class RowGather:
     """Gathers rows of one kind over a CP group, one collective at a time; owned by a worker, reused for every layer.
 
-    Buffers grow to the largest step seen and are kept.
+    The buffer grows to the largest step seen and is kept.
     """
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
-        self._send: Tensor | None = None
-        self._receive: Tensor | None = None
+        self._rows: Tensor | None = None
 
     def start(self, plan: ShardPlan, *parts: Tensor) -> Gathered:
         """Send this rank's rows, ``parts [tokens, ...]`` side by side: ``[tokens, number of parts, ...]``.
@@ -47,11 +46,11 @@ class RowGather:
             return Gathered(torch.stack(parts, dim=1), plan, None)
         assert plan.cp == self.group.size, f"a plan for {plan.cp} ranks in a group of {self.group.size}"
         row_shape = (len(parts), *parts[0].shape[1:])
-        self._send = at_least(self._send, plan.padded_len, row_shape, parts[0])
-        self._receive = at_least(self._receive, plan.cp * plan.padded_len, row_shape, parts[0])
-        send, receive = self._send[: plan.padded_len], self._receive[: plan.cp * plan.padded_len]
-        torch.stack(parts, dim=1, out=send[: len(parts[0])])
-        return Gathered(receive, plan, self.group.start_all_gather(receive, send))
+        self._rows = at_least(self._rows, plan.cp * plan.padded_len, row_shape, parts[0])
+        rows = self._rows[: plan.cp * plan.padded_len]
+        mine = rows[self.group.rank * plan.padded_len :][: plan.padded_len]
+        torch.stack(parts, dim=1, out=mine[: len(parts[0])])
+        return Gathered(rows, plan, self.group.start_all_gather(rows, mine))
 
 
 def gather_rows(group: Communicator, rows: Tensor, padded_len: int) -> Tensor:

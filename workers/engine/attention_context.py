@@ -92,9 +92,9 @@ class OwnedRows:
     """Rows of one rank that another, or the same, stores in every layer."""
 
     def __init__(self, pool: PagePool, rows: Tensor, slots: Tensor) -> None:
-        self._pool, self._rows, self._slots = pool, rows, slots
+        self._rows, self._slots = rows, pool.at(slots)
 
     def store(self, layer: int, kv: Tensor) -> None:
         """``kv [tokens of that rank, 2, heads, dim]``."""
         if len(self._rows):
-            self._pool.write(layer, self._slots, kv[self._rows])
+            self._slots.write(layer, kv[self._rows])

@@ -187,10 +187,10 @@ def _measure_merge(model: DecoderModel) -> float:
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     """Seconds a row."""
-    slots = torch.full((_MOST_TOKENS,), pool.trash_slot)
+    slots = pool.at(torch.full((_MOST_TOKENS,), pool.trash_slot))
     row = (2, model.config.num_kv_heads, model.config.head_dim)
     kv = torch.zeros(_MOST_TOKENS, *row, dtype=model.dtype)
-    return _least_s(model.device, lambda: pool.write(0, slots, kv)) / _MOST_TOKENS
+    return _least_s(model.device, lambda: slots.write(0, kv)) / _MOST_TOKENS
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:

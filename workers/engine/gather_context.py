@@ -19,6 +19,7 @@ class PagedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         self._attention = backend.prepare(batch.runs, batch.page_tables, batch.page_size)
+        self._slots = pool.at(batch.slots)
         self._gathered: Gathered | None = None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
@@ -28,7 +29,7 @@ class PagedContext(StepContext):
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See StepContext."""
         assert self._gathered is not None, "attend before put"
-        self.pool.write(layer, self.batch.slots, self._gathered.wait())
+        self._slots.write(layer, self._gathered.wait())
         return self._attention.attend(q, *self.pool.layer_view(layer)).out
 
 
@@ -38,6 +39,7 @@ class OverlappedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         plan = batch.plan
+        self._slots = pool.at(batch.slots)
         self._prefix = None
         if any(plan.prefix_lens):
             self._prefix = backend.prepare(batch.runs, batch.page_tables, batch.page_size, plan.prefix_lens)
@@ -57,7 +59,7 @@ class OverlappedContext(StepContext):
             partials.append(self._prefix.attend(q, *self.pool.layer_view(layer)))
         if self._own is not None:
             partials.append(self._own.attend(q, self._k, self._v))
-        self.pool.write(layer, self.batch.slots, self._gathered.wait())
+        self._slots.write(layer, self._gathered.wait())
         for rank, rows in self._others:
             kv = self._gathered.of_rank(rank)
             partials.append(rows.attend(q, kv[:, 0], kv[:, 1]))

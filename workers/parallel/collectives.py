@@ -86,7 +86,7 @@ class Communicator:
         self.start_all_gather(out, tensor).wait()
 
     def start_all_gather(self, out: Tensor, tensor: Tensor) -> Pending:
-        """Begin an ``all_gather``."""
+        """Begin an ``all_gather``; ``tensor`` may be its own part of ``out``."""
         assert len(out) == self.size * len(tensor), f"{out.shape} cannot hold {self.size} of {tensor.shape}"
         backend = self._backend
         if backend is None:

@@ -46,10 +46,17 @@ def test_the_pool_lives_in_the_buffer_it_is_given() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, PAGES * PAGE_SIZE - 1), unique=True), st.integers(0, LAYERS - 1))
-def test_what_is_written_is_read_and_nothing_else_changes(slots: list[int], layer: int) -> None:
-    pool = make_pool()
-    kv = torch.randn(len(slots), 2, HEADS, DIM)
+@given(
+    st.lists(st.integers(0, PAGES * PAGE_SIZE - 1), unique=True),
+    st.integers(0, LAYERS - 1),
+    st.sampled_from([1, 2, 6, DIM]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_what_is_written_is_read_and_nothing_else_changes(
+    slots: list[int], layer: int, dim: int, dtype: torch.dtype
+) -> None:
+    pool = PagePool(PAGES, HEADS, LAYERS, PAGE_SIZE, dim, dtype)
+    kv = torch.randn(len(slots), 2, HEADS, dim).to(dtype)
     pool.write(layer, torch.tensor(slots, dtype=torch.int64), kv)
     keys, values = pool.layer_view(layer)
     for row, slot in enumerate(slots):

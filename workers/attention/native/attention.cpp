@@ -131,6 +131,7 @@ class Tile {
     }
     pack_keys(block, a_.head_dim, s_.keys);
     pack_values(block, *std::max_element(seen, seen + padded_), a_.head_dim, s_.width, s_.values);
+    prefetch_block(next, a_.head_dim);
     for (int64_t row = 0; row < padded_; row += kRows) attend_packed<kRows>(s_, row, a_.head_dim, seen + row, scale);
   }
 

@@ -58,6 +58,11 @@ alignas(64) const bf16 kZeros[kMostDims] = {};
 // that the processor's own prefetching has hardly begun when they end.
 inline void prefetch(const bf16* row, int64_t d) { _mm_prefetch((const char*)(row + d), _MM_HINT_T1); }
 
+inline void prefetch_block(const Block& next, int64_t head_dim) {
+  for (int i = 0; i < kBlock; ++i)
+    for (int64_t d = 0; d < head_dim; d += 32) prefetch(next.key[i], d), prefetch(next.value[i], d);
+}
+
 // 16 rows of 16 pairs to 16 rows of one pair each.
 inline void transpose(__m512i x[16]) {
   __m512i y[16];

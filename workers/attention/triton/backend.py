@@ -85,6 +85,8 @@ class _Work:
         """Queries ``[T, heads, D]`` over ``[page, H, slot, D]``."""
         assert self._num_rows <= len(query), f"{len(query)} queries, {self._num_rows} in the runs"
         assert key.shape == value.shape, f"keys {key.shape}, values {value.shape}"
+        if not self._items:
+            return empty_partial(query)
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "elements of a head are not adjacent"
         result = empty_partial(query) if self._num_rows < len(query) else _unwritten(query)
         if self._launches is None:

@@ -67,6 +67,12 @@ def test_queries_of_no_run_are_empty() -> None:
     assert lse[1:].eq(-torch.inf).all()
 
 
+def test_no_queries_have_any_strides() -> None:
+    pages = torch.randn(1, 1, 16, 64)
+    query = torch.empty(64, 2, 0).permute(2, 1, 0)
+    assert TritonAttention().prepare([], [], 16).attend(query, pages, pages).out.shape == (0, 2, 64)
+
+
 def test_no_queries() -> None:
     step = TritonAttention().prepare([], [], 16)
     pages = torch.ones(1, 2, 16, 64)
