@@ -13,12 +13,13 @@ EXTRAS_dev = dev,$(EXTRAS_serve)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help serve venv test test-full lint bench clean
+.PHONY: help serve venv test test-full chaos lint bench clean
 
 help:
 	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
 	@echo "make test       the whole test suite"
 	@echo "make test-full  the same with every combination of the matrices"
+	@echo "make chaos      every fault in a real cluster, and the table of what became of its clients"
 	@echo "make lint       formatting, lint, types and import rules"
 	@echo "make bench      measure the cluster that make serve started"
 	@echo "make venv       only install, with the development tools"
@@ -34,6 +35,9 @@ test: $(VENV)/.dev
 
 test-full: $(VENV)/.dev
 	@$(VENV)/bin/pytest -m "full or not full"
+
+chaos: $(VENV)/.dev
+	@$(VENV)/bin/python -m tests.chaos
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

@@ -47,6 +47,15 @@ def wait_gone(processes: list[ProcessId], timeout_s: float) -> bool:
     return True
 
 
+def kill_all(processes: list[ProcessId], timeout_s: float) -> bool:
+    """Kill these processes, also those that stand still; False when one is alive after the timeout."""
+    for process in processes:
+        if is_alive(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+    return wait_gone(processes, timeout_s)
+
+
 def living_in(sessions: Collection[int]) -> list[ProcessId]:
     """The living processes of these sessions; a session outlives its leader, and a process its parent."""
     found = []

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.actors import Actor, Machine, Reservation, Seat
 from cluster.guard import Guard
-from cluster.processes import ProcessId, this_process, wait_gone
+from cluster.processes import ProcessId, kill_all, this_process
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 
 OBJECT_STORE_BYTES = 100_000_000
@@ -174,7 +174,7 @@ class RaySystem:
                 by_node.setdefault(actor.node_id, []).append(actor.process.result())
             else:
                 known = False
-        gone = [self._wait_gone(node_id, processes, timeout_s) for node_id, processes in by_node.items()]
+        gone = [self._kill_all(node_id, processes, timeout_s) for node_id, processes in by_node.items()]
         return known and all(gone)
 
     def shutdown(self) -> None:
@@ -192,15 +192,15 @@ class RaySystem:
         node_id = ray.get_runtime_context().get_node_id()
         return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
-    def _wait_gone(self, node_id: str, processes: list[ProcessId], timeout_s: float) -> bool:
-        """Look on the machine itself: Ray calls an actor dead as soon as it has been told to die."""
+    def _kill_all(self, node_id: str, processes: list[ProcessId], timeout_s: float) -> bool:
+        """On the machine itself: Ray calls an actor dead as soon as it has been told to die."""
         home_id, options = self._home_options()
         if node_id == home_id:
-            return wait_gone(processes, timeout_s)
+            return kill_all(processes, timeout_s)
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        remote_wait: Any = ray.remote(max_retries=0, **options)(wait_gone)
+        remote_kill: Any = ray.remote(max_retries=0, **options)(kill_all)
         try:
-            return bool(ray.get(remote_wait.remote(processes, timeout_s), timeout=timeout_s + 5))
+            return bool(ray.get(remote_kill.remote(processes, timeout_s), timeout=timeout_s + 5))
         except (RayError, GetTimeoutError):
             return False  # the machine does not answer: nothing is proven
 

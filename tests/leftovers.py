@@ -28,7 +28,7 @@ class Before:
 def find_leftovers(before: Before) -> list[str]:
     """One line for each process and file left; waits up to ``GRACE_S`` for processes that are just ending."""
     deadline_s = time.monotonic() + GRACE_S
-    while (processes := _processes()) and time.monotonic() < deadline_s:
+    while (processes := find_processes(MARK, os.environ[MARK])) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     files = [f"file {path}" for path in _shared_files() if path not in before.shared_files]
     return processes + files
@@ -39,8 +39,8 @@ def _shared_files() -> list[Path]:
     return sorted(Path("/dev/shm").glob("*baton*"))
 
 
-def _processes() -> list[str]:
-    mark = f"{MARK}={os.environ[MARK]}".encode()
+def find_processes(mark: str, value: str) -> list[str]:
+    """One line for each living process, other than this one, that has a variable with this value."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -48,7 +48,8 @@ def _processes() -> list[str]:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue  # it ended, or belongs to another user
-        if mark in environ and folder.name != str(os.getpid()) and command and not _is_helper(command):
+        is_other = folder.name != str(os.getpid()) and command and not _is_helper(command)
+        if is_other and f"{mark}={value}".encode() in environ:
             found.append(f"process {folder.name}: {command[:200]}")
     return found
 

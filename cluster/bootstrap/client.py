@@ -19,7 +19,8 @@ from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaLoad, T
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 30.0
-_RECONNECT_S = 0.5
+_RECONNECT_S, _MOST_RECONNECT_S = 0.5, 2.0
+"""First wait and longest one, since it doubles; shorter than a lease, which a new table must not cost anybody."""
 
 Reply = TypeVar("Reply")
 
@@ -27,8 +28,8 @@ Reply = TypeVar("Reply")
 class BootstrapClient:
     """One thread's connection to the service.
 
-    Every call raises PeerUnreachableError when the service does not answer in time, and TableRefusedError when
-    the table refuses.
+    Every call raises PeerUnreachableError when the service does not answer in time, or not as it does when it is well,
+    and TableRefusedError when the table refuses.
     """
 
     def __init__(self, url: str, token: str, timeout_s: float = 5.0) -> None:
@@ -95,16 +96,18 @@ class BootstrapClient:
 
 
 async def watch_table(url: str, token: str) -> AsyncGenerator[TableSnapshot, None]:
-    """The table now, and again after every change; waits through the absence of the service."""
-    version = -1
+    """The table now, and again after every change; waits while the service is away, or gives no table."""
+    version, wait_s = -1, _RECONNECT_S
     async with httpx.AsyncClient(base_url=url, headers=_headers(token), timeout=_WATCH_S + 5, trust_env=False) as http:
         while True:
             try:
-                reply = await http.get(_watch_path(version, _WATCH_S))
-            except httpx.TransportError:
-                await asyncio.sleep(_RECONNECT_S)
+                snapshot = _snapshot(_checked(await http.get(_watch_path(version, _WATCH_S))))
+            except (httpx.TransportError, BatonError) as error:
+                _log.info("no table from %s: %s", url, error or type(error).__name__)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _MOST_RECONNECT_S)
                 continue
-            snapshot = _snapshot(_checked(reply))
+            wait_s = _RECONNECT_S
             if snapshot is not None:
                 version = snapshot.version
                 yield snapshot
@@ -226,7 +229,12 @@ def _watch_path(version: int, timeout_s: float) -> str:
 
 
 def _snapshot(reply: httpx.Response) -> TableSnapshot | None:
-    return None if reply.status_code == 204 else msgspec.json.decode(reply.content, type=TableSnapshot)
+    if reply.status_code == 204:
+        return None
+    try:
+        return msgspec.json.decode(reply.content, type=TableSnapshot)
+    except msgspec.DecodeError as exc:
+        raise PeerUnreachableError(f"bootstrap service: its answer is no table: {exc}") from exc
 
 
 def _unreachable(url: str, exc: httpx.TransportError) -> PeerUnreachableError:
@@ -238,6 +246,7 @@ def _checked(reply: httpx.Response) -> httpx.Response:
 
     Raises:
         TableRefusedError: the table refused.
+        PeerUnreachableError: something else answered, or the service failed.
         BatonError: the request was wrong before it reached the table.
     """
     if reply.is_success:
@@ -245,7 +254,7 @@ def _checked(reply: httpx.Response) -> httpx.Response:
     try:
         error = msgspec.json.decode(reply.content, type=ErrorReply).error
     except msgspec.DecodeError:
-        raise BatonError(f"bootstrap service: status {reply.status_code}: {reply.text[:200]}") from None
+        raise PeerUnreachableError(f"bootstrap service: status {reply.status_code}: {reply.text[:200]}") from None
     if error.code in set(RefusalCode):
         raise TableRefusedError(RefusalCode(error.code), error.message)
     raise BatonError(f"bootstrap service: {error.message}")

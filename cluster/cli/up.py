@@ -112,12 +112,20 @@ def _supervise(
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools, tell
     from cluster.supervisor.loop import Supervisor
+    from cluster.supervisor.router_watch import follow_router
 
     key = draw_key()
     tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
+
+    def on_up() -> None:
+        _announce(launcher, config, note, progress)
+        follow_router(
+            launcher.router_url, supervisor.saw_router, config.resources.lease_s, config.resources.heartbeat_s
+        )
+
     supervisor = Supervisor(
         config.resources.restart_backoff_s,
-        lambda: _announce(launcher, config, note, progress),
+        on_up,
         progress.line,
         config.resources.silence_s - config.resources.lease_s,
     )

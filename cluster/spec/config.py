@@ -357,7 +357,7 @@ class ResourcesConfig(_Node):
     lease_s: PositiveSeconds = 3.0
     """Silence of a leader after which its replica is not used."""
     silence_s: PositiveSeconds = 10.0
-    """Silence of a rank, or of the bootstrap service, after which its replica or the service is started again."""
+    """Silence of a rank, the router or the bootstrap service after which it, with its replica, is started again."""
     restart_backoff_s: PositiveSeconds = 1.0
     """First wait before a lost replica is started again; doubles up to a minute."""
 

@@ -83,7 +83,14 @@ class TableSeen:
 
 @dataclass(frozen=True, slots=True)
 class TableLost:
-    """The bootstrap service does not answer."""
+    """The bootstrap service does not answer, or not with a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSeen:
+    """Somebody has asked the router for a sign of life."""
+
+    answers: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,7 @@ Event = (
     | Stopped
     | TableSeen
     | TableLost
+    | RouterSeen
     | Ordered
     | Placed
     | ReplicaDrained

@@ -54,7 +54,7 @@ class Supervisor:
         """Nothing has started.
 
         Args:
-            announce: called once, in a thread, when the cluster is up.
+            announce: called once, in a thread of its own, when the cluster is up.
             report: takes lines for the user.
             patience_s: how long a member may be silent, from when the rank table shows it.
         """
@@ -109,8 +109,12 @@ class Supervisor:
         )
 
     def lost_table(self) -> None:
-        """The bootstrap service does not answer; from any thread."""
+        """The bootstrap service does not answer, or not with a table; from any thread."""
         self.post(words.TableLost())
+
+    def saw_router(self, answers: bool) -> None:
+        """The router has been asked for a sign of life; from any thread."""
+        self.post(words.RouterSeen(answers))
 
     def give(self, order: Order) -> Iterator[Answer]:
         """Have an order carried out; its answers as they come, up to the last one. From any thread.

@@ -8,7 +8,7 @@ from cluster.spec.ids import Incarnation
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Event
 from cluster.supervisor.operate import Step, advance, failures_of, on_ordered, on_placed, on_replica_drained
-from cluster.supervisor.silence import on_table_lost, on_table_seen, out_of_patience
+from cluster.supervisor.silence import on_router_seen, on_table_lost, on_table_seen, out_of_patience
 from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
 
@@ -54,6 +54,8 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
             return on_table_seen(cluster, event, now), []
         case words.TableLost():
             return on_table_lost(cluster, now), []
+        case words.RouterSeen():
+            return on_router_seen(cluster, event, now), []
         case words.Ordered():
             return on_ordered(cluster, event, now)
         case words.Placed():

@@ -1,9 +1,13 @@
-"""Who shows no life, and since when. A process that stands still, or is on a lost machine, does not end by itself."""
+"""Who shows no life, and since when. A process that stands still, or is on a lost machine, does not end by itself.
+
+The rank table tells of replicas; bootstrap service and router are asked themselves.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.launch.services import BOOTSTRAP
+from cluster.spec.ids import ROUTER
 from cluster.supervisor import events as words
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Silence
 
@@ -17,15 +21,18 @@ def on_table_seen(cluster: Cluster, event: words.TableSeen, now: Now) -> Cluster
         and member.state in (MemberState.RUNNING, MemberState.DRAINING)
         and (member.name, member.incarnation) not in event.ready
     }
-    return replace(cluster, silent=silent, draining=event.draining)
+    return replace(cluster, silent={**_router_of(cluster), **silent}, draining=event.draining)
 
 
 def on_table_lost(cluster: Cluster, now: Now) -> Cluster:
     """Nobody can say who shows life, except that the bootstrap service does not."""
-    member = cluster.members[BOOTSTRAP]
-    if member.state is not MemberState.RUNNING:
-        return replace(cluster, silent={})
-    return replace(cluster, silent={BOOTSTRAP: _silence(cluster, member, "it does not answer", now)})
+    return replace(cluster, silent={**_router_of(cluster), **_unanswered(cluster, BOOTSTRAP, now)})
+
+
+def on_router_seen(cluster: Cluster, event: words.RouterSeen, now: Now) -> Cluster:
+    """The router answers, or it is silent."""
+    others = {name: silence for name, silence in cluster.silent.items() if name != ROUTER}
+    return replace(cluster, silent=others if event.answers else {**others, **_unanswered(cluster, ROUTER, now)})
 
 
 def out_of_patience(cluster: Cluster, now: Now) -> list[tuple[Member, str]]:
@@ -34,6 +41,19 @@ def out_of_patience(cluster: Cluster, now: Now) -> list[tuple[Member, str]]:
         (member, silence) for member, silence in cluster.silences() if now.s >= silence.since_s + cluster.patience_s
     ]
     return [(member, silence.reason) for member, silence in late]
+
+
+def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
+    """The silence of a service, if it runs."""
+    member = cluster.members[name]
+    if member.state is not MemberState.RUNNING:
+        return {}
+    return {name: _silence(cluster, member, "it does not answer", now)}
+
+
+def _router_of(cluster: Cluster) -> dict[str, Silence]:
+    """What is known of the router, of which no table tells."""
+    return {name: silence for name, silence in cluster.silent.items() if name == ROUTER}
 
 
 def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence:

@@ -14,6 +14,8 @@ class Line:
     success: int
     failed: int
     hung: int
+    refused: int = 0
+    """At once, with a reason."""
     longest_pause_s: float
     """Between two tokens of one stream."""
     detection_s: float | None = None
@@ -41,6 +43,7 @@ def report(scenario: str, cluster: RunningCluster, crowd: Crowd, proof: str, **f
         success=crowd.count("right"),
         failed=crowd.count("failed"),
         hung=crowd.count("hung"),
+        refused=crowd.count("refused"),
         longest_pause_s=max(stream.longest_pause_s for stream in crowd.streams),
         leaked_pages=sum(load["total_pages"] - load["free_pages"] for load in loads),
         proof=proof,

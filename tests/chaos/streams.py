@@ -14,6 +14,8 @@ from workers.models.recall_prompts import LINK_LEN, chain_prompt, recall_oracle
 
 HUNG_S = 300.0
 """A stream that has not ended by then never will."""
+REFUSALS = (400, 413, 429)
+"""Answers to a request that cannot be taken, or not now."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Stream:
     longest_pause_s: float = 0.0
     """Between two tokens."""
     end: str = ""
-    """``right``, ``left``, or what was wrong; empty while it is open."""
+    """``right``, ``left``, ``refused`` at once, or what was wrong; empty while it is open."""
     retry_after: str | None = None
     """Of an answer that is no stream."""
 
@@ -55,7 +57,8 @@ class Stream:
     def _read(self, reply: httpx.Response) -> str:
         if reply.status_code != 200:
             self.retry_after = reply.headers.get("retry-after")
-            return f"failed: {reply.status_code} {reply.read().decode()}"
+            kind = "refused" if reply.status_code in REFUSALS else "failed"
+            return f"{kind}: {reply.status_code} {reply.read().decode()}"
         last_s = start_s = time.monotonic()
         for line in reply.iter_lines():
             if time.monotonic() > start_s + self.patience_s:

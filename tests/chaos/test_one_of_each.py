@@ -9,7 +9,7 @@ import pytest
 from cluster.bootstrap.client import BootstrapClient
 from cluster.cli.running import find_running
 from cluster.spec.errors import PeerUnreachableError
-from tests.chaos.faults import kill
+from tests.chaos.faults import GONE, kill, state_of, stopped
 from tests.chaos.streams import Crowd, Stream
 from tests.chaos.watch import RECOVERY_S, Before, assert_all_right, if_answered, pid_of
 from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
@@ -106,6 +106,23 @@ def test_the_router_is_killed(cluster: RunningCluster) -> None:
     line = before.line("kill router", crowd, proof, None, recovery_s)
     line.retries = line.continuations = 0  # a new router counts anew
     assert (line.failed, line.hung, line.leaked_pages) == (CLIENTS, 0, 0), [stream.end for stream in crowd.streams]
+    assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before.incarnations
+    assert_serves(cluster)
+
+
+def test_the_router_stands_still_for_twenty_seconds(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=750) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before, pid = Before(cluster, "decode-0"), listener_pid(cluster.url)
+        with stopped("router", pid) as proof:
+            cluster.wait_until(lambda: state_of(pid) == GONE, RECOVERY_S)
+            detection_s = before.passed_s
+            recovery_s = before.wait_recovered(is_new=False)
+            time.sleep(max(0.0, 20 - before.passed_s))
+    line = before.line("SIGSTOP the router 20 s", crowd, f"{proof}, and killed", detection_s, recovery_s)
+    line.retries = line.continuations = 0  # a new router counts anew
+    assert line.success + line.failed == CLIENTS, [stream.end for stream in crowd.streams]
+    assert (line.hung, line.leaked_pages) == (0, 0)
     assert {name: entry["incarnation"] for name, entry in cluster.replicas().items()} == before.incarnations
     assert_serves(cluster)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.streams import Crowd, Stream
-from tests.chaos.two_hosts import AWAY, HOME, cable, cut, ray_nodes
+from tests.chaos.two_hosts import AWAY, HOME, RayNodes, cable, cut, ray_nodes
 from tests.chaos.watch import Before, assert_all_right
 from tests.fakes.cluster import RunningCluster, running_cluster
 
@@ -23,17 +23,22 @@ pytestmark = [
 CLIENTS = 4
 NUM_TOKENS = 300
 BEGIN_S = 300.0
+LONG_S = 4.0
+"""Longer than a lease, and too short to be taken for a lost host, though the first repeated packets come later."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    settings = ["resources.cpus_per_worker=1", "kv.memory_gib=0.25"]
-    with cable(), ray_nodes(num_cpus=2, num_away_cpus=1) as address:
-        os.environ["RAY_AUTH_MODE"] = "disabled"
-        deploy = "deploy/local-cpu-mooncake.yaml"
-        with running_cluster(deploy, "test-two-hosts", *settings, arguments=["--address", address]) as running:
-            yield running
-        del os.environ["RAY_AUTH_MODE"]
+def nodes() -> Iterator[RayNodes]:
+    with cable(), ray_nodes(num_cpus=2, num_away_cpus=1) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: RayNodes) -> Iterator[RunningCluster]:
+    deploy, settings = "deploy/local-cpu-mooncake.yaml", ["resources.cpus_per_worker=1", "kv.memory_gib=0.25"]
+    arguments, env = ["--address", nodes.address], {"RAY_AUTH_MODE": "disabled"}
+    with running_cluster(deploy, "test-two-hosts", *settings, arguments=arguments, env=env) as running:
+        yield running
 
 
 def test_the_roles_are_on_different_hosts(cluster: RunningCluster) -> None:
@@ -66,10 +71,28 @@ def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
             detection_s = before.wait_detected()
             time.sleep(max(0.0, 10.0 - before.passed_s))
     recovery_s = before.wait_recovered(is_new=False)
-    line = before.line("cut between hosts, 10 s", crowd, proof, detection_s, recovery_s)
+    line = before.line(f"cut between hosts, {LONG_S:g} s", crowd, proof, detection_s, recovery_s)
     assert (line.hung, line.leaked_pages) == (0, 0)
     assert line.success + line.failed == CLIENTS
     assert all("decode-0" in stream.end for stream in crowd.streams if stream.end != "right")
     stream = Stream(20, seed=2)
     stream.run(cluster.url)
     assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+
+
+def test_a_lost_host_is_replaced(cluster: RunningCluster, nodes: RayNodes) -> None:
+    """It is the last test: the host that comes back is no longer used."""
+    nodes.start(HOME, num_cpus=1)
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1100) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before = Before(cluster, "decode-0")
+        with cut() as proof:
+            detection_s = before.wait_detected()
+            recovery_s = before.wait_recovered()
+            stream = Stream(20, seed=3)
+            stream.run(cluster.url)
+            assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+            assert cluster.replicas()["decode-0"]["rows"][0]["address"].startswith(f"tcp://{HOME}:")
+    line = before.line("lose a host", crowd, proof, detection_s, recovery_s)
+    assert (line.hung, line.leaked_pages) == (0, 0)
+    assert line.success + line.failed == CLIENTS

@@ -1,17 +1,19 @@
 """Two replicas of each role on real Ray: whatever is lost, every client gets the whole right answer."""
 
+import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.chaos.faults import kill, stopped
-from tests.chaos.streams import Crowd
+from tests.chaos.streams import Crowd, Stream
 from tests.chaos.watch import Before, assert_all_right, pid_of
-from tests.fakes.cluster import RunningCluster, running_cluster
+from tests.fakes.cluster import BATON, RunningCluster, running_cluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
 
+NAME = "test-chaos-two"
 CLIENTS = 8
 NUM_TOKENS = 300
 BEGIN_S = 300.0
@@ -19,16 +21,18 @@ BEGIN_S = 300.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
-    with running_cluster("deploy/local-cpu-2p2d.yaml", "test-chaos-two", "kv.memory_gib=0.25") as running:
+    with running_cluster("deploy/local-cpu-2p2d.yaml", NAME, "kv.memory_gib=0.25") as running:
         yield running
 
 
-def test_one_cp_rank_of_a_prefill_replica_is_killed(cluster: RunningCluster) -> None:
-    def is_computing() -> bool:
-        return cluster.replicas()["prefill-0"]["load"]["num_running"] > 0
+def is_computing(cluster: RunningCluster, replica: str) -> bool:
+    """Whether it has a request under way."""
+    return bool(cluster.replicas()[replica]["load"]["num_running"] > 0)
 
+
+def test_one_cp_rank_of_a_prefill_replica_is_killed(cluster: RunningCluster) -> None:
     with Crowd.alike(cluster.url, CLIENTS, 20, seed=200, prompt_len=12_000) as crowd:
-        cluster.wait_until(is_computing, BEGIN_S)
+        cluster.wait_until(lambda: is_computing(cluster, "prefill-0"), BEGIN_S)
         before = Before(cluster, "prefill-0")
         proof = kill("prefill-0 rank 1", pid_of(cluster, "prefill-0", rank=1))
         detection_s = before.wait_detected()
@@ -48,3 +52,34 @@ def test_a_decode_rank_stands_still_for_twenty_seconds(cluster: RunningCluster) 
     line = before.line("SIGSTOP a decode rank 20 s, then SIGCONT", crowd, proof, detection_s, recovery_s)
     assert_all_right(cluster, line, crowd)
     assert (line.continuations or 0) > 0
+
+
+def test_a_prefill_rank_stands_still_for_twenty_seconds(cluster: RunningCluster) -> None:
+    with Crowd.alike(cluster.url, CLIENTS, 20, seed=1700, prompt_len=12_000) as crowd:
+        cluster.wait_until(lambda: is_computing(cluster, "prefill-1"), BEGIN_S)
+        before = Before(cluster, "prefill-1")
+        with stopped("prefill-1 rank 1", pid_of(cluster, "prefill-1", rank=1)) as proof:
+            detection_s = before.wait_detected()
+            time.sleep(max(0.0, 20 - before.passed_s))
+    recovery_s = before.wait_recovered()
+    line = before.line("SIGSTOP a prefill rank 20 s, then SIGCONT", crowd, proof, detection_s, recovery_s)
+    assert_all_right(cluster, line, crowd)
+    assert (line.retries or 0) > 0
+
+
+def test_all_replicas_restart_one_by_one(cluster: RunningCluster) -> None:
+    before, streams = Before(cluster, "decode-1"), list[Stream]()
+    order = [*BATON, "restart", "--rolling", "--cluster", NAME]
+    with subprocess.Popen(order, stderr=subprocess.PIPE, text=True) as restart:
+        while restart.poll() is None:
+            with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1800 + len(streams)) as crowd:
+                streams += crowd.streams
+        told = restart.communicate()[1]
+    recovery_s = before.wait_recovered()
+    assert restart.returncode == 0, told
+    after = {name: entry["incarnation"] for name, entry in cluster.replicas().items()}
+    assert all(after[name] > incarnation for name, incarnation in before.incarnations.items())
+    everybody = Crowd(cluster.url, streams)
+    proof = f"all of {', '.join(after)} have later incarnations than before"
+    line = before.line("rolling restart", everybody, proof, None, recovery_s)
+    assert_all_right(cluster, line, everybody)

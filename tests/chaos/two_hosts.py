@@ -57,22 +57,43 @@ def cut() -> Iterator[str]:
         _ip("-n", SPACE, "link", "set", AWAY_END, "up")
 
 
+class RayNodes:
+    """A Ray cluster whose nodes end with the context of ``ray_nodes``."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack, self._folder = stack, folder
+        with socket.create_server((HOME, 0)) as listener, socket.create_server((HOME, 0)) as other:
+            port, self._client_port = listener.getsockname()[1], other.getsockname()[1]
+        self.address = f"{HOME}:{port}"
+        self._num_nodes = 0
+
+    def start_head(self, num_cpus: int) -> None:
+        """The first node."""
+        port = self.address.rpartition(":")[2]
+        head = ["--head", f"--port={port}", f"--ray-client-server-port={self._client_port}"]
+        head += [f"--temp-dir={self._folder}", "--include-dashboard=false"]
+        self._start([], HOME, num_cpus, head)
+
+    def start(self, host: str, num_cpus: int) -> None:
+        """One more node."""
+        before = ["ip", "netns", "exec", SPACE] if host == AWAY else []
+        self._start(before, host, num_cpus, [f"--address={self.address}"])
+
+    def _start(self, before: Sequence[str], host: str, num_cpus: int, arguments: Sequence[str]) -> None:
+        self._num_nodes += 1
+        log = Path(self._folder, f"node-{self._num_nodes}.log")
+        own = [f"--node-ip-address={host}", f"--num-cpus={num_cpus}"]
+        self._stack.enter_context(_node(before, [*arguments, *own], log))
+
+
 @contextmanager
-def ray_nodes(num_cpus: int, num_away_cpus: int) -> Iterator[str]:
-    """A Ray node on each host; gives the address of the cluster."""
-    with socket.create_server((HOME, 0)) as listener:
-        port = listener.getsockname()[1]
-    with socket.create_server((HOME, 0)) as listener:
-        client_port = listener.getsockname()[1]
-    address = f"{HOME}:{port}"
-    away = ["ip", "netns", "exec", SPACE]
+def ray_nodes(num_cpus: int, num_away_cpus: int) -> Iterator[RayNodes]:
+    """A Ray node on each host."""
     with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder, ExitStack() as stack:
-        head = ["--head", f"--port={port}", f"--ray-client-server-port={client_port}", f"--temp-dir={folder}"]
-        head += ["--include-dashboard=false", f"--node-ip-address={HOME}", f"--num-cpus={num_cpus}"]
-        stack.enter_context(_node([], head, Path(folder, "head.log")))
-        second = [f"--address={address}", f"--node-ip-address={AWAY}", f"--num-cpus={num_away_cpus}"]
-        stack.enter_context(_node(away, second, Path(folder, "away.log")))
-        yield address
+        nodes = RayNodes(stack, Path(folder))
+        nodes.start_head(num_cpus)
+        nodes.start(AWAY, num_away_cpus)
+        yield nodes
 
 
 @contextmanager

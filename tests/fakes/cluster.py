@@ -3,7 +3,7 @@
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from tests.terminal import Terminal
 CTRL_C = b"\x03"
 START_S = 240.0
 STOP_S = 60.0
+IS_UP = "stops it"
+"""Told once every replica takes requests; before, one that fails ends the cluster."""
+BATON = (str(Path(sys.executable).with_name("baton")),)
 
 
 class RunningCluster:
@@ -64,17 +67,32 @@ class RunningCluster:
         return token_ids
 
 
-@contextmanager
-def running_cluster(deploy: str, name: str, *settings: str, arguments: Sequence[str] = ()) -> Iterator[RunningCluster]:
-    """``baton up`` on a terminal until Ctrl-C; it must exit with 0."""
-    port = _free_port()
-    changes = [f"name={name}", f"router.port={port}", *settings]
-    command = [str(Path(sys.executable).with_name("baton")), "up", deploy, *arguments]
-    for change in changes:
+def up_command(
+    deploy: str, name: str, port: int, *settings: str, arguments: Sequence[str] = (), program: Sequence[str] = BATON
+) -> list[str]:
+    """``baton up`` of a deploy file with some changes."""
+    command = [*program, "up", deploy, *arguments]
+    for change in (f"name={name}", f"router.port={port}", *settings):
         command += ["--set", change]
-    with Terminal(command) as terminal:
+    return command
+
+
+@contextmanager
+def running_cluster(
+    deploy: str,
+    name: str,
+    *settings: str,
+    arguments: Sequence[str] = (),
+    program: Sequence[str] = BATON,
+    env: Mapping[str, str] | None = None,
+    port: int | None = None,
+) -> Iterator[RunningCluster]:
+    """``baton up`` on a terminal, from when all is up until Ctrl-C; it must exit with 0."""
+    port = port or free_port()
+    command = up_command(deploy, name, port, *settings, arguments=arguments, program=program)
+    with Terminal(command, env) as terminal:
         cluster = RunningCluster(f"http://127.0.0.1:{port}", terminal)
-        terminal.wait_until(lambda: is_ready(cluster.url), START_S)
+        terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         yield cluster
         terminal.press(CTRL_C)
         assert terminal.wait(STOP_S) == 0, terminal.output
@@ -82,13 +100,19 @@ def running_cluster(deploy: str, name: str, *settings: str, arguments: Sequence[
 
 def is_ready(url: str) -> bool:
     """Whether a router answers there that it takes requests."""
+    return answers(f"{url}/ready")
+
+
+def answers(url: str) -> bool:
+    """Whether a GET succeeds."""
     try:
-        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
+        return httpx.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -96,11 +120,20 @@ def _free_port() -> int:
 
 def listener_pid(address: str) -> int:
     """The process of this machine that listens at ``tcp://host:port``, from the kernel's socket table."""
-    port = f"{int(address.rpartition(':')[2]):04X}"
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = {fields[9] for fields in lines if fields[1].endswith(f":{port}") and fields[3] == "0A"}
+    (inode,) = _listening_inodes(address)
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with suppress(OSError):
             if any(link.readlink().name == f"socket:[{inode}]" for link in folder.iterdir()):
                 return int(folder.parent.name)
     raise AssertionError(f"nobody listens at {address}")
+
+
+def is_listened(address: str) -> bool:
+    """Whether any process of this machine listens at the port of ``tcp://host:port``."""
+    return bool(_listening_inodes(address))
+
+
+def _listening_inodes(address: str) -> set[str]:
+    port = f"{int(address.rpartition(':')[2]):04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {fields[9] for fields in lines if fields[1].endswith(f":{port}") and fields[3] == "0A"}

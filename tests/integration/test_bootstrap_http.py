@@ -5,6 +5,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import httpx
 import msgspec
@@ -18,6 +21,8 @@ from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
+from cluster.supervisor.router_watch import follow_router
+from cluster.supervisor.table_watch import follow_table
 from tests.fakes.rows import make_row, make_rows, sizes
 
 pytestmark = pytest.mark.integration
@@ -307,3 +312,65 @@ async def test_watch_table_waits_through_the_absence_of_the_service() -> None:
     assert (await asyncio.wait_for(following, WAIT_S)).version > first.version
     await tables.aclose()
     await asyncio.to_thread(again.stop)
+
+
+class _Ailing(BaseHTTPRequestHandler):
+    """Gives what is no table before it gives one."""
+
+    answers: ClassVar[list[tuple[int, bytes]]]
+
+    def do_GET(self) -> None:
+        status, body = self.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@contextmanager
+def ailing_service() -> Iterator[str]:
+    """A service that fails, and answers with nonsense, before it is well."""
+    table = msgspec.json.encode(TableSnapshot(version=7, replicas=(), reaped={}, stop_requested=True))
+    unauthorized = b'{"error": {"code": "unauthorized", "message": "wrong token"}}'
+    _Ailing.answers = [(503, b"busy"), (200, b"[]"), (401, unauthorized), (200, table)]
+    with HTTPServer(("127.0.0.1", 0), _Ailing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+async def test_watch_table_goes_on_after_answers_that_are_no_table() -> None:
+    with ailing_service() as url:
+        tables = watch_table(url, TOKEN)
+        assert (await asyncio.wait_for(anext(tables), WAIT_S)).version == 7
+        await tables.aclose()
+
+
+def test_the_driver_takes_no_table_for_a_lost_service_and_goes_on() -> None:
+    seen: list[TableSnapshot | None] = []
+    with ailing_service() as url:
+        client = BootstrapClient(url, TOKEN)
+        follow_table(client, seen.append, lambda: seen.append(None))
+        client.close()
+    assert [snapshot and snapshot.version for snapshot in seen] == [None, None, None, 7]
+
+
+def test_the_router_is_seen_while_it_answers() -> None:
+    """Any service with this route will do."""
+    server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
+    url = server.start()
+    seen: list[bool] = []
+
+    def on_seen(answers: bool) -> None:
+        seen.append(answers)
+        if answers:
+            threading.Thread(target=server.stop).start()
+        elif len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        follow_router(url, on_seen, timeout_s=1.0, interval_s=0.05)
+    assert seen == [True, False, False]

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests import readme
+from tests.fakes.cluster import answers
 from tests.fakes.hub import write_hub_cache
 from tests.terminal import Terminal
 from workers.models.recall import DEMO_ANSWER
@@ -101,25 +102,18 @@ def test_ray_job(short_folder: str) -> None:
     }
     head = "ray start --head --block --port=6399 --dashboard-port=8299 --num-cpus=4 --disable-usage-stats"
     with Terminal(shlex.split(head), env) as ray_head:
-        ray_head.wait_until(lambda: _answers("http://127.0.0.1:8299/api/version"), START_S)
+        ray_head.wait_until(lambda: answers("http://127.0.0.1:8299/api/version"), START_S)
         with Terminal(shlex.split(readme.command("ray job submit")), env) as job:
             job.wait_until(_is_ready, START_S)
             _shell(readme.command("ray job stop"), env)
-            assert not _answers(f"{URL}/health")
+            assert not answers(f"{URL}/health")
             job.wait(STOP_S)
         ray_head.press(CTRL_C)
         ray_head.wait(STOP_S)
 
 
 def _is_ready() -> bool:
-    return _answers(f"{URL}/ready")
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
+    return answers(f"{URL}/ready")
 
 
 def _installed(command: str) -> str:

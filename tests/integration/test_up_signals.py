@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.cluster import CTRL_C, START_S
+from tests.fakes.cluster import CTRL_C, IS_UP, START_S
+from tests.leftovers import find_processes
 from tests.terminal import Terminal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -28,7 +29,7 @@ def up(name: str, notes: Path) -> Iterator[Terminal]:
     command += ["--set", f"name={name}", "--set", "router.port=0"]
     with Terminal(command, {MARK: name, "XDG_RUNTIME_DIR": str(notes)}) as terminal:
         yield terminal
-        assert _processes(name) == []
+        assert find_processes(MARK, name) == []
         assert [path for path in notes.rglob("*") if path.is_file()] == []
         assert _ray_folders(terminal) == []
 
@@ -38,24 +39,10 @@ def _ray_folders(terminal: Terminal) -> list[Path]:
     return list(Path("/tmp").glob(f"baton-ray-{terminal.pid}-*"))
 
 
-def _processes(name: str) -> list[str]:
-    """Command lines of the living processes that inherited the mark."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (folder / "environ").read_bytes().split(b"\0")
-            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
-        except OSError:
-            continue
-        if f"{MARK}={name}".encode() in environ and command:
-            found.append(command)
-    return found
-
-
 def test_signals_to_the_whole_group_while_serving(tmp_path: Path) -> None:
     """As a closed terminal or a job manager sends them; Ray's daemons are not to die of them before the workers."""
     with up("test-group", tmp_path) as terminal:
-        terminal.wait_until(lambda: "stops it" in terminal.output, START_S)
+        terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         os.killpg(terminal.pid, signal.SIGTERM)
         assert terminal.wait(STOP_S) == 0, terminal.output
         assert "drained: stopping" in terminal.output
@@ -64,7 +51,7 @@ def test_signals_to_the_whole_group_while_serving(tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_stops_at_once_even_when_ray_has_died(tmp_path: Path) -> None:
     with up("test-twice", tmp_path) as terminal:
-        terminal.wait_until(lambda: "stops it" in terminal.output, START_S)
+        terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         for stat in Path("/proc").glob("[0-9]*/stat"):
             fields = stat.read_text().split()
             if fields[1] == "(gcs_server)" and int(fields[3]) == terminal.pid:
@@ -91,11 +78,11 @@ def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
     command += ["--set", "name=test-killed", "--set", "router.port=0"]
     before = set(Path("/dev/shm").iterdir())
     with Terminal(command, {MARK: "test-killed", "XDG_RUNTIME_DIR": str(tmp_path)}) as terminal:
-        terminal.wait_until(lambda: "stops it" in terminal.output, START_S)
+        terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         os.kill(terminal.pid, signal.SIGKILL)
         assert terminal.wait(STOP_S) == -signal.SIGKILL
         deadline_s = time.monotonic() + STOP_S
-        while left := _processes("test-killed"):
+        while left := find_processes(MARK, "test-killed"):
             assert time.monotonic() < deadline_s, left
             time.sleep(0.1)
     assert set(Path("/dev/shm").iterdir()) <= before

@@ -1,6 +1,17 @@
 """Whoever shows no life for too long is ended and started again, and nobody else is."""
 
-from cluster.supervisor.events import Action, End, Ended, Start, Started, StopRequested, TableLost, TableSeen, Tick
+from cluster.supervisor.events import (
+    Action,
+    End,
+    Ended,
+    RouterSeen,
+    Start,
+    Started,
+    StopRequested,
+    TableLost,
+    TableSeen,
+    Tick,
+)
 from cluster.supervisor.orders import RestartOrder
 from cluster.supervisor.state import Phase
 from tests.fakes.supervised import NAMES, PATIENCE_S, Run
@@ -99,3 +110,28 @@ def test_nobody_is_ended_for_silence_before_all_is_up_or_when_it_stops() -> None
     run.step(StopRequested("SIGINT"))
     assert at(run, 10 * PATIENCE_S) == []
     assert run.cluster.phase is Phase.DRAINING
+
+
+def test_a_router_that_does_not_answer_is_ended_whatever_the_table_shows() -> None:
+    run = Run().serve()
+    incarnation = run.incarnation("router")
+    run.step(RouterSeen(answers=False))
+    run.now_s = 1.0
+    see(run)
+    run.step(TableLost())
+    see(run)
+    run.step(RouterSeen(answers=False))
+    assert at(run, PATIENCE_S - 0.1) == []
+    assert at(run, PATIENCE_S) == [End("router", incarnation)]
+    run.step(RouterSeen(answers=False))
+    assert run.cluster.silent == {}, "it is being ended"
+
+
+def test_a_router_that_answers_again_stays_and_excuses_nobody_else() -> None:
+    run = Run().serve()
+    run.step(RouterSeen(answers=False))
+    see(run, "decode-0")
+    run.now_s = 1.0
+    run.step(RouterSeen(answers=True))
+    assert at(run, PATIENCE_S) == [End("decode-0", run.incarnation("decode-0"))]
+    assert at(run, 3 * PATIENCE_S) == []

@@ -1,0 +1,28 @@
+"""Asks the router for a sign of life, for the driver: one that stands still keeps its port, and its clients wait."""
+
+import time
+from collections.abc import Callable
+
+import httpx
+
+
+def follow_router(url: str, on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
+    """Tell whether the router answers, at every change and for as long as it does not; for ever.
+
+    Any answer in time is one. The connection stays open, so that no crowd of clients is before the driver.
+    """
+    answered: bool | None = None
+    with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as http:
+        while True:
+            before, answered = answered, _answers(http)
+            if not (before and answered):
+                on_seen(answered)
+            time.sleep(interval_s)
+
+
+def _answers(http: httpx.Client) -> bool:
+    try:
+        http.get("/health")
+    except httpx.TransportError:
+        return False
+    return True

@@ -1,0 +1,13 @@
+"""``baton`` with workers that can be made to transfer badly: ``python -m tests.chaos.faulty_up up FILE ...``."""
+
+from functools import partial
+
+import cluster.launch.tools
+from cluster.cli.main import main
+from cluster.launch.kinds import ActorKinds
+from tests.chaos.faulty_worker import FaultyWorker
+
+if __name__ == "__main__":
+    faulty = partial(cluster.launch.tools.Tools, kinds=ActorKinds(worker=FaultyWorker))
+    cluster.launch.tools.Tools = faulty
+    main()

@@ -1,0 +1,134 @@
+"""Workers whose transfers go wrong when a test asks for it: a fault is a file that the first worker in its way takes.
+
+Each fault leaves its proof in the same folder, written by the worker that did it.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from cluster.channel import Outbox
+from cluster.launch.kinds import WorkerActor
+from cluster.spec.messages import Message
+from cluster.spec.registry import Endpoint
+from cluster.spec.transfer_messages import Done
+from transfer.backends.interface import Region
+from transfer.backends.shared_memory import SharedMemoryBackend
+from transfer.plan import Span, total_bytes
+
+FOLDER = "BATON_TEST_FAULTS"
+"""Environment variable: where the faults are ordered."""
+DELAY_S = 2.0
+_PROOFS = "proofs"
+
+Write = Callable[[Region, Endpoint, Sequence[Span]], None]
+
+
+class Fault(StrEnum):
+    """What can go wrong between prefill and decode."""
+
+    DROP = "drop"
+    """Nothing of a write arrives, and the sender takes it for done."""
+    FAIL = "fail"
+    """A write fails, and the sender knows."""
+    DELAY = "delay"
+    """A write takes two seconds more."""
+    TRUNCATE = "truncate"
+    """A write ends half way, and the sender takes it for done."""
+    FLIP = "flip"
+    """One bit arrives as another."""
+    REPEAT = "repeat"
+    """A notification arrives twice at once, and again before the next one, when its request has gone on."""
+    LOSE = "lose"
+    """A notification does not arrive."""
+
+
+def order(folder: Path, fault: Fault, times: int) -> None:
+    """Have a fault happen so many times."""
+    for number in range(times):
+        (folder / f"{fault}-{number}").touch()
+
+
+def proofs(folder: Path) -> list[str]:
+    """What the workers have done so far."""
+    path = folder / _PROOFS
+    return path.read_text().splitlines() if path.exists() else []
+
+
+class FaultyWorker(WorkerActor):
+    """A worker of a cluster under test."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(environ)
+        saboteur = _Saboteur(Path(os.environ[FOLDER]))
+        saboteur.spoil_writes()
+        saboteur.spoil_notifications()
+
+
+class _Saboteur:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._repeated: tuple[str, Done] | None = None
+
+    def spoil_writes(self) -> None:
+        """Put the faults between the sender and its backend."""
+        real = SharedMemoryBackend.write
+
+        def write(backend: SharedMemoryBackend, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
+            self._write(real.__get__(backend), source, target, spans)
+
+        SharedMemoryBackend.write = write
+
+    def spoil_notifications(self) -> None:
+        """Put the faults between the sender and its channel."""
+        real = Outbox.send
+
+        def send(outbox: Outbox, address: str, message: Message) -> None:
+            if isinstance(message, Done):
+                self._send(real.__get__(outbox), address, message)
+            else:
+                real(outbox, address, message)
+
+        Outbox.send = send
+
+    def _write(self, write: Write, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
+        what = f"a write of {len(spans)} spans, {total_bytes(spans)} bytes"
+        if self._takes(Fault.DROP, f"{what}: nothing written"):
+            return
+        if self._takes(Fault.FAIL, f"{what}: failed"):
+            raise ConnectionResetError("the transport failed")
+        if self._takes(Fault.TRUNCATE, f"{what}: half of the last span left out"):
+            last = spans[-1]
+            spans = [*spans[:-1], last._replace(num_bytes=last.num_bytes // 2)]
+        if self._takes(Fault.DELAY, f"{what}: {DELAY_S:g} s later"):
+            time.sleep(DELAY_S)
+        write(source, target, spans)
+        if self._takes(Fault.FLIP, f"{what}: one bit changed"):
+            first = spans[0]
+            wrong = bytearray([source.buffer[first.source_offset] ^ 1])
+            write(Region(memoryview(wrong), source.endpoint), target, [Span(0, first.target_offset, 1)])
+
+    def _send(self, send: Callable[[str, Message], None], address: str, done: Done) -> None:
+        if self._repeated is not None:
+            send(*self._repeated)
+            self._repeated = None
+        if self._takes(Fault.LOSE, f"Done of room {done.room}: not sent"):
+            return
+        send(address, done)
+        if self._takes(Fault.REPEAT, f"Done of room {done.room}: sent three times"):
+            send(address, done)
+            self._repeated = address, done
+
+    def _takes(self, fault: Fault, proof: str) -> bool:
+        """Whether this fault is ordered; then nobody else takes the same order."""
+        for path in self._folder.glob(f"{fault}-*"):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                continue
+            with (self._folder / _PROOFS).open("a") as file:
+                file.write(f"process {os.getpid()}: {proof}\n")
+            return True
+        return False

@@ -1,0 +1,57 @@
+"""What goes wrong between prefill and decode, with a digest of every page: nobody gets a wrong token for it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faulty_worker import DELAY_S, FOLDER, Fault, order, proofs
+from tests.chaos.streams import Crowd
+from tests.chaos.watch import Before, assert_all_right
+from tests.fakes.cluster import RunningCluster, running_cluster
+from tests.readme import ROOT
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
+
+CLIENTS = 4
+TIMES = 2
+SETTINGS = ("kv.memory_gib=0.25", "transfer.verify=digest", "transfer.transfer_timeout_s=6")
+DONE_S = 60.0
+CHANGES_PAGES = (Fault.DROP, Fault.TRUNCATE, Fault.FLIP)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[RunningCluster]:
+    program = (sys.executable, "-m", "tests.chaos.faulty_up")
+    env = {FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
+    deploy = "deploy/local-cpu.yaml"
+    with running_cluster(deploy, "test-chaos-transport", *SETTINGS, program=program, env=env) as running:
+        yield running
+
+
+def num_wrong_pages(cluster: RunningCluster) -> int:
+    """Pages that decode has found to be other than they were sent."""
+    return int(cluster.replicas()["decode-0"]["load"]["wrong_pages"])
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_transfers_go_wrong(cluster: RunningCluster, folder: Path, fault: Fault) -> None:
+    before, seen, wrong = Before(cluster, "decode-0"), len(proofs(folder)), num_wrong_pages(cluster)
+    order(folder, fault, TIMES)
+    seed = 1400 + 10 * list(Fault).index(fault)
+    with Crowd.alike(cluster.url, CLIENTS, 20, seed=seed, prompt_len=4000) as crowd:
+        cluster.wait_until(lambda: len(proofs(folder)) == seen + TIMES, DONE_S)
+    recovery_s = before.wait_recovered(is_new=False)
+    found = num_wrong_pages(cluster) - wrong
+    proof = f"{proofs(folder)[-1]}; {TIMES} times; wrong pages found: {found}"
+    line = before.line(f"transport: {fault}", crowd, proof, None, recovery_s)
+    assert_all_right(cluster, line, crowd)
+    assert (found > 0) == (fault in CHANGES_PAGES)
+    assert ((line.retries or 0) > 0) == (fault not in (Fault.DELAY, Fault.REPEAT))
+    assert recovery_s > DELAY_S or fault is not Fault.DELAY
