@@ -216,7 +216,7 @@ class Relay:
         progress = self._progress[place.room]
         progress.answer.place(place.room, place.pair)
         if place.pair.computes == place.pair.decode:
-            self._metrics.skipped.inc()
+            self._metrics.skipped.add(1)
         if progress.answer.is_timed:
             ranks = [row for leg in place.pair.legs for row in self._directory.rows(leg)]
             self.timelines.begin(place.room, place.attempt, ranks)

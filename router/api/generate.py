@@ -84,7 +84,7 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
         with await service.gate.enter(open_answer, min(ask.priority for ask in work.asks)) as answer:
             answer.opened_s = service.relay.now_s()
             answer.queue_s = answer.opened_s - begun_s
-            service.metrics.queue_s.observe(answer.queue_s)
+            service.metrics.queue_s.note(answer.queue_s)
             with _told(service, work, answer):
                 try:
                     yield answer
