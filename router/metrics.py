@@ -88,8 +88,6 @@ class Metrics:
 
     def note_cached(self, cached: CachedTokens) -> None:
         """Prefill did not compute these tokens of a prompt."""
-        if not cached.total:
-            return
         self.cached_tokens.add(cached.total)
         by_tier = {Tier.DEVICE: cached.total - cached.host - cached.storage, Tier.HOST: cached.host}
         for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():

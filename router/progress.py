@@ -29,8 +29,9 @@ class Progress:
         if action.phases is not None:
             self._metrics.on_phases(action.phases)
             self.stream.phases = self.stream.phases or action.phases
-        self._metrics.note_cached(action.cached)
-        self.stream.cached[self._index] += action.cached
+        if action.cached.total:
+            self._metrics.note_cached(action.cached)
+            self.stream.cached[self._index] += action.cached
         self.stream.push(self._index, action.token_ids, action.finish, action.logprobs, action.prompt_logprobs)
         if action.finish is not None:
             self.end(action.finish, now_s)

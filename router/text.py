@@ -40,6 +40,8 @@ class StopScanner:
     def push(self, text: str) -> str:
         """What can be shown now that this text came."""
         assert not self.hit, "nothing follows a stop string"
+        if not self._stops:
+            return text
         self._held += text
         found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
