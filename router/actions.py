@@ -1,7 +1,8 @@
 """What ``router.dispatch`` asks to be done about open requests, and why one failed."""
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from cluster.spec.ids import Room
 from cluster.spec.messages import Cancel, PhaseTimes, Submit
@@ -31,8 +32,7 @@ class Cause(StrEnum):
     """The tokens that came are not one answer: one is missing, or there are too many."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt begins."""
 
     room: Room
@@ -41,23 +41,20 @@ class Place:
     pair: Pair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
     """Call ``expire`` then."""
 
     until_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, kw_only=True):
     """Send a message."""
 
     address: str
     message: Submit | Cancel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True, kw_only=True):
     """Give tokens to the client."""
 
     room: Room
@@ -65,18 +62,17 @@ class Emit:
     token_ids: list[int]
     finish: FinishReason | None
     """Set with the last tokens."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
     """Of every token, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = []
     """Of every token of the prompt but the first, where they were asked for; with the first tokens."""
-    cached: CachedTokens = field(default_factory=CachedTokens)
+    cached: CachedTokens = CachedTokens()
     """Set with the first tokens."""
     phases: PhaseTimes | None = None
     """What the replicas say of the time before the first tokens; set with those."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True, kw_only=True):
     """Tell the client that there will be no (more) answer."""
 
     room: Room

@@ -50,6 +50,12 @@ class Breakers:
         state = self.state(peer, now_s)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._lines[peer].trial is None)
 
+    def allowed(self, peers: list[Peer], now_s: float) -> list[Peer]:
+        """Those that should get the next attempt; all of them where none should."""
+        if not self._lines:
+            return peers
+        return [peer for peer in peers if self.allows(peer, now_s)] or peers
+
     def begin(self, peer: Peer, room: Room, now_s: float) -> None:
         """A replica gets an attempt."""
         if self.state(peer, now_s) is BreakerState.HALF_OPEN and self._lines[peer].trial is None:

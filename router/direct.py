@@ -30,10 +30,11 @@ class Direct:
             return
         has_begun = False
 
-        async def send_noting(message: Message) -> None:
+        # Plain, not async: it is called for every token.
+        def send_noting(message: Message) -> Awaitable[None]:
             nonlocal has_begun
             has_begun = True
-            await send(message)
+            return send(message)
 
         scope["app"] = self._app
         request = Request(scope, receive)

@@ -103,7 +103,7 @@ class Dispatch:
         flight = self._attempts.find(output.room)
         if flight is None:
             return self._drop("late")
-        if flight.leg(output.replica, output.incarnation) is not flight.legs[-1]:
+        if not flight.is_decode(output.replica, output.incarnation):
             return self._drop("foreign")
         if problem := flight.problem(output):
             return self._on_broken(flight, f"{output.replica}: {problem}", now_s)

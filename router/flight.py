@@ -1,6 +1,6 @@
 """One open request: what is asked, its stages and legal moves, and its attempts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,6 +11,7 @@ from cluster.spec.lifecycle import Moves
 from cluster.spec.messages import Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
+from router.prefix_keys import PromptKeys
 
 
 class Stage(Enum):
@@ -43,8 +44,7 @@ MOVES: Moves[Stage] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants to have generated."""
 
     prompt_ids: list[int]
@@ -60,14 +60,13 @@ class Ask:
     """The DP rank that the client wants; None for any."""
     session: str = ""
     """What the client calls the conversation it belongs to; empty for none."""
-    page_keys: Sequence[bytes] = ()
-    """Of the pages that may come from a cache, where a policy wants to know."""
+    page_keys: PromptKeys | None = None
+    """Of the pages that may come from a cache; none where nobody is to look there."""
     shares_prompt: bool = False
     """Another choice of the prompt before it, which alone is sent to prefill."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """The replicas that an attempt runs on."""
 
     prefill: Peer | None
@@ -93,8 +92,7 @@ Pick = Callable[[Ask, Room, frozenset[Peer], float], Pair | None]
 """(request, room of the attempt, those to avoid if others are ready, clock time) -> None if a role has no replica."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One try of a request, in a room of its own."""
 
     room: Room
@@ -145,6 +143,11 @@ class Flight:
             return f"waited to be tried again after {self.reason}"
         names = " and ".join(peer.replica for peer in self.awaited)
         return f"waited for token {len(self.given)} from {names}"
+
+    def is_decode(self, replica: ReplicaId, incarnation: Incarnation) -> bool:
+        """Whether the decode leg is this start of a replica; asked for every token."""
+        decode = self.attempt.pair.decode if self.attempt is not None else None
+        return decode is not None and decode.replica == replica and decode.incarnation == incarnation
 
     def leg(self, replica: ReplicaId, incarnation: Incarnation) -> Peer | None:
         """The one of the legs that is this start of a replica."""

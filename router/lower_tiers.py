@@ -42,6 +42,10 @@ class LowerTiers:
         """A replica is gone, or tells everything anew."""
         self._num_host -= len(self._host.pop(owner, ()))
 
+    def is_known(self, key: bytes) -> bool:
+        """Whether a page is anywhere here."""
+        return key in self._stored or any(key in keys for keys in self._host.values())
+
     def worth(self, owner: Owner, keys: Sequence[bytes], weights: Weights) -> float:
         """Of the pages that follow those on the device, up to the first that is nowhere; in pages."""
         host = self._host.get(owner, frozenset[bytes]())

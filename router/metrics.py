@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,7 @@ from router.directory import Directory
 from router.dispatch import Dispatch
 from router.flight import ENDS, Ask
 from router.gate import Gate
+from router.measures import Count, Measures, Spread
 from router.page_index import PageIndex
 from router.replica_metrics import replica_metrics
 from router.tier_metrics import tier_metrics
@@ -46,35 +47,33 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.refused = self._counter("request_refused", "HTTP requests answered with an error, by status.", "status")
-        self.success = self._counter("request_success", "Answers that are whole, by why they ended.", "finished_reason")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests taken.")
-        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that prefill took from its cache.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.ttft_s = self._histogram(
-            "time_to_first_token_seconds", "From the HTTP request to its first token.", _TTFT_S
-        )
-        self._cached_by_tier = self._counter("cached_tokens_by_tier", "The same by where they were.", "tier")
-        self.itl_s = self._histogram(
+        self._measures = measures = Measures()
+        self.registry.register(measures)
+        self.refused = self._count("request_refused", "HTTP requests answered with an error, by status.", "status")
+        self.success = self._count("request_success", "Answers that are whole, by why they ended.", "finished_reason")
+        self.prompt_tokens = self._count("prompt_tokens", "Prompt tokens of requests taken.")
+        self.cached_tokens = self._count("cached_tokens", "Prompt tokens that prefill took from its cache.")
+        self.generation_tokens = self._count("generation_tokens", "Tokens generated.")
+        self.ttft_s = self._spread("time_to_first_token_seconds", "From the HTTP request to its first token.", _TTFT_S)
+        self._cached_by_tier = self._count("cached_tokens_by_tier", "The same by where they were.", "tier")
+        self.itl_s = self._spread(
             "inter_token_latency_seconds", "Between tokens of one answer, each batch divided by its tokens.", _TOKEN_S
         )
-        self.tpot_s = self._histogram(
+        self.tpot_s = self._spread(
             "request_time_per_output_token_seconds", "Mean time per token after the first of each answer.", _TOKEN_S
         )
-        self.e2e_s = self._histogram(
-            "e2e_request_latency_seconds", "From the HTTP request to its last token.", _REQUEST_S
-        )
-        self.skipped = self._counter(
+        self.e2e_s = self._spread("e2e_request_latency_seconds", "From the HTTP request to its last token.", _REQUEST_S)
+        self.skipped = self._count(
             "prefill_skipped", "Prompts that decode computed itself (prefill.skip_below_tokens)."
         )
-        self.queue_s = self._histogram(
+        self.queue_s = self._spread(
             "request_queue_time_seconds", "Wait in the router for room at the replicas.", _PHASE_S
         )
-        self.decode_s = self._histogram(
+        self.decode_s = self._spread(
             "request_decode_time_seconds", "From an answer's first token to its last.", _REQUEST_S
         )
         self._phases_s = {
-            name: self._histogram(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
+            name: self._spread(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
             for name, help_text in (
                 ("decode_queue", "Wait in decode for pages."),
                 ("bootstrap", "Wait in prefill for decode's ticket and ranks."),
@@ -82,17 +81,17 @@ class Metrics:
                 ("transfer", "From the first token until all KV was in decode."),
             )
         }
-        self.generated = self._histogram("request_generation_tokens", "Tokens of each answer.", _TOKENS)
-        self._prompts = self._histogram("request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
-        self._max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", _TOKENS)
-        self._n = self._histogram("request_params_n", "Choices asked for in one HTTP request.", _CHOICES)
+        self.generated = self._spread("request_generation_tokens", "Tokens of each answer.", _TOKENS)
+        self._prompts = self._spread("request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
+        self._max_tokens = self._spread("request_params_max_tokens", "Most tokens asked for.", _TOKENS)
+        self._n = self._spread("request_params_n", "Choices asked for in one HTTP request.", _CHOICES)
 
     def note_cached(self, cached: CachedTokens) -> None:
         """Prefill did not compute these tokens of a prompt."""
-        self.cached_tokens.inc(cached.total)
+        self.cached_tokens.add(cached.total)
         by_tier = {Tier.DEVICE: cached.total - cached.host - cached.storage, Tier.HOST: cached.host}
         for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
-            self._cached_by_tier.labels(tier).inc(count)
+            self._cached_by_tier.add(count, tier.value)
 
     def watch(self, watched: Watched) -> None:
         """Also report what these count themselves."""
@@ -104,35 +103,31 @@ class Metrics:
 
     def totals(self) -> dict[str, float]:
         """Tokens since the start, for those who look at rates."""
-        counters = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
-        return {
-            metric.name.removeprefix("baton_"): metric.samples[0].value
-            for counter in counters
-            for metric in counter.collect()
-        }
+        counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
+        return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
 
     def on_open(self, asks: Sequence[Ask]) -> None:
         """Requests are sent to replicas; those of one prompt share it."""
-        self._n.observe(len(asks))
+        self._n.note(len(asks))
         for ask in asks:
-            self._max_tokens.observe(ask.stopping.max_tokens)
+            self._max_tokens.note(ask.stopping.max_tokens)
             if not ask.shares_prompt:
-                self.prompt_tokens.inc(len(ask.prompt_ids))
-                self._prompts.observe(len(ask.prompt_ids))
+                self.prompt_tokens.add(len(ask.prompt_ids))
+                self._prompts.note(len(ask.prompt_ids))
 
     def on_phases(self, phases: PhaseTimes) -> None:
         """The first token of a prompt is there."""
-        self._phases_s["decode_queue"].labels(phases.decode).observe(phases.decode_queue_s)
-        self._phases_s["prefill"].labels(phases.prefill or phases.decode).observe(phases.prefill_s)
+        self._phases_s["decode_queue"].note(phases.decode_queue_s, phases.decode)
+        self._phases_s["prefill"].note(phases.prefill_s, phases.prefill or phases.decode)
         if phases.prefill is not None:
-            self._phases_s["bootstrap"].labels(phases.prefill).observe(phases.bootstrap_s)
-            self._phases_s["transfer"].labels(phases.decode).observe(phases.transfer_s)
+            self._phases_s["bootstrap"].note(phases.bootstrap_s, phases.prefill)
+            self._phases_s["transfer"].note(phases.transfer_s, phases.decode)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"baton_{name}", help_text, labels, registry=self.registry)
+    def _count(self, name: str, help_text: str, *labels: str) -> Count:
+        return self._measures.count(f"baton_{name}", help_text, *labels)
 
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"baton_{name}", help_text, labels, buckets=buckets, registry=self.registry)
+    def _spread(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Spread:
+        return self._measures.spread(f"baton_{name}", help_text, bounds, *labels)
 
 
 class _Counts(Collector):

@@ -79,6 +79,10 @@ class PageIndex:
             self._below.note(owner, news.tier, news.stored, news.removed)
         return False
 
+    def is_known(self, key: bytes) -> bool:
+        """Whether any replica, or storage, has a page."""
+        return any(key in known.keys for known in self._known.values()) or self._below.is_known(key)
+
     def worth(self, peer: Peer, keys: Sequence[bytes], weights: Weights) -> float:
         """What the cached pages of a prompt are worth at a replica, in pages on its device."""
         num_here = self.count(peer, keys)

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Room
@@ -99,17 +99,20 @@ class Picker:
     ) -> list[Candidate]:
         """Those that are ready; none that is avoided or has an open breaker, as long as others are left."""
         peers = self._directory.ready(role)
-        peers = [peer for peer in peers if peer not in avoided] or peers
-        peers = [peer for peer in peers if self._breakers.allows(peer, now_s)] or peers
+        if avoided:
+            peers = [peer for peer in peers if peer not in avoided] or peers
+        peers = self._breakers.allowed(peers, now_s)
+        cached = (
+            self._count_cached(peers, ask) if ask is not None and role in self.prefix_roles else itertools.repeat(0)
+        )
         return [
-            Candidate(peer=peer, load=self._load.of(peer), cached_tokens=self._count_cached(peer, ask))
-            for peer in peers
+            Candidate(peer=peer, load=self._load.of(peer), cached_tokens=num_tokens)
+            for peer, num_tokens in zip(peers, cached, strict=False)
         ]
 
-    def _count_cached(self, peer: Peer, ask: Ask | None) -> int:
-        if ask is None or not ask.page_keys:
-            return 0
-        return int(self.pages.worth(peer, ask.page_keys, self._weights) * self._page_size)
+    def _count_cached(self, peers: Iterable[Peer], ask: Ask) -> Iterable[int]:
+        keys = ask.page_keys.known(self.pages.is_known) if ask.page_keys is not None else ()
+        return (int(self.pages.worth(peer, keys, self._weights) * self._page_size) for peer in peers)
 
 
 def _longest(ask: Ask) -> int:

@@ -1,33 +1,37 @@
 """The page keys of prompts, by which replicas tell what they have cached."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
-from cluster.spec.page_key import page_keys
-from router.flight import Ask
+from cluster.spec.page_key import extend_page_keys
 
 _INLINE_TOKENS = 32_768
-"""Prompts up to this length are hashed on the event loop, in a millisecond or two."""
+"""Of longer prompts all keys are made at once, beside the event loop."""
+_FIRST_PAGES = 4
 
 
-async def with_page_keys(asks: Sequence[Ask], page_size: int) -> list[Ask]:
-    """The same asks with the keys of the pages that may come from a cache; the last token is always computed."""
-    made: list[Ask] = []
-    for ask in asks:
-        # The choices of one prompt stand together, and share one list.
-        before = made[-1] if made else None
-        if before is not None and before.prompt_ids is ask.prompt_ids and before.cache_salt == ask.cache_salt:
-            keys = before.page_keys
-        elif len(ask.prompt_ids) <= _INLINE_TOKENS:
-            keys = _keys(ask, page_size)
-        else:
-            keys = await asyncio.to_thread(_keys, ask, page_size)
-        made.append(replace(ask, page_keys=keys))
-    return made
+class PromptKeys:
+    """The keys of the pages of one prompt that may come from a cache, made as far as anybody has them."""
 
+    def __init__(self, prompt_ids: Sequence[int], page_size: int, salt: str) -> None:
+        self._prompt_ids = prompt_ids
+        self._page_size = page_size
+        self._salt = salt
+        # The last token is always computed.
+        self._num_pages = (len(prompt_ids) - 1) // page_size
+        self._keys: list[bytes] = []
 
-def _keys(ask: Ask, page_size: int) -> Sequence[bytes]:
-    if ask.sampling.num_prompt_logprobs is not None:
-        return ()
-    return page_keys(ask.prompt_ids[:-1], page_size, ask.cache_salt)
+    async def prepare(self) -> None:
+        """Keep what would take long from the event loop."""
+        if len(self._prompt_ids) > _INLINE_TOKENS:
+            await asyncio.to_thread(self._extend, self._num_pages)
+
+    def known(self, is_known: Callable[[bytes], bool]) -> Sequence[bytes]:
+        """All keys before the first that nobody knows, and perhaps some more."""
+        while len(self._keys) < self._num_pages and (not self._keys or is_known(self._keys[-1])):
+            self._extend(max(2 * len(self._keys), _FIRST_PAGES))
+        return self._keys
+
+    def _extend(self, num_pages: int) -> None:
+        end = min(num_pages, self._num_pages) * self._page_size
+        extend_page_keys(self._keys, self._prompt_ids[:end], self._page_size, self._salt)

@@ -29,8 +29,9 @@ class Progress:
         if action.phases is not None:
             self._metrics.on_phases(action.phases)
             self.stream.phases = self.stream.phases or action.phases
-        self._metrics.note_cached(action.cached)
-        self.stream.cached[self._index] += action.cached
+        if action.cached.total:
+            self._metrics.note_cached(action.cached)
+            self.stream.cached[self._index] += action.cached
         self.stream.push(self._index, action.token_ids, action.finish, action.logprobs, action.prompt_logprobs)
         if action.finish is not None:
             self.end(action.finish, now_s)
@@ -43,13 +44,13 @@ class Progress:
     def end(self, finish: FinishReason, now_s: float) -> None:
         """The answer is whole."""
         metrics = self._metrics
-        metrics.success.labels(finish.value).inc()
-        metrics.e2e_s.observe(now_s - self._arrived_s)
-        metrics.generated.observe(self._num_tokens)
+        metrics.success.add(1, finish.value)
+        metrics.e2e_s.note(now_s - self._arrived_s)
+        metrics.generated.note(self._num_tokens)
         if self._first_s is not None:
-            metrics.decode_s.observe(now_s - self._first_s)
+            metrics.decode_s.note(now_s - self._first_s)
             if self._num_tokens > 1:
-                metrics.tpot_s.observe((now_s - self._first_s) / (self._num_tokens - 1))
+                metrics.tpot_s.note((now_s - self._first_s) / (self._num_tokens - 1))
 
     def intervals(self, now_s: float) -> list[Interval]:
         """The request as the router saw it, up to now."""
@@ -68,11 +69,11 @@ class Progress:
         if not num_tokens:
             return
         self._num_tokens += num_tokens
-        self._metrics.generation_tokens.inc(num_tokens)
+        self._metrics.generation_tokens.add(num_tokens)
         if self._last_s is None:
             self._first_s = now_s
             self.stream.first_s = self.stream.first_s or now_s
-            self._metrics.ttft_s.observe(now_s - self._arrived_s)
+            self._metrics.ttft_s.note(now_s - self._arrived_s)
         else:
-            self._metrics.itl_s.observe((now_s - self._last_s) / num_tokens)
+            self._metrics.itl_s.note((now_s - self._last_s) / num_tokens)
         self._last_s = now_s

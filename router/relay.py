@@ -200,15 +200,17 @@ class Relay:
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
+                case Emit():
+                    progress = self._progress[action.room]
+                    progress.emit(action, self._clock.now_s())
+                    if progress.num_unread > self._max_unread_tokens:
+                        self._end_slow_reader(action.room, progress.num_unread)
                 case Send():
                     self._send(action)
                 case Place():
                     self._place(action)
                 case Wait():
                     self._wake_at(action.until_s)
-                case Emit():
-                    self._progress[action.room].emit(action, self._clock.now_s())
-                    self._end_slow_reader(action.room)
                 case Fail():
                     self._progress[action.room].stream.fail(action)
 
@@ -216,7 +218,7 @@ class Relay:
         progress = self._progress[place.room]
         progress.answer.place(place.room, place.pair)
         if place.pair.computes == place.pair.decode:
-            self._metrics.skipped.inc()
+            self._metrics.skipped.add(1)
         if progress.answer.is_timed:
             ranks = [row for leg in place.pair.legs for row in self._directory.rows(leg)]
             self.timelines.begin(place.room, place.attempt, ranks)
@@ -230,9 +232,8 @@ class Relay:
     def _follow_pages(self, peer: Peer) -> None:
         self._tell(peer.address, FollowPages(router=self._dispatch.me, incarnation=peer.incarnation))
 
-    def _end_slow_reader(self, room: Room) -> None:
-        num_unread = self._progress[room].num_unread
-        if num_unread > self._max_unread_tokens and self._dispatch.is_open(room):
+    def _end_slow_reader(self, room: Room, num_unread: int) -> None:
+        if self._dispatch.is_open(room):
             limit = f"allowed: {self._max_unread_tokens} (router.max_unread_tokens)"
             self._perform(self._dispatch.on_slow_reader(room, f"{num_unread} tokens were left unread; {limit}"))
 

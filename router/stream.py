@@ -42,7 +42,8 @@ class Stream:
         self._num_unfinished = num_choices
         self._parts: dict[int, Part] = {}
         self._failure: Fail | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """Who waits for news."""
 
     def push(
         self,
@@ -53,13 +54,15 @@ class Stream:
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Tokens came for a choice."""
-        part = self._parts.setdefault(index, Part(index, [], None))
+        part = self._parts.get(index)
+        if part is None:
+            part = self._parts[index] = Part(index, [], None)
         part.token_ids += token_ids
         part.logprobs += logprobs
         part.prompt_logprobs += prompt_logprobs
         part.finish = finish
         self.num_tokens += len(token_ids)
-        self._news.set()
+        self._wake()
 
     def num_unread(self, index: int) -> int:
         """Tokens of a choice that wait to be read."""
@@ -69,7 +72,7 @@ class Stream:
     def fail(self, failure: Fail) -> None:
         """Nothing more will come."""
         self._failure = failure
-        self._news.set()
+        self._wake()
 
     def finish(self, index: int) -> None:
         """The reader wants no more of a choice."""
@@ -84,10 +87,15 @@ class Stream:
         """
         if not self._num_unfinished:
             return []
-        await self._news.wait()
-        self._news.clear()
+        if not self._parts and self._failure is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._failure is not None:
             raise RequestFailedError(self._failure.cause, self._failure.reason)
         parts, self._parts = list(self._parts.values()), {}
         self._num_unfinished -= sum(part.finish is not None for part in parts)
         return parts
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -1,14 +1,14 @@
 """From the tokens of one choice to the text its client sees: characters made whole, stop strings cut off."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.tokenizer import Detokenizer, Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRules:
+class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of an answer become its text, and what ends it."""
 
     stops: Sequence[str] = ()
@@ -40,6 +40,8 @@ class StopScanner:
     def push(self, text: str) -> str:
         """What can be shown now that this text came."""
         assert not self.hit, "nothing follows a stop string"
+        if not self._stops:
+            return text
         self._held += text
         found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
@@ -63,8 +65,7 @@ class StopScanner:
         return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """One token of an answer, or its whole: text may come later than its tokens, never earlier."""
 
     text: str

@@ -108,11 +108,10 @@ class EventStream(Response):
         return asyncio.create_task(look())
 
     async def _write(self, send: Send) -> None:
-        async with self._open_answer() as answer, aclosing(self._commented(self._frames(answer))) as frames:
+        async with self._open_answer() as answer, aclosing(self._frames(answer)) as frames:
             try:
+                await self._send_first(send, answer, frames)
                 async for frame in frames:
-                    if not self._started:
-                        self.headers.update(answer.headers)
                     await self._send(send, frame)
             except RequestFailedError as error:
                 if not self._started:
@@ -120,18 +119,20 @@ class EventStream(Response):
                 await self._send(send, event(failed(error).body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _commented(self, frames: Frames) -> Frames:
-        """The frames, with a comment after every so many seconds without the first one."""
+    async def _send_first(self, send: Send, answer: Answer, frames: Frames) -> None:
+        """Write the first frame, and until it comes a comment now and then."""
         first = asyncio.ensure_future(anext(frames))
         try:
-            while not (await asyncio.wait([first], timeout=self._config.sse_comment_s))[0]:
-                yield _WAITING
-            yield first.result()
+            is_there = False
+            while not is_there:
+                is_there = bool((await asyncio.wait([first], timeout=self._config.sse_comment_s))[0])
+                frame = first.result() if is_there else _WAITING
+                if not self._started:
+                    self.headers.update(answer.headers)
+                await self._send(send, frame)
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-        async for frame in frames:
-            yield frame
 
     async def _send(self, send: Send, frame: bytes) -> None:
         """Write one frame, which waits while the client does not read."""

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,13 +18,11 @@ from router.errors import ClientLeftError
 from router.flight import Ask
 from router.key_limits import limit_of
 from router.key_ring import ApiKey
-from router.prefix_keys import with_page_keys
 from router.service import Service
 from router.text import AnswerText, Piece, TextRules, join
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What one HTTP request wants of replicas."""
 
     caller: ApiKey | None
@@ -39,8 +37,7 @@ class Work:
     """The trace that the client has it in, if any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job(Work):
+class Job(Work, frozen=True, kw_only=True):
     """One HTTP request, ready to be sent to replicas and answered."""
 
     shape: Shape
@@ -76,15 +73,16 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
     """
     name, limit = limit_of(service.config.router, work.caller)
     with service.limits.open(name, limit):
-        asks = work.asks
         if service.relay.uses_prefixes:
-            asks = await with_page_keys(asks, service.config.kv.page_size)
-        open_answer = partial(service.relay.open, asks, work.arrived_s)
+            for keys in dict.fromkeys(ask.page_keys for ask in work.asks):
+                if keys is not None:
+                    await keys.prepare()
+        open_answer = partial(service.relay.open, work.asks, work.arrived_s)
         begun_s = service.relay.now_s()
         with await service.gate.enter(open_answer, min(ask.priority for ask in work.asks)) as answer:
             answer.opened_s = service.relay.now_s()
             answer.queue_s = answer.opened_s - begun_s
-            service.metrics.queue_s.observe(answer.queue_s)
+            service.metrics.queue_s.note(answer.queue_s)
             with _told(service, work, answer):
                 try:
                     yield answer
@@ -137,7 +135,7 @@ async def pieces_of(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerat
         for part in parts:
             pieces = texts[part.index].push(part.token_ids, part.finish, part.logprobs)
             if part.prompt_logprobs and pieces:
-                pieces[0] = replace(pieces[0], prompt_logprobs=tuple(part.prompt_logprobs))
+                pieces[0] = msgspec.structs.replace(pieces[0], prompt_logprobs=tuple(part.prompt_logprobs))
             waiting += [(part.index, piece) for piece in pieces]
             if part.finish is None and pieces and pieces[-1].finish is not None:
                 answer.enough(part.index)

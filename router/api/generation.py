@@ -1,9 +1,9 @@
 """``/v1/completions`` and ``/v1/chat/completions``."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -65,7 +65,7 @@ def job_of(
     """Every choice of every prompt as an ask of its own."""
     session, priority = session_of(request, body.others), priority_of(request, body.priority)
     dp_rank = dp_rank_of(request, service.config)
-    ours = [replace(ask, session=session, priority=priority, dp_rank=dp_rank) for ask in asks]
+    ours = [msgspec.structs.replace(ask, session=session, priority=priority, dp_rank=dp_rank) for ask in asks]
     return Job(
         caller=caller_of(request),
         asks=[choice for ask in ours for choice in choices_of(ask, body.num_choices)],

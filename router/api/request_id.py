@@ -1,13 +1,13 @@
 """The id of a request: the client's ``X-Request-Id`` where it is sound, else a fresh one; always in the response."""
 
 import re
-import uuid
+import secrets
+from collections.abc import Awaitable
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_HEADER = "x-request-id"
+_HEADER = b"x-request-id"
 _SOUND = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = "baton.request_id"
 
@@ -23,14 +23,15 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(_HEADER, "")
-        chosen = given if _SOUND.fullmatch(given) else uuid.uuid4().hex
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), "")
+        chosen = given if _SOUND.fullmatch(given) else secrets.token_hex(16)
         scope[_KEY] = chosen
 
-        async def send_with_id(message: Message) -> None:
+        # Plain, not async: it is called for every token.
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_HEADER] = chosen
-            await send(message)
+                message["headers"] = [*message.get("headers", ()), (_HEADER, chosen.encode())]
+            return send(message)
 
         await self._app(scope, receive, send_with_id)
 

@@ -1,8 +1,8 @@
 """``/v1/responses``: OpenAI's newer way to ask for what chat completions give; nothing is stored."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,7 +60,7 @@ async def _work(service: Service, request: Request, body: ResponseRequest, arriv
         raise in_own_words(error) from None
     session = session_of(request, {"user": body.user} | body.others)
     dp_rank = dp_rank_of(request, service.config)
-    ask = replace(ask, session=session, priority=priority_of(request, chat.priority), dp_rank=dp_rank)
+    ask = msgspec.structs.replace(ask, session=session, priority=priority_of(request, chat.priority), dp_rank=dp_rank)
     work = Work(
         caller=caller_of(request),
         asks=[ask],

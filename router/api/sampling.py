@@ -1,6 +1,5 @@
 """From a request's fields to how its tokens are drawn, what ends it, and what of it becomes text."""
 
-import dataclasses
 import secrets
 from collections.abc import Collection
 
@@ -65,7 +64,7 @@ def choices_of(ask: Ask, num_choices: int) -> list[Ask]:
     """The same so many times, but for the seeds; the first one brings the prompt, and tells of it."""
     seeds = [(ask.sampling.seed + choice) & _SEED_MASK for choice in range(1, num_choices)]
     samplings = [msgspec.structs.replace(ask.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
-    return [ask, *(dataclasses.replace(ask, sampling=sampling, shares_prompt=True) for sampling in samplings)]
+    return [ask, *(msgspec.structs.replace(ask, sampling=sampling, shares_prompt=True) for sampling in samplings)]
 
 
 def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:

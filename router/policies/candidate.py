@@ -1,14 +1,14 @@
 """What a policy sees: the replicas that may take a request, and the numbers it may use to choose."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from cluster.spec.ids import Room
 from cluster.spec.peer import Peer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What this router has open at one replica."""
 
     num_requests: int = 0
@@ -16,8 +16,7 @@ class Load:
     """On prefill the prompts not yet computed; on decode prompts and the longest possible answers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that may take the request."""
 
     peer: Peer
@@ -26,8 +25,7 @@ class Candidate:
     """Of the request's prompt, as far as is known; only ``prefix_aware`` is told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """How unevenly requests may be spread for the sake of cached prefixes."""
 
     max_imbalance: int = 32
@@ -38,8 +36,7 @@ class Bounds:
         return most - fewest > self.max_imbalance and most > self.max_ratio * fewest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chance:
+class Chance(msgspec.Struct, frozen=True, kw_only=True):
     """The only things besides the candidates that a choice may depend on."""
 
     turn: int

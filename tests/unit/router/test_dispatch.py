@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -97,7 +96,7 @@ def test_open_sends_the_same_submit_to_both_leaders() -> None:
 
 
 def test_the_dp_rank_that_a_client_wants_reaches_the_leaders() -> None:
-    _, actions = make().open(replace(ASK, dp_rank=1), PREFILL, DECODE, 1.0)
+    _, actions = make().open(msgspec.structs.replace(ASK, dp_rank=1), PREFILL, DECODE, 1.0)
     messages = [action.message for action in actions if isinstance(action, Send)]
     assert [message.dp_rank for message in messages if isinstance(message, Submit)] == [1, 1]
 
@@ -205,7 +204,7 @@ class TestWrongOutputs:
 
     def test_logprobs_stay_with_their_tokens(self) -> None:
         dispatch = make()
-        room, _ = dispatch.open(replace(ASK, sampling=Sampling(num_logprobs=0)), 100.0, NOW)
+        room, _ = dispatch.open(msgspec.structs.replace(ASK, sampling=Sampling(num_logprobs=0)), 100.0, NOW)
         told = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
         dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=told[:2]), NOW)
         (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=told[1:]), NOW)
