@@ -111,7 +111,9 @@ class Inbox(_Pull):
 
     def receive(self, timeout_s: float) -> list[Message]:
         """Everything that has arrived; waits up to the timeout for the first message."""
-        return self._take(sys.maxsize) if self._socket.poll(int(timeout_s * 1000)) else []
+        if timeout_s > 0:
+            self._socket.poll(int(timeout_s * 1000))
+        return self._take(sys.maxsize)
 
 
 class AsyncInbox(_Pull):

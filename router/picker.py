@@ -47,7 +47,8 @@ class Picker:
         self._skip_below_tokens = config.prefill.skip_below_tokens
         asks = {role: name == _PREFIX_AWARE for role, name in names.items()}
         asks[Role.DECODE] |= self._skip_below_tokens > 0
-        self.prefix_roles = [role for role in names if asks[role]]
+        # Without caches nobody need hash prompts, or tell what it has.
+        self.prefix_roles = [role for role in names if asks[role] and config.kv.prefix_cache]
         """Those of which somebody asks what replicas have cached."""
         self.pages = PageIndex(config.router.max_known_pages)
         """What they have cached, as far as they were asked."""

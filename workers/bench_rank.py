@@ -138,4 +138,5 @@ def _random_model(config: ModelConfig, dtype: torch.dtype) -> DecoderModel:
             torch.nn.init.normal_(parameter, std=0.02)
         else:
             torch.nn.init.ones_(parameter)
+    model.pack()
     return model

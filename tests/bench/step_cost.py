@@ -68,7 +68,7 @@ class FixedTimeModel:
         return torch.zeros(len(token_ids if wanted is None else wanted), self._model.config.hidden_size)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._logits[: len(hidden)].clone()
+        return self._logits[: len(hidden)]
 
 
 class SleepingWorker(Worker):
@@ -170,7 +170,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        bench = Bench(make_checkpoint(Path(root, "model"), "qwen3"), args.forward_ms / 1e3, args.vocab)
+        bench = Bench(
+            make_checkpoint(Path(root, "model"), "qwen3", dtype=torch.bfloat16), args.forward_ms / 1e3, args.vocab
+        )
         for batch in args.batch:
             gaps = bench.measure(batch, args.steps, Sampling(temperature=args.temperature, seed=1))
             wall, cpu = (_told([1e3 * gap[kind] for gap in gaps]) for kind in (0, 1))

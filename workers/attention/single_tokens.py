@@ -41,13 +41,13 @@ class SingleBatch:
     @classmethod
     def build(cls, items: list[PlacedRun], page_tables: Sequence[Tensor], page_size: int) -> "SingleBatch":
         """Put together runs of one token each."""
-        lens = torch.tensor([item.run.first_position + 1 for item in items])
-        num_keys = int(lens.max())
-        tables = [page_tables[item.run.request][: -(-(item.run.first_position + 1) // page_size)] for item in items]
-        beyond = torch.arange(num_keys) >= lens[:, None]
+        lens = [item.run.first_position + 1 for item in items]
+        num_keys = max(lens)
+        tables = [page_tables[item.run.request][: -(-num // page_size)] for item, num in zip(items, lens, strict=True)]
+        beyond = torch.arange(num_keys) >= torch.tensor(lens)[:, None]
         request, place = beyond.nonzero(as_tuple=True)
         rows = torch.tensor([item.first_row for item in items])
-        return cls(rows, pad_sequence(tables, batch_first=True), num_keys, int(lens.min()), beyond, (request, place))
+        return cls(rows, pad_sequence(tables, batch_first=True), num_keys, min(lens), beyond, (request, place))
 
     def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
         """Fill this batch's rows of ``result``."""

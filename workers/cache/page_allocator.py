@@ -105,15 +105,18 @@ class PageAllocator:
         self._held.update(pages)
         return [*shared, *pages]
 
-    def share(self, pages: Sequence[int], keys: Sequence[bytes]) -> None:
+    def share(self, pages: Sequence[int], keys: Sequence[bytes], num_shared: int = 0) -> int:
         """Cache the first of a sequence's pages, for which there are keys, while it goes on; their KV must be whole.
 
         Ends before the first page of which the cache has another copy: a holder of a page holds those above it.
+        Returns how many are cached now, and are told as ``num_shared`` the next time, so that none is looked at twice.
         """
-        if self._tree is not None:
-            keys = self._insertable(keys, pages)
-            num_own = self._tree.num_own(keys, pages)
-            self._forget_held(self._tree.insert(keys[:num_own], pages[:num_own]))
+        if self._tree is None:
+            return 0
+        num_own = self._tree.num_own(keys, pages, num_shared)
+        num_insertable = self._num_insertable(pages[:num_own], num_shared)
+        self._forget_held(self._tree.insert(keys[:num_insertable], pages[:num_insertable], num_shared))
+        return num_insertable
 
     def free(self, pages: Sequence[int]) -> None:
         """Take pages back, in the order of their sequence; each must be held. Cached ones stay cached."""
@@ -132,7 +135,8 @@ class PageAllocator:
         if self._tree is None:
             self.free(pages)
             return
-        path = self._tree.insert(self._insertable(keys, pages), pages)
+        num_insertable = self._num_insertable(pages[: len(keys)])
+        path = self._tree.insert(keys[:num_insertable], pages[:num_insertable])
         self._forget_held(path)
         kept = set(path)
         self.free([page for page in pages if page not in kept])
@@ -173,13 +177,13 @@ class PageAllocator:
         total = len(free) + len(self._held) + self.num_cached
         assert total == self.num_pages, f"free, held and cached pages are {total}, not {self.num_pages}"
 
-    def _insertable(self, keys: Sequence[bytes], pages: Sequence[int]) -> Sequence[bytes]:
-        """Keys of the leading pages that the caller alone has, or that are cached.
+    def _num_insertable(self, pages: Sequence[int], num_shared: int = 0) -> int:
+        """How many leading pages the caller alone has, or are cached, as it is known of the first ``num_shared``.
 
         Others may have a page without holding what the tree has above it.
         """
-        both = enumerate(zip(keys, pages, strict=False))
-        return keys[: next((number for number, (_, page) in both if self._held[page] > 1), len(keys))]
+        numbers = range(num_shared, len(pages))
+        return next((number for number in numbers if self._held[pages[number]] > 1), len(pages))
 
     def _forget_held(self, pages: Sequence[int]) -> None:
         """The tree counts the holders of these from now on."""

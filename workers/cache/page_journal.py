@@ -12,6 +12,11 @@ class PageJournal:
         if self._changes.pop(key, is_stored) is is_stored:
             self._changes[key] = is_stored
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._changes)
+
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """The keys stored and those removed since the last call."""
         changes, self._changes = self._changes, {}

@@ -107,14 +107,15 @@ class PrefixTree:
             if node.num_holders == 0:
                 self._idle[page % self.num_owners][page] = next(self._turns)
 
-    def insert(self, keys: Sequence[bytes], pages: Sequence[int]) -> list[int]:
-        """Take in a computed prefix; the pages that now stand for it, each of them held by the caller.
+    def insert(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> list[int]:
+        """Take in a computed prefix; the pages that now stand for it from ``first`` on, each held by the caller.
 
         Where another page stands for the same tokens already, that one is claimed, and the caller's stays its own.
+        The pages before ``first`` stand for their tokens already.
         """
         path: list[int] = []
-        parent: _Node | None = None
-        for key, page in zip(keys, pages, strict=False):
+        parent = self._by_key[keys[first - 1]] if first else None
+        for key, page in zip(keys[first:], pages[first:], strict=True):
             node = self._by_key.get(key)
             if node is None:
                 assert page not in self._by_page, f"page {page} is cached under another key"
@@ -130,13 +131,14 @@ class PrefixTree:
             parent = node
         return path
 
-    def num_own(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
-        """How many leading pages stand for their tokens here, or would once inserted."""
-        for number, (key, page) in enumerate(zip(keys, pages, strict=False)):
-            node = self._by_key.get(key)
-            if node is not None and node.page != page:
+    def num_own(self, keys: Sequence[bytes], pages: Sequence[int], first: int = 0) -> int:
+        """How many leading pages stand for their tokens here, as those before ``first`` do, or would once inserted."""
+        num_pages = min(len(keys), len(pages))
+        for number in range(first, num_pages):
+            node = self._by_key.get(keys[number])
+            if node is not None and node.page != pages[number]:
                 return number
-        return min(len(keys), len(pages))
+        return num_pages
 
     def evict(self, counts: Sequence[int]) -> list[int]:
         """Forget idle pages, at least so many of each owner; they are the caller's now.

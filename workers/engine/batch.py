@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cluster.spec.kv import pages_for
 from cluster.spec.strategy import Strategy
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_lens import ShardLens
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
 from workers.expert_parallel.sharing import Lens
 
+_NO_PAGES = np.empty(0, dtype=np.int64)
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
+
+class BatchRow(NamedTuple):
     """One request in a step."""
 
     token_ids: Sequence[int]
@@ -152,11 +152,15 @@ def build_step_batch(
     tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
     part = cp_rank % owners
     pages, places = _pages(plan, positions, tables, page_size), positions % page_size
-    slots = np.where(pages % owners == part, pages // owners * page_size + places, trash_slot)
+    slots = pages * page_size + places
+    if owners > 1:
+        slots = np.where(pages % owners == part, pages // owners * page_size + places, trash_slot)
     if not plan.replicated:
         local = plan.local(cp_rank)
         token_ids, positions = token_ids[local], positions[local]
         slots = np.append(slots, trash_slot)[plan.gathered_index]
+
+    own = [_own(table, part, owners) for table in tables]
 
     def tensor(values: Indices) -> Tensor:
         on_cpu = torch.from_numpy(values)
@@ -169,33 +173,38 @@ def build_step_batch(
         token_ids=tensor(token_ids),
         positions=tensor(positions),
         slots=tensor(slots),
-        page_tables=tuple(tensor(_own(table, part, owners)) for table in tables),
+        page_tables=tensor(np.concatenate([_NO_PAGES, *own])).split_with_sizes([len(table) for table in own]),
         prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
-        sampled=tuple(_sample(plan, request) for request, row in enumerate(rows) if row.sampled),
+        sampled=_samples(plan, rows),
         is_scored=any(row.scored for row in rows),
         shards=shards,
     )
 
 
-def _sample(plan: ShardPlan, request: int) -> Sample:
-    if plan.replicated and plan.num_tokens == len(plan.runs[0]) == len(plan.extend_lens):
-        return Sample(Owner(0, request), plan.runs[0][request])
-    last_position = plan.prefix_lens[request] + plan.extend_lens[request] - 1
-    return Sample(plan.owner(plan.last_token(request)), Run(request, last_position, 1, 1))
+def _samples(plan: ShardPlan, rows: Sequence[BatchRow]) -> tuple[Sample, ...]:
+    sampled = [request for request, row in enumerate(rows) if row.sampled]
+    if plan.replicated and plan.num_tokens == len(plan.runs[0]) == len(rows):
+        return tuple(Sample(Owner(0, request), plan.runs[0][request]) for request in sampled)
+    last = [plan.prefix_lens[request] + plan.extend_lens[request] - 1 for request in sampled]
+    return tuple(
+        Sample(plan.owner(plan.last_token(request)), Run(request, position, 1, 1))
+        for request, position in zip(sampled, last, strict=True)
+    )
 
 
 def _pages(plan: ShardPlan, positions: Indices, tables: Sequence[Indices], page_size: int) -> Indices:
     """Page of every token of the flattened batch. However long the prefixes are, only pages of new tokens are read."""
-    used, entries, num_used = [], [], 0
-    for request, (prefix_len, extend_len) in enumerate(zip(plan.prefix_lens, plan.extend_lens, strict=True)):
-        first, end, table = prefix_len // page_size, pages_for(prefix_len + extend_len, page_size), tables[request]
-        assert len(table) >= end, f"request {request} has {len(table)} pages and needs {end}"
+    used, num_used = [_NO_PAGES], 0
+    entries: list[int] = []
+    for prefix_len, extend_len, table in zip(plan.prefix_lens, plan.extend_lens, tables, strict=True):
+        first, end = prefix_len // page_size, -(-(prefix_len + extend_len) // page_size)
+        assert len(table) >= end, f"request {len(entries)} has {len(table)} pages and needs {end}"
         used.append(table[first:end])
         entries.append(num_used - first)
-        num_used += max(end - first, 0)
-    if not plan.num_tokens:
-        return np.empty(0, np.int64)
-    pages: Indices = np.concatenate(used)[np.repeat(entries, plan.extend_lens) + positions // page_size]
+        num_used += len(used[-1])
+    pages: Indices = np.concatenate(used)[
+        np.repeat(np.array(entries, np.int64), plan.extend_lens) + positions // page_size
+    ]
     return pages
 
 

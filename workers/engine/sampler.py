@@ -39,14 +39,15 @@ def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[
     for state, token_id in zip(states, token_ids, strict=True):
         state.append(token_id)
     return [
-        Sampled(
-            token_id=token_id,
-            logprobs=logprobs.get(index),
-            is_last=state.grammar is not None and state.grammar.is_whole,
-            problem=state.grammar.problem if state.grammar is not None else "",
-        )
+        _sampled(state, token_id, logprobs.get(index))
         for index, (state, token_id) in enumerate(zip(states, token_ids, strict=True))
     ]
+
+
+def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None) -> Sampled:
+    if state.grammar is None:
+        return Sampled(token_id=token_id, logprobs=logprobs)
+    return Sampled(token_id=token_id, logprobs=logprobs, is_last=state.grammar.is_whole, problem=state.grammar.problem)
 
 
 def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
@@ -55,12 +56,21 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     A temperature below 1e-5, or a top-k of 1, takes the likeliest token (the first of equals). Otherwise temperature,
     top-k, top-p and min-p apply in this order, each to what the one before left.
     """
-    chosen = logits.argmax(dim=-1)
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
+    chosen = _likeliest(logits) if len(drawn) < len(rows) else [0] * len(rows)
     if drawn:
         uniforms = [uniform(rows[index].seed, positions[index]) for index in drawn]
-        chosen[drawn] = _draw(logits[drawn], [rows[index] for index in drawn], uniforms)
-    return [int(token_id) for token_id in chosen.tolist()]
+        token_ids = _draw(logits[drawn], [rows[index] for index in drawn], uniforms).tolist()
+        for index, token_id in zip(drawn, token_ids, strict=True):
+            chosen[index] = token_id
+    return chosen
+
+
+def _likeliest(logits: Tensor) -> list[int]:
+    """On a CPU numpy finds it several times as fast as torch."""
+    on_cpu = logits.device.type == "cpu"
+    token_ids: list[int] = (logits.numpy().argmax(axis=-1) if on_cpu else logits.argmax(dim=-1)).tolist()
+    return token_ids
 
 
 def uniform(seed: int, position: int) -> float:

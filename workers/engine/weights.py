@@ -60,6 +60,7 @@ def load_model(
         model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
     model.to(dtype).to_empty(device=device)
     _fill(model, folder)
+    model.pack()
     return model
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.layers.cut import StoredPart, TpGroup, even_cut, uncut
+from workers.layers.matmul import multiply, packed
 
 
 class Embedding(nn.Module):
@@ -16,6 +17,8 @@ class Embedding(nn.Module):
         super().__init__()
         self._tokens, self._group = even_cut(vocab_size, group), group
         self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
+        self._packed: Tensor | None = None
+        """The table, for ``scores``."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
@@ -27,13 +30,17 @@ class Embedding(nn.Module):
 
     def scores(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden_size], the same on all ranks -> [R, vocab_size], in the dtype of the table."""
-        own = functional.linear(hidden, self.weight)
+        own = multiply(hidden, self.weight if self._packed is None else self._packed)
         if self._group.size == 1:
             return own
         parts = own.new_empty(self._group.size * len(own), self._tokens.size)
         self._group.all_gather(parts, own)
         by_row = parts.view(self._group.size, len(own), -1).transpose(0, 1).reshape(len(own), -1)
         return by_row[:, : self._tokens.whole].contiguous()
+
+    def pack(self) -> None:
+        """Pack the table for ``scores``, once it is filled; it stays for reading."""
+        self._packed = packed(self.weight)
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
         """The table under its checkpoint name."""

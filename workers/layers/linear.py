@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from workers.layers.cut import Cut, StoredPart, uncut
+from workers.layers.matmul import multiply, packed
 
 
 class FusedLinear(nn.Module):
@@ -22,14 +22,28 @@ class FusedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self._in_size, self._outputs = in_size, dict(outputs)
+        self._parts: dict[tuple[int | None, int | None], Tensor] = {}
+        """Outputs of a packed weight that were asked for alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return multiply(x, self.weight, self.bias)
 
     def project(self, x: Tensor, outputs: slice) -> Tensor:
         """Some of the outputs alone."""
         bias = None if self.bias is None else self.bias[outputs]
-        return functional.linear(x, self.weight[outputs], bias)
+        return multiply(x, self._part(outputs), bias)
+
+    def pack(self) -> None:
+        """Pack the weight, once it is filled."""
+        self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
+
+    def _part(self, outputs: slice) -> Tensor:
+        if not self.weight.is_mkldnn:
+            return self.weight[outputs]
+        bounds = outputs.start, outputs.stop
+        if bounds not in self._parts:
+            self._parts[bounds] = packed(self.weight.to_dense()[outputs])
+        return self._parts[bounds]
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
         """Every projection's weight and bias under its checkpoint name."""
@@ -52,8 +66,12 @@ class SummedLinear(nn.Module):
 
     def forward(self, x: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
         """``add_up`` brings the terms of all ranks together."""
-        out = add_up(functional.linear(x, self.weight))
+        out = add_up(multiply(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
+
+    def pack(self) -> None:
+        """Pack the weight, once it is filled."""
+        self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
         """Weight and bias under their checkpoint names."""

@@ -9,6 +9,7 @@ from workers.expert_parallel.sharing import Lens
 from workers.layers.attention import Attention
 from workers.layers.embedding import Embedding
 from workers.layers.gated_mlp import GatedMLP
+from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.moe_block import MoeBlock
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
@@ -92,6 +93,14 @@ class DecoderModel(nn.Module):
             return out
         normed: Tensor = self.norm(final(hidden, rotation, context.last, context.last_lens))
         return normed
+
+    def pack(self) -> None:
+        """Rearrange weights for speed, once they are filled."""
+        for module in self.modules():
+            if isinstance(module, FusedLinear | SummedLinear):
+                module.pack()
+        if self.is_last:
+            self.lm_head.pack()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the last stage: hidden [num_rows, hidden_size], from `forward` -> [num_rows, vocab_size] in fp32."""

@@ -21,12 +21,12 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.tiers import CachedTokens, FlushCache, PagesMoved, PinPages, UseStorage
+from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, UseStorage
 from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
-from workers.scheduler.decode_answers import Told, newest_output
+from workers.scheduler.decode_answers import NOT_CACHED, Told, newest_output, told_of
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
 from workers.scheduler.leader import LeaderCore
@@ -120,14 +120,12 @@ class DecodeLeader(LeaderCore):
             if drawn.problem:
                 self.send_failure(request.submit, drawn.problem, retryable=False)
                 self._stop(request, drawn.problem, now_s)
+            elif request.has_prompt:
+                self._emit(request, sequence, told_of(drawn))
             else:
-                logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
-                if request.has_prompt:
-                    self._emit(request, sequence, Told(logprobs=logprobs))
-                else:
-                    cached = CachedTokens() if request.submit.prompt_of else sequence.cached
-                    told = Told(logprobs=logprobs, prompt_logprobs=drawn.prompt_logprobs, cached=cached)
-                    self._emit_first(request, sequence, told)
+                cached = NOT_CACHED if request.submit.prompt_of else sequence.cached
+                told = dataclasses.replace(told_of(drawn), prompt_logprobs=drawn.prompt_logprobs, cached=cached)
+                self._emit_first(request, sequence, told)
         self._send_unsent(plan.step)
         self._reserve(now_s)
         self.follow_cache()

@@ -34,7 +34,7 @@ class PageHolders:
         self._num_arrivals = 0
         self._releases: list[Room] = []
         self.waiting = Waiting[Sequence]()
-        self.running: list[Sequence] = []
+        self.running: dict[Room, Sequence] = {}
         """In the order in which they got their pages."""
         self._leaving: list[Sequence] = []
         """Forgotten while pages were loaded: these may still be written to."""
@@ -48,33 +48,32 @@ class PageHolders:
             self.waiting.add(sequence)
             return
         assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size)
-        self.running.append(sequence)
+        self.running[sequence.room] = sequence
         self.share(sequence)
 
     def remove(self, room: Room) -> list[int]:
         """Forget a sequence; the pages it held now belong to the caller, unless they are still being loaded."""
-        for sequence in self.running:
-            if sequence.room == room:
-                self.running.remove(sequence)
-                if sequence.is_loading:
-                    self._leaving.append(sequence)
-                    return []
-                return self._withdraw(sequence)
-        self._forget_waiting(room)
-        return []
+        sequence = self.running.pop(room, None)
+        if sequence is None:
+            self._forget_waiting(room)
+            return []
+        if sequence.is_loading:
+            self._leaving.append(sequence)
+            return []
+        return self._withdraw(sequence)
 
     def retire(self, room: Room) -> None:
         """Forget a sequence and leave what was computed of it to the cache."""
-        for sequence in self.running:
-            if sequence.room == room and not sequence.is_loading:
-                self.running.remove(sequence)
-                self._leave_to_cache(sequence)
-                return
-        self.remove(room)
+        sequence = self.running.get(room)
+        if sequence is None or sequence.is_loading:
+            self.remove(room)
+        else:
+            del self.running[room]
+            self._leave_to_cache(sequence)
 
     def whole_pages(self, room: Room) -> list[int]:
         """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
-        known = next((sequence for sequence in self.running if sequence.room == room), None)
+        known = self.running.get(room)
         return known.pages[: known.computed_len // self._page_size] if known is not None else []
 
     def can_start(self, sequence: Sequence) -> bool:
@@ -103,7 +102,7 @@ class PageHolders:
         restored_len = self.keeper.restore(sequence.room, sequence.pages, len(cached))
         sequence.is_restoring = restored_len > cached_len
         sequence.computed_len = sequence.planned_len = sequence.cached_len = max(cached_len, restored_len)
-        self.running.append(sequence)
+        self.running[sequence.room] = sequence
         if self._tiers and not sequence.is_restoring:
             keys = self._prefix_keys(sequence)
             self._tiers.note_hits(keys[: len(cached)])
@@ -118,7 +117,7 @@ class PageHolders:
         needed = pages_for(sequence.planned_len + count, self._page_size) - len(sequence.pages)
         next_owner = sequence.owner_base + len(sequence.pages)
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
-            newest = next(other for other in reversed(self.running) if not other.is_loading)
+            newest = next(other for other in reversed(self.running.values()) if not other.is_loading)
             self._retract(newest)
             if newest is sequence:
                 return False
@@ -128,7 +127,8 @@ class PageHolders:
 
     def share(self, sequence: Sequence) -> None:
         """Let others read the pages that are whole."""
-        self._allocator.share(sequence.pages, self.keys(sequence, sequence.computed_len))
+        keys = self.keys(sequence, sequence.computed_len)
+        sequence.num_shared_pages = self._allocator.share(sequence.pages, keys, sequence.num_shared_pages)
 
     def take_releases(self) -> list[Room]:
         """Rooms that the ranks know and should forget, since the last call."""
@@ -155,11 +155,11 @@ class PageHolders:
     @property
     def held_pages(self) -> list[int]:
         """Pages of all sequences."""
-        return [page for sequence in (*self.running, *self._leaving) for page in sequence.pages]
+        return [page for sequence in (*self.running.values(), *self._leaving) for page in sequence.pages]
 
     def check_integrity(self) -> None:
         """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
-        for sequence in self.running:
+        for sequence in self.running.values():
             assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size), sequence.room
         assert not any(sequence.pages for sequence in self.waiting)
         self.keeper.check_integrity({sequence.room for sequence in self.waiting})
@@ -173,7 +173,7 @@ class PageHolders:
         if sequence is oldest or self._allocator.can_allocate_all([(needed, sequence.owner_base), reserved]):
             return 0
         cached = self._find_cached(sequence)
-        younger = [other for other in self.running if other.arrival > oldest.arrival]
+        younger = [other for other in self.running.values() if other.arrival > oldest.arrival]
         taken = set(cached).union(*(other.pages for other in younger))
         rest = (needed - len(cached), sequence.owner_base + len(cached))
         return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
@@ -193,7 +193,7 @@ class PageHolders:
 
     def _retract(self, sequence: Sequence) -> None:
         assert sequence.target is None, f"room {sequence.room} is being sent and cannot be retracted"
-        self.running.remove(sequence)
+        del self.running[sequence.room]
         num_pages = pages_for(sequence.computed_len, self._page_size)
         self.keeper.keep(sequence.room, sequence.pages[:num_pages], sequence.computed_len)
         self._leave_to_cache(sequence)
@@ -213,7 +213,7 @@ class PageHolders:
         if sequence.announced:
             self._releases.append(sequence.room)
         sequence.announced = False
-        sequence.num_announced_pages = 0
+        sequence.num_announced_pages = sequence.num_shared_pages = 0
         sequence.computed_len = sequence.planned_len = 0
         return pages
 

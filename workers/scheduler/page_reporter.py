@@ -60,15 +60,17 @@ class PageReporter:
 
     def news(self) -> list[tuple[str, Message]]:
         """What is to be sent now: what has changed since the last call, to everyone who follows."""
-        journals = {Tier.DEVICE: self._journal} | (self._tiers.journals if self._tiers else {})
-        taken = {tier: journal.take() for tier, journal in journals.items()}
-        return [
-            told
-            for tier, (stored, removed) in taken.items()
-            if stored or removed
-            for follower in self._followers.values()
-            for told in self._tell(follower, tier, stored, removed)
-        ]
+        told = self._news_of(Tier.DEVICE, self._journal)
+        for tier, journal in self._tiers.journals.items() if self._tiers else ():
+            told += self._news_of(tier, journal)
+        return told
+
+    def _news_of(self, tier: Tier, journal: PageJournal) -> list[tuple[str, Message]]:
+        if not journal.has_changes:
+            return []
+        stored, removed = journal.take()
+        followers = self._followers.values()
+        return [told for follower in followers for told in self._tell(follower, tier, stored, removed)]
 
     def _tell(
         self, follower: _Follower, tier: Tier, stored: list[bytes], removed: list[bytes]

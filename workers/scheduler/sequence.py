@@ -49,6 +49,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_announced_pages: int = 0
     """Leading pages that the ranks already know of; 0 again after a retraction."""
+    num_shared_pages: int = 0
+    """Leading pages that were left to the cache, or came from it, as far as it was told."""
     announced: bool = False
     """The ranks know this room."""
     timed: bool = False

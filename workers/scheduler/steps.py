@@ -65,7 +65,7 @@ class StepScheduler:
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return sum(len(sequence.tokens) for sequence in (*self._holders.running, *self._holders.waiting))
+        return sum(len(sequence.tokens) for sequence in (*self._holders.running.values(), *self._holders.waiting))
 
     @property
     def num_retractions(self) -> int:
@@ -91,7 +91,7 @@ class StepScheduler:
         holders = self._holders
         if self.num_under_way == self._limits.depth:
             return False
-        has_pending = any(sequence.pending_len and not sequence.is_loading for sequence in holders.running)
+        has_pending = any(sequence.pending_len and not sequence.is_loading for sequence in holders.running.values())
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: Sequence) -> None:
@@ -118,9 +118,8 @@ class StepScheduler:
         if self.num_under_way == self._limits.depth:
             return None
         granted = self._grant()
-        by_room = {sequence.room: sequence for sequence in self._holders.running}
         admits: list[Admit] = []
-        rows = [_row(by_room[room], count, admits) for room, count in granted.items()]
+        rows = [_row(self._holders.running[room], count, admits) for room, count in granted.items()]
         if not rows:
             return None
         self._step += 1
@@ -145,18 +144,18 @@ class StepScheduler:
         A sequence removed or started anew while the step ran is passed over.
         """
         self.num_under_way -= 1
-        by_room = {sequence.room: sequence for sequence in self._holders.running}
         advanced = []
         for row in plan.rows:
-            sequence = by_room.get(row.room)
+            sequence = self._holders.running.get(row.room)
             if sequence is None or sequence.computed_len != row.first_position:
                 continue
             sequence.computed_len += len(row.token_ids)
             if sequence.computed_len // self._limits.page_size > row.first_position // self._limits.page_size:
                 self._holders.share(sequence)
             if row.samples:
-                sequence.tokens.append(sampled[row.room].token_id)
-                sequence.is_whole = sampled[row.room].is_last
+                drawn = sampled[row.room]
+                sequence.tokens.append(drawn.token_id)
+                sequence.is_whole = drawn.is_last
                 advanced.append(sequence)
         return advanced
 
@@ -173,13 +172,16 @@ class StepScheduler:
         holders = self._holders
         budget = Budget(self._limits.chunk_tokens, self._limits.max_requests, self._chunk)
         self._grant_streams(budget)
-        others = [sequence for sequence in holders.running if sequence.room not in budget.granted]
-        pending = [sequence for sequence in others if sequence.pending_len and not sequence.is_stream]
+        pending = [
+            sequence
+            for sequence in holders.running.values()
+            if sequence.room not in budget.granted and sequence.pending_len and not sequence.is_stream
+        ]
         able = [sequence for sequence in pending + holders.waiting.candidates() if not sequence.is_loading]
         turns = {sequence.room: self._turn(sequence) for sequence in able}
         coming = {
             key: sequence
-            for sequence in (holders.running if self.num_under_way else ())
+            for sequence in (holders.running.values() if self.num_under_way else ())
             for key in self._keys_under_way(sequence, sequence.planned_len)
         }
         for oldest, share in self._start_oldest(able, turns, budget):
@@ -221,7 +223,7 @@ class StepScheduler:
 
     def _grant_restoring(self, budget: Budget) -> None:
         """KV comes back while others compute, or else is waited for."""
-        for sequence in self._holders.running:
+        for sequence in self._holders.running.values():
             if sequence.is_restoring and not budget.granted:
                 budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
             sequence.is_restoring = False
@@ -231,7 +233,7 @@ class StepScheduler:
 
         Where several steps are under way at once, each has its part of the sequences.
         """
-        running = self._holders.running
+        running = self._holders.running.values()
         streams = [sequence for sequence in running if sequence.is_stream]
         if self._limits.depth > 1:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
@@ -279,15 +281,13 @@ def _row(sequence: Sequence, count: int, admits: list[Admit]) -> Row:
         new_pages=new_pages,
         samples=start + len(token_ids) == len(sequence.tokens),
         output_position=sequence.num_outputs,
-        targets=_targets(sequence, start, count),
+        targets=[] if sequence.sampling.num_prompt_logprobs is None else _targets(sequence, start, count),
     )
 
 
 def _targets(sequence: Sequence, start: int, count: int) -> list[int]:
     """The tokens after these, as far as they are of the prompt; only once, not when it is computed again."""
-    if sequence.sampling.num_prompt_logprobs is None or sequence.num_outputs > 0:
-        return []
-    return sequence.tokens[start + 1 : start + 1 + count]
+    return [] if sequence.num_outputs > 0 else sequence.tokens[start + 1 : start + 1 + count]
 
 
 def _admit(sequence: Sequence) -> Admit:

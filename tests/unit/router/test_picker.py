@@ -6,6 +6,7 @@ import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Room
+from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
 from router.breaker import Breakers
@@ -72,3 +73,21 @@ def test_a_breaker_gives_way_to_what_failed_the_request_already() -> None:
 @pytest.mark.parametrize("ready", [PEERS[:2], PEERS[2:], []])
 def test_without_a_replica_of_a_role_there_is_no_pair(ready: list[Peer]) -> None:
     assert set(Choices(*ready).pairs()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("kv", "skip_below_tokens", "roles"),
+    [
+        ({}, 0, [Role.PREFILL]),
+        ({}, 8, [Role.PREFILL, Role.DECODE]),
+        ({"prefix_cache": False}, 8, []),
+    ],
+)
+def test_page_keys_are_asked_for_where_there_is_a_cache(
+    kv: dict[str, bool], skip_below_tokens: int, roles: list[Role]
+) -> None:
+    settings = {"kv": kv, "prefill": {"skip_below_tokens": skip_below_tokens}}
+    router = {"prefill_policy": "prefix_aware", "decode_policy": "least_tokens"}
+    config = DeployConfig.model_validate(settings | {"router": router})
+    breakers = Breakers(max_failures=1, open_s=10.0)
+    assert Picker(config, Directory(grace_s=3.0), LoadBook(), breakers).prefix_roles == roles

@@ -86,6 +86,8 @@ class Pair:
     def __init__(self, pages_per_owner: int, num_owners: int) -> None:
         self.allocator = PageAllocator(pages_per_owner, PrefixTree(num_owners), num_owners)
         self.model = Model(pages_per_owner * num_owners, num_owners)
+        self.num_shared: list[int] = []
+        """Of each sequence of the model, as ``share`` told it last."""
 
     def start(self, tokens: list[int]) -> None:
         allocator, model = self.allocator, self.model
@@ -107,15 +109,18 @@ class Pair:
         model.evict([max(0, wanted - there) for wanted, there in zip(new, unused, strict=True)])
         assert not any(page in model.cached.values() or model.holders(page) for page in pages[len(shared) :])
         model.sequences[-1] = (tokens, pages)
+        self.num_shared.append(0)
 
     def share(self, number: int) -> None:
         tokens, pages = self.model.sequences[number]
         self.model.share(number)
-        self.allocator.share(pages, page_keys(tokens, PAGE_SIZE))
+        keys = page_keys(tokens, PAGE_SIZE)
+        self.num_shared[number] = self.allocator.share(pages, keys, self.num_shared[number])
 
     def let_go(self, number: int, *, kept: bool) -> None:
         tokens, pages = self.model.sequences[number]
         self.model.let_go(number, kept=kept)
+        del self.num_shared[number]
         if kept:
             self.allocator.keep(pages, page_keys(tokens, PAGE_SIZE))
         else:

@@ -4,13 +4,13 @@ A step is a table of items, each some queries and the keys they see.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.spec.kv import pages_for
 from workers.attention.interface import RowAttention, StepAttention
 from workers.attention.native.compile import CannotCompileError, compiled_library
 from workers.attention.native.library import Library
@@ -56,12 +56,13 @@ class NativeAttention:
     ) -> StepAttention:
         """See AttentionBackend."""
         first_queries = accumulate((run.count for run in runs), initial=0)
-        tables = list(accumulate((len(table) for table in page_tables), initial=0))
+        table_lens = [len(table) for table in page_tables]
+        tables = list(accumulate(table_lens, initial=0))
         items = []
         for run, first_query in zip(runs, first_queries, strict=False):
             num_keys = run.last_position + 1 if key_lens is None else key_lens[run.request]
             ahead, step = (run.first_position, run.step) if key_lens is None else (num_keys - 1, 0)
-            assert pages_for(num_keys, page_size) <= len(page_tables[run.request]), f"{run} ends past its pages"
+            assert num_keys <= table_lens[run.request] * page_size, f"{run} ends past its pages"
             if run.count and num_keys:
                 items.append(_Item(first_query, run.count, tables[run.request], 0, num_keys, ahead, step))
         return _NativeStep(self._library, items, torch.cat([_FIRST_PAGE[:0], *page_tables]), page_size)
@@ -120,7 +121,9 @@ class _NativeRows:
 
 
 def _as_tensor(items: Sequence[_Item]) -> Tensor:
-    return torch.tensor(items, dtype=torch.int64).view(-1, len(_Item._fields))
+    num_fields = len(_Item._fields)
+    fields = np.fromiter(chain.from_iterable(items), np.int64, len(items) * num_fields)
+    return torch.from_numpy(fields).view(-1, num_fields)
 
 
 def _empty(query: Tensor) -> Partial:

@@ -1,0 +1,48 @@
+"""Packed weights give the very products that plain ones do, however they are asked for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fakes.checkpoints import make_checkpoint
+from workers.engine.weights import load_model
+from workers.layers.cut import uncut
+from workers.layers.linear import FusedLinear
+from workers.layers.matmul import multiply, packed
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_weight_gives_the_same_product(num_rows: int, has_bias: bool) -> None:
+    weight, bias, x = draw(96, 160), draw(96) if has_bias else None, draw(num_rows, 2, 160)[:, 1]
+    kept = packed(weight)
+    assert kept.is_mkldnn == bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    torch.testing.assert_close(multiply(x, kept, bias), multiply(x, weight, bias))
+
+
+def test_fp32_stays_as_it_is() -> None:
+    weight = draw(8, 4).float()
+    assert packed(weight).data_ptr() == weight.data_ptr()
+
+
+def test_parts_of_a_packed_projection_are_those_of_the_plain_one() -> None:
+    projection = FusedLinear(64, {"q": uncut(32), "k": uncut(16)}, bias=True)
+    projection.weight = torch.nn.Parameter(draw(48, 64), requires_grad=False)
+    projection.bias = torch.nn.Parameter(draw(48), requires_grad=False)
+    x, parts = draw(5, 64), (slice(32), slice(32, None), slice(32))
+    plain = [projection.project(x, part) for part in parts]
+    projection.pack()
+    for part, expected in zip(parts, plain, strict=True):
+        torch.testing.assert_close(projection.project(x, part), expected)
+
+
+def test_a_tied_table_is_read_and_multiplied_with(tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=True))
+    token_ids = torch.arange(3)
+    hidden = model.embed_tokens(token_ids)
+    torch.testing.assert_close(model.logits(hidden), (hidden @ model.embed_tokens.weight.T).float())
