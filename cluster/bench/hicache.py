@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,25 @@ _MOST_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizes:
+    """Of the prefill replica: its ranks, and the memory of each."""
+
+    cp: int = 1
+    page_size: int = 64
+    kv_gib: float = 1.0
+    host_gib: float = 1.0
+
+    def config(self, lowest: Tier, folder: Path) -> DeployConfig:
+        """Without the tiers below one; storage is files in the folder."""
+        storage = {"backend": "files", "folder": str(folder), "prefetch": "wait_complete", "prefetch_min_tokens": 1}
+        hicache: dict[str, object] = {} if lowest is Tier.DEVICE else {"host_gib": self.host_gib}
+        if lowest is Tier.STORAGE:
+            hicache["storage"] = storage
+        kv = {"page_size": self.page_size, "memory_gib": self.kv_gib}
+        return DeployConfig.model_validate({"kv": kv, "prefill": {"parallel": {"cp": self.cp}}, "hicache": hicache})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HicacheBench:
     """One benchmark run. Raises UserError when a value makes no sense."""
 
@@ -32,27 +51,17 @@ class HicacheBench:
     hits: tuple[int, ...] = (50, 90, 100)
     """Cached parts of the prompt, in percent."""
     tiers: tuple[Tier, ...] = tuple(Tier)
-    cp: int = 1
     num_rounds: int = 5
-    page_size: int = 64
-    kv_gib: float = 1.0
-    host_gib: float = 1.0
+    sizes: TierSizes = TierSizes()
 
     def __post_init__(self) -> None:
         if not all(0 < hit <= 100 for hit in self.hits):
             raise UserError(f"--hits: got {','.join(map(str, self.hits))}; allowed: percents from 1 to 100")
-        shortest = 2 * self.page_size * 100 // min(self.hits)
+        shortest = 2 * self.sizes.page_size * 100 // min(self.hits)
         if self.prompt_len < shortest:
             raise UserError(f"--prompt-len: got {self.prompt_len}; allowed: {shortest} or more, to hit whole pages")
         if self.num_rounds < 1:
             raise UserError(f"--rounds: got {self.num_rounds}; allowed: 1 or more")
-
-    def config(self, folder: Path, *, is_decode: bool) -> DeployConfig:
-        """Decode caches nothing, so that all prompts are handed over whole."""
-        storage = {"backend": "files", "folder": str(folder), "prefetch": "wait_complete", "prefetch_min_tokens": 1}
-        hicache = {} if is_decode else {"host_gib": self.host_gib, "storage": storage}
-        kv = {"page_size": self.page_size, "memory_gib": self.kv_gib, "prefix_cache": not is_decode}
-        return DeployConfig.model_validate({"kv": kv, "prefill": {"parallel": {"cp": self.cp}}, "hicache": hicache})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,34 +74,25 @@ class HicacheResult:
     ttft_s: float
     cold_s: float
     """Of prompts as long that nothing was cached of, in the same rounds."""
-
-    @property
-    def share(self) -> float:
-        """Of the time that the whole prompt takes."""
-        return self.ttft_s / self.cold_s
+    share: float
+    """Of the time that the whole prompt takes."""
 
 
 def run_hicache_bench(bench: HicacheBench, model_folder: Path) -> Iterator[HicacheResult]:
     """A result for each tier and hit."""
     vocab_size = ModelConfig.from_folder(model_folder).vocab_size
-    with _cluster(bench, model_folder) as cluster:
-        run = _Run(bench, cluster, vocab_size)
-        for tier in bench.tiers:
-            for hit in bench.hits:
-                yield run.measure(tier, hit)
-
-
-@contextmanager
-def _cluster(bench: HicacheBench, model_folder: Path) -> Iterator[LocalCluster]:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
-        config, decode = (bench.config(Path(folder), is_decode=is_decode) for is_decode in (False, True))
-        cluster = LocalCluster()
-        try:
+        config = bench.sizes.config(Tier.STORAGE, Path(folder))
+        # Decode caches nothing, so that all prompts are handed over whole.
+        without = bench.sizes.config(Tier.DEVICE, Path(folder))
+        decode = without.model_copy(update={"kv": without.kv.model_copy(update={"prefix_cache": False})})
+        with closing(LocalCluster()) as cluster:
             cluster.load(config, model_folder)
             with cluster.running(config, decode):
-                yield cluster
-        finally:
-            cluster.close()
+                run = _Run(bench, cluster, vocab_size)
+                for tier in bench.tiers:
+                    for hit in bench.hits:
+                        yield run.measure(tier, hit)
 
 
 class _Run:
@@ -106,8 +106,8 @@ class _Run:
         """Ask prompts with the same beginning until it came from its tier in every round."""
         bench = self._bench
         # The last token is always computed, in a page of its own.
-        num_pages = min(bench.prompt_len * hit // 100, bench.prompt_len - 1) // bench.page_size
-        cached_len = num_pages * bench.page_size
+        num_pages = min(bench.prompt_len * hit // 100, bench.prompt_len - 1) // bench.sizes.page_size
+        cached_len = num_pages * bench.sizes.page_size
         prefix = self._draw(cached_len)
         wanted = CachedTokens(
             total=cached_len,
@@ -132,6 +132,7 @@ class _Run:
             tier=tier,
             ttft_s=median(times),
             cold_s=median(cold_times),
+            share=median(times) / median(cold_times),
         )
 
     def _ask(self, prompt: list[int]) -> tuple[Answer, float]:

@@ -109,19 +109,29 @@ def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
     return sorted(entries, key=lambda entry: entry.timestamp)[:most]
 
 
-def infinite_cache_hits(prompts: Iterable[Sequence[int]], page_size: int) -> list[int]:
-    """How many tokens of each prompt a cache of whole pages that never forgets would have, one prompt after another.
+class EndlessCache:
+    """Whole pages that are never forgotten."""
 
-    The last token of a prompt is always computed, because its logits are needed.
-    """
-    known: set[bytes] = set()
-    hits = []
-    for prompt in prompts:
-        keys = page_keys(prompt, page_size, "")
-        usable = (len(prompt) - 1) // page_size
-        hits.append(page_size * next((page for page in range(usable) if keys[page] not in known), usable))
-        known.update(keys)
-    return hits
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._known: set[bytes] = set()
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt it has, and has all of it from now on.
+
+        The last token of a prompt is always computed, because its logits are needed.
+        """
+        keys = page_keys(tokens, self._page_size, "")
+        usable = (len(tokens) - 1) // self._page_size
+        num_known = next((page for page in range(usable) if keys[page] not in self._known), usable)
+        self._known.update(keys)
+        return self._page_size * num_known
+
+
+def infinite_cache_hits(prompts: Iterable[Sequence[int]], page_size: int) -> list[int]:
+    """How many tokens of each prompt an endless cache would have, one prompt after another."""
+    cache = EndlessCache(page_size)
+    return [cache.take(prompt) for prompt in prompts]
 
 
 def _entry(where: str, line: bytes) -> TraceEntry:

@@ -85,6 +85,7 @@ class LocalEngine:
     """A local cluster that keeps its processes, and what they loaded while model and layout stay the same."""
 
     def __init__(self, worker: str = WORKER) -> None:
+        self._worker = worker
         self._cluster = LocalCluster(worker)
         self._loaded: tuple[object, ...] | None = None
 
@@ -112,6 +113,11 @@ class LocalEngine:
             self._loaded = layout
         with self._cluster.running(config, decode_config) as running:
             yield running
+
+    def restart(self) -> None:
+        """End every process; the next case begins with new ones."""
+        self._cluster.close()
+        self._cluster, self._loaded = LocalCluster(self._worker), None
 
     def close(self) -> None:
         """End every process."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cluster.spec.config import HicacheConfig
+from cluster.spec.config import HicacheConfig, PrefetchPolicy
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.page_key import owner_base, page_keys
@@ -16,6 +16,7 @@ from tests.fakes.paged_ranks import row
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.loader import Loaded
+from workers.hicache.prefetcher import PATIENCE_S
 from workers.hicache.tiers import Tiers
 
 PAGE_SIZE = 2
@@ -86,7 +87,8 @@ class TierWorld:
         self.tree = PrefixTree(self.num_owners)
         self.allocator = PageAllocator(pages_per_owner, self.tree, self.num_owners)
         self.tiers = Tiers(self._config, self.tree, host_pages, rows)
-        self.waiting: list[tuple[Room, list[int]]] = []
+        self.waiting: list[tuple[Room, list[int], float]] = []
+        """Those that wait for storage, since when."""
         self.requests: list[tuple[list[int], list[bytes]]] = []
         self.loading: list[tuple[list[int], list[bytes]]] = []
 
@@ -95,18 +97,20 @@ class TierWorld:
         self._num_rooms += 1
         keys = page_keys(tokens, PAGE_SIZE)
         if keys:
-            self.waiting.append((Room(self._num_rooms), tokens))
+            self.waiting.append((Room(self._num_rooms), tokens, self.now_s))
             self.tiers.expect(Room(self._num_rooms), keys, self.now_s)
             self.advance()
 
     def start_waiting(self) -> None:
         """Those that wait no longer have their turn; who gets no pages goes without an answer."""
-        ready = [(room, tokens) for room, tokens in self.waiting if not self.tiers.is_waiting(room, self.now_s)]
-        for room, tokens in ready:
-            self.waiting.remove((room, tokens))
+        for request in [request for request in self.waiting if not self.tiers.is_waiting(request[0], self.now_s)]:
+            self.waiting.remove(request)
+            room, tokens, _ = request
             self.start(tokens)
             self.tiers.forget(room, self.now_s)
             self.advance()
+        for room, tokens, since_s in self.waiting:
+            assert self.now_s - since_s < self._longest_wait_s(len(tokens)), f"{room} waits too long for storage"
 
     def start(self, tokens: list[int]) -> None:
         """A request gets its pages, and is computed as soon as what other tiers have of it is there."""
@@ -178,6 +182,12 @@ class TierWorld:
             page = self.tree.page_of(key)
             assert page is not None
             assert all(rank.device.get(page) == key for rank in self.ranks if rank.has(page))
+
+    def _longest_wait_s(self, num_tokens: int) -> float:
+        storage = self._config.storage
+        timeout_s = storage.prefetch_base_s + storage.prefetch_s_per_1k_tokens * num_tokens / 1000
+        longest_s = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: timeout_s}
+        return longest_s.get(storage.prefetch, PATIENCE_S)
 
     def _loaded(self, request: tuple[list[int], list[bytes]], num_cached: int, loaded: Loaded) -> None:
         self.loading.remove(request)

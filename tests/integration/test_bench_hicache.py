@@ -3,24 +3,74 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from cluster.bench.hicache import HicacheBench
+from cluster.bench.hicache_load import Conversations, TracedRequests
+from cluster.bench.trace import TraceEntry, TraceWorkload
 from cluster.spec.errors import UserError
+from cluster.spec.tiers import Tier
+from tests.fakes.traces import make_entries
 from tests.readme import ROOT
+
+
+def lines_of(*options: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "cluster.cli", "bench", "hicache", "--json", *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.integration
 def test_a_line_for_every_tier_and_hit() -> None:
-    options = ["--prompt-len", "256", "--hits", "50,100", "--rounds", "1", "--kv-gib", "0.05", "--host-gib", "0.05"]
-    command = [sys.executable, "-m", "cluster.cli", "bench", "hicache", "--json", *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    lengths = ["--prompt-len", "256", "--hits", "50,100"]
+    lines = lines_of(*lengths, "--rounds", "1", "--kv-gib", "0.05", "--host-gib", "0.05")
     ways = [(line["tier"], line["cached_len"], line["prompt_len"]) for line in lines]
     assert ways == [(tier, cached, 256) for tier in ("device", "host", "storage") for cached in (128, 192)]
     assert all(line["share"] == line["ttft_s"] / line["cold_s"] for line in lines)
+
+
+@pytest.mark.integration
+def test_conversations_find_in_lower_tiers_what_an_endless_cache_would_have() -> None:
+    memory = ["--kv-gib", "0.012", "--host-gib", "0.025"]
+    lines = lines_of("--conversations", "24", "--turns", "3", "--prompt-len", "768", *memory)
+    assert [line["lowest_tier"] for line in lines] == list(Tier)
+    device, host, storage = lines
+    assert device["hit_rate"] < host["hit_rate"] < storage["hit_rate"]
+    assert storage["storage_rate"] > 0
+    # Copies that come too late on a machine that is busy otherwise are computed again.
+    assert storage["hit_rate"] == pytest.approx(storage["best_hit_rate"], abs=0.05)
+
+
+def test_a_conversation_grows_by_equal_parts_answers_included() -> None:
+    asked: list[list[int]] = []
+
+    def ask(prompts: Sequence[Sequence[int]], output_lens: Sequence[int]) -> list[list[int]]:
+        asked.extend(list(prompt) for prompt in prompts)
+        assert list(output_lens) == [10] * len(prompts)
+        return [[len(prompt)] * 10 for prompt in prompts]
+
+    Conversations(num_conversations=3, num_turns=4, prompt_len=200, answer_len=10, concurrency=2).run(ask, 4096)
+    assert [len(prompt) for prompt in asked] == [length for length in (50, 100, 150, 200) for _ in range(3)]
+    for earlier, later in zip(asked, asked[3:], strict=False):
+        assert later[: len(earlier) + 10] == [*earlier, *[len(earlier)] * 10]
+    assert len({tuple(prompt[:50]) for prompt in asked}) == 3
+
+
+def test_a_trace_is_asked_in_its_order() -> None:
+    trace = TraceWorkload([TraceEntry(**entry) for entry in make_entries(7)], scale=0.05)
+    asked: list[list[list[int]]] = []
+
+    def ask(prompts: Sequence[Sequence[int]], _output_lens: Sequence[int]) -> list[list[int]]:
+        asked.append([list(prompt) for prompt in prompts])
+        return [[] for _ in prompts]
+
+    TracedRequests(trace=trace, concurrency=3).run(ask, 4096)
+    assert [len(group) for group in asked] == [3, 3, 1]
+    assert [prompt for group in asked for prompt in group] == [request.make_prompt() for request in trace.requests()]
 
 
 @pytest.mark.parametrize(
@@ -34,3 +84,8 @@ def test_a_line_for_every_tier_and_hit() -> None:
 def test_values_without_sense_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         HicacheBench(**values)  # type: ignore[arg-type]
+
+
+def test_a_conversation_too_short_for_its_turns_is_refused() -> None:
+    with pytest.raises(UserError, match="--prompt-len is 50, must be at least 68"):
+        Conversations(num_conversations=1, num_turns=4, prompt_len=50)

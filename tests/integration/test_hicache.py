@@ -2,19 +2,22 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import DeployConfig, KvConfig
 from cluster.spec.strategy import CpMode
 from cluster.spec.tiers import CachedTokens, Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle, asked
+from tests.fakes.pairwise import all_pairs
 from workers.local import Answer, LocalCluster
+from workers.models.recall import build_recall_checkpoint
+from workers.models.recall_prompts import chain_prompt, recall_oracle
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +25,9 @@ Way = tuple[int, CpMode, int]
 PAGE_SIZE = 16
 NUM_TOKENS = 20
 GATHER, RING = CpMode
-SOME = [(1, GATHER, 2), (2, GATHER, 2), (3, RING, 1), (4, RING, 1)]
+CUTS: dict[str, Sequence[Any]] = {"cp": (1, 2, 3, 4), "mode": tuple(CpMode), "tp": (1, 2)}
+SOME: list[Way] = [(cut["cp"], cut["mode"], cut["tp"]) for cut in all_pairs(CUTS)]
+ALL: list[Way] = list(product(*CUTS.values()))
 """Ways to cut prefill: cp, mode, tp."""
 
 
@@ -81,29 +86,36 @@ def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, *flushed
     raise AssertionError(f"never {tokens}, at last {answer}")
 
 
-def check(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path) -> None:
+def check_tiers(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path) -> None:
     all_pages, half_pages = 9 * PAGE_SIZE, 4 * PAGE_SIZE
     with engine.running(checkpoint, config_of(way, folder)) as cluster:
         assert ask(cluster, LONG).token_ids == oracle.tokens(LONG)
+        again = ask(cluster, LONG)
+        assert (again.token_ids, again.cached) == (oracle.tokens(LONG), CachedTokens(total=all_pages))
         ask_until(cluster, LONG, oracle, Tier.DEVICE, host=all_pages, storage=0)
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=all_pages)
         ask_until(cluster, HALF, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=half_pages)
         ask_until(cluster, LONG, oracle, Tier.DEVICE, host=half_pages, storage=all_pages - half_pages)
 
 
-@pytest.mark.parametrize("way", SOME, ids=str)
-def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt(
-    way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
-) -> None:
-    check(way, checkpoint, oracle, engine, tmp_path)
+def check_restarted(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path) -> None:
+    with engine.running(checkpoint, config_of(way, folder)) as cluster:
+        answer = ask(cluster, LONG)
+    assert answer.token_ids == oracle.tokens(LONG)
+    assert answer.cached == CachedTokens(total=9 * PAGE_SIZE, storage=9 * PAGE_SIZE)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("way", list(product((1, 2, 3, 4), CpMode, (1, 2))), ids=str)
-def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt_under_any_cut(
-    way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+@pytest.mark.parametrize(
+    "ways", [pytest.param(SOME, id="any-two-meet"), pytest.param(ALL, id="all", marks=pytest.mark.full)]
+)
+def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt_and_every_process_may_have_ended_since(
+    ways: list[Way], checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
-    check(way, checkpoint, oracle, engine, tmp_path)
+    for number, way in enumerate(ways):
+        check_tiers(way, checkpoint, oracle, engine, tmp_path / f"{number}")
+    engine.restart()
+    for number, way in enumerate(ways):
+        check_restarted(way, checkpoint, oracle, engine, tmp_path / f"{number}")
 
 
 def test_dp_ranks_have_tiers_of_their_own(
@@ -124,34 +136,49 @@ def stored_parts(folder: Path) -> list[str]:
 
 
 def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
-    checkpoint: Path, oracle: Oracle, tmp_path: Path
+    checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
     next_turn = [*LONG, *oracle.tokens(LONG), *draw(2, 5)]
     all_pages = 10 * PAGE_SIZE
-    gather = config_of((2, GATHER, 1), tmp_path)
-    ring = config_of((3, RING, 1), tmp_path)
-    first = LocalEngine()
-    try:
-        with first.running(checkpoint, gather) as cluster:
-            ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
-            attempts = 0
-            while "cp0of1-tp0of1-pp0of1" not in stored_parts(tmp_path):
-                assert (attempts := attempts + 1) < 50, "decode has stored nothing of what it generated"
-                ask(cluster, LONG)
-    finally:
-        first.close()
+    with engine.running(checkpoint, config_of((2, GATHER, 1), tmp_path)) as cluster:
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
+        attempts = 0
+        while "cp0of1-tp0of1-pp0of1" not in stored_parts(tmp_path):
+            assert (attempts := attempts + 1) < 50, "decode has stored nothing of what it generated"
+            ask(cluster, LONG)
+    engine.restart()
     parts = Counter(stored_parts(tmp_path))
     assert sum(parts[f"cp{rank}of2-tp0of1-pp0of1"] for rank in range(2)) == 9, "a page is stored twice, or by decode"
     assert abs(parts["cp0of2-tp0of1-pp0of1"] - parts["cp1of2-tp0of1-pp0of1"]) <= 1, "ranks share the work unevenly"
     assert parts["cp0of1-tp0of1-pp0of1"] == 1
-    second = LocalEngine()
-    try:
-        with second.running(checkpoint, ring) as cluster:
-            answer = ask(cluster, next_turn)
-    finally:
-        second.close()
+    with engine.running(checkpoint, config_of((3, RING, 1), tmp_path)) as cluster:
+        answer = ask(cluster, next_turn)
     assert answer.token_ids == oracle.tokens(next_turn)
     assert answer.cached == CachedTokens(total=all_pages, storage=all_pages)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", [(2, GATHER, 1), (2, RING, 1)], ids=str)
+def test_a_chain_through_every_page_of_32k_tokens_is_followed_from_storage_alone(
+    way: Way, engine: LocalEngine, tmp_path: Path
+) -> None:
+    page_size = 64
+    num_pages = (32_768 - 1) // page_size
+    prompt = chain_prompt(32_768, page_size)
+    expected = recall_oracle(prompt, num_pages)
+    build_recall_checkpoint(tmp_path / "recall")
+    config = config_of(way, tmp_path / "kv", host_gib=0.15)
+    config = config.model_copy(update={"kv": KvConfig(page_size=page_size, memory_gib=0.3)})
+    with engine.running(tmp_path / "recall", config) as cluster:
+        attempts = 0
+        while len(stored_parts(tmp_path / "kv")) < num_pages:
+            assert (attempts := attempts + 1) < 50, "not everything was stored"
+            assert cluster.generate(asked([prompt], num_pages)) == [expected]
+    engine.restart()
+    with engine.running(tmp_path / "recall", config) as cluster:
+        (answer,) = cluster.answer(asked([prompt], num_pages))
+    assert answer.token_ids == expected
+    assert answer.cached == CachedTokens(total=num_pages * page_size, storage=num_pages * page_size)
 
 
 def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(

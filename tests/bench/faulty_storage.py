@@ -1,0 +1,87 @@
+"""How much storage that is slow and fails delays first tokens: python -m tests.bench.faulty_storage
+
+Prompts come four at once, over storage of which every second call fails and every fourth takes two seconds, and over
+none. The first must not be later by more than the prefetch policy lets a request wait.
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.sampling import Stopping
+from cluster.spec.tiers import Tier
+from workers.local import WORKER, LocalCluster, Prompt
+from workers.models.recall import build_recall_checkpoint
+
+FAULTY = "tests.fakes.faulty_storage:WorkerWithFaultyStorage"
+PROMPT_LEN, PREFIX_LEN, AT_ONCE, NUM_TURNS = 2048, 1536, 4, 100
+PREFETCH_BASE_S, PREFETCH_S_PER_1K_TOKENS = 0.2, 0.05
+
+
+def config_of(folder: Path, backend: str) -> DeployConfig:
+    storage = {
+        "backend": backend,
+        "folder": str(folder / "kv"),
+        "prefetch_base_s": PREFETCH_BASE_S,
+        "prefetch_s_per_1k_tokens": PREFETCH_S_PER_1K_TOKENS,
+    }
+    return DeployConfig.model_validate(
+        {"kv": {"memory_gib": 0.05}, "hicache": {"host_gib": 0.05, "storage": storage if backend != "none" else {}}}
+    )
+
+
+@contextmanager
+def running(worker: str, config: DeployConfig, model: Path) -> Iterator[LocalCluster]:
+    cluster = LocalCluster(worker)
+    try:
+        cluster.load(config, model)
+        with cluster.running():
+            yield cluster
+    finally:
+        cluster.close()
+
+
+def time_to_first_token(cluster: LocalCluster, prompts: list[Prompt]) -> float:
+    """Of the slowest; any failure raises."""
+    cluster.flush(Tier.DEVICE, Tier.HOST)
+    start_s = time.monotonic()
+    cluster.generate(prompts)
+    return time.monotonic() - start_s
+
+
+def prompts_of_turns() -> Iterator[list[Prompt]]:
+    """Four for each turn, which begin as earlier ones did."""
+    rng = random.Random(1)
+    prefixes = [[rng.randrange(3, 250) for _ in range(PREFIX_LEN)] for _ in range(8)]
+    for _ in range(NUM_TURNS):
+        starts = [rng.choice(prefixes) for _ in range(AT_ONCE)]
+        ends = [[rng.randrange(3, 250) for _ in range(PROMPT_LEN - PREFIX_LEN)] for _ in starts]
+        yield [Prompt([*start, *end], Stopping(max_tokens=1)) for start, end in zip(starts, ends, strict=True)]
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        build_recall_checkpoint(folder / "recall")
+        ways = {"no storage": (WORKER, "none"), "faulty storage": (FAULTY, "files")}
+        clusters = {
+            name: stack.enter_context(running(worker, config_of(folder, backend), folder / "recall"))
+            for name, (worker, backend) in ways.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in clusters}
+        for prompts in prompts_of_turns():
+            for name, cluster in clusters.items():
+                times[name].append(time_to_first_token(cluster, prompts))
+    for name, seconds in times.items():
+        print(f"{name}: median {median(seconds) * 1e3:.0f} ms, p99 {quantiles(seconds, n=100)[98] * 1e3:.0f} ms")
+    longest_s = PREFETCH_BASE_S + PREFETCH_S_PER_1K_TOKENS * PROMPT_LEN / 1000
+    print(f"a request waits {longest_s * 1e3:.0f} ms at most for storage; none of {2 * NUM_TURNS * AT_ONCE} failed")
+
+
+if __name__ == "__main__":
+    main()
