@@ -4,6 +4,7 @@ With a key, connections are encrypted and both ends proven by CURVE (RFC 26); se
 """
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections import Counter
@@ -25,6 +26,8 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _HARD_LIMIT_BYTES = 2 * MAX_FRAME_BYTES
 """At such a frame a receiver hangs up before it has taken memory for it."""
 _LINGER_MS = 1000
+_REFUSALS_AT = "inproc://refusals"
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MOST_AT_ONCE = 512
 """Messages taken by one call of an event loop, whose other tasks then have their turn."""
 
@@ -61,8 +64,8 @@ class _Pull:
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
         """With a key, only those who have it get a message in."""
         self._context = zmq.Context()
-        self._doorkeeper = None if key is None else _Doorkeeper(self._context, key.public)
         self._socket = self._context.socket(zmq.PULL)
+        self._doorkeeper = None if key is None else _Doorkeeper(self._context, self._socket, key.public)
         _limit(self._socket)
         if key is not None:
             self._socket.curve_server = True
@@ -212,27 +215,41 @@ class Outbox:
 
 
 class _Doorkeeper:
-    """Tells ZeroMQ who may connect to the sockets of a context, by ZAP (RFC 27); on a thread that ends with it."""
+    """Tells ZeroMQ who may connect to a socket, by ZAP (RFC 27), and counts who may not; on a thread that ends with it.
 
-    def __init__(self, context: zmq.Context[Any], public: bytes) -> None:
+    Who does not know the public key fails before anybody is asked, so the socket's own events are what is counted.
+    """
+
+    def __init__(self, context: zmq.Context[Any], guarded: "zmq.Socket[bytes]", public: bytes) -> None:
         self.num_refused = 0
         self._allowed = zmq.utils.z85.decode(public)
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.REP, socket_class=zmq.Socket)
-        self._socket.linger = 0
-        self._socket.bind("inproc://zeromq.zap.01")
+        self._asked: zmq.Socket[bytes] = context.socket(zmq.REP, socket_class=zmq.Socket)
+        self._asked.linger = 0
+        self._asked.bind("inproc://zeromq.zap.01")
+        guarded.monitor(_REFUSALS_AT, _REFUSALS)
+        self._refusals: zmq.Socket[bytes] = context.socket(zmq.PAIR, socket_class=zmq.Socket)
+        self._refusals.linger = 0
+        self._refusals.connect(_REFUSALS_AT)
         threading.Thread(target=self._run, name="doorkeeper", daemon=True).start()
 
     def _run(self) -> None:
-        with self._socket as socket:
+        poller = zmq.Poller()
+        with self._asked, self._refusals, contextlib.suppress(zmq.ContextTerminated):
+            poller.register(self._asked, zmq.POLLIN)
+            poller.register(self._refusals, zmq.POLLIN)
             while True:
-                try:
-                    version, request, *_, mechanism, credential = socket.recv_multipart()
-                except zmq.ContextTerminated:
-                    return
-                is_member = mechanism == b"CURVE" and credential == self._allowed
-                self.num_refused += not is_member
-                code, text = (b"200", b"OK") if is_member else (b"400", b"stranger")
-                socket.send_multipart([version, request, code, text, b"", b""])
+                ready = dict(poller.poll())
+                if self._asked in ready:
+                    self._answer()
+                if self._refusals in ready:
+                    self._refusals.recv_multipart()
+                    self.num_refused += 1
+
+    def _answer(self) -> None:
+        version, request, *_, mechanism, credential = self._asked.recv_multipart()
+        is_member = mechanism == b"CURVE" and credential == self._allowed
+        code, text = (b"200", b"OK") if is_member else (b"400", b"stranger")
+        self._asked.send_multipart([version, request, code, text, b"", b""])
 
 
 def _limit(socket: "zmq.Socket[bytes]") -> None:

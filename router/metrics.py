@@ -1,5 +1,6 @@
 """What Prometheus may read of one router. Buckets, and names behind the prefix, are vLLM's where it has the same."""
 
+import collections
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.channel import AsyncInbox
 from cluster.spec.clock import Clock
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import PhaseTimes
@@ -40,6 +42,7 @@ class Watched:
     gate: Gate
     pages: PageIndex
     clock: Clock
+    inbox: AsyncInbox
 
 
 class Metrics:
@@ -139,7 +142,7 @@ class _Counts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         watched = self._watched
-        yield from _request_metrics(watched.dispatch, watched.gate)
+        yield from _request_metrics(watched.dispatch, watched.gate, watched.inbox.dropped)
         yield from _readiness(watched)
         yield GaugeMetricFamily(
             "baton_router_known_pages", "Cached pages of replicas, as told.", value=watched.pages.num_pages
@@ -151,7 +154,7 @@ class _Counts(Collector):
         yield from tier_metrics(watched.directory.snapshot)
 
 
-def _request_metrics(dispatch: Dispatch, gate: Gate) -> Iterator[Metric]:
+def _request_metrics(dispatch: Dispatch, gate: Gate, not_let_in: collections.Counter[str]) -> Iterator[Metric]:
     yield GaugeMetricFamily("baton_num_requests_running", "Requests that are open.", value=dispatch.num_open)
     yield GaugeMetricFamily("baton_num_requests_waiting", "HTTP requests that wait for room.", value=gate.num_waiting)
     yield CounterMetricFamily(
@@ -167,7 +170,7 @@ def _request_metrics(dispatch: Dispatch, gate: Gate) -> Iterator[Metric]:
         ended.add_metric([stage.value], dispatch.ended[stage])
     yield ended
     dropped = CounterMetricFamily("baton_message_dropped", "Messages that were not used, by why.", labels=["why"])
-    for why, count in sorted(dispatch.dropped.items()):
+    for why, count in sorted((dispatch.dropped + not_let_in).items()):
         dropped.add_metric([why], count)
     yield dropped
 

@@ -116,7 +116,9 @@ def _graph_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
 def _page_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
     pages = GaugeMetricFamily("baton_replica_pages", "Pages of a replica, by state.", labels=["replica", "state"])
     dropped = CounterMetricFamily(
-        "baton_replica_message_dropped", "Messages that a leader did not use, by type.", labels=["replica", "kind"]
+        "baton_replica_message_dropped",
+        "What a leader did not use: messages by type, or why they were not let in.",
+        labels=["replica", "kind"],
     )
     for entry in entries:
         load = entry.load

@@ -141,7 +141,7 @@ class RouterServer:
             outbox.close()
 
     async def _serve_until_stopped(self, listener: socket.socket, inbox: AsyncInbox, outbox: Outbox) -> None:
-        service = self._service(inbox.address, outbox)
+        service = self._service(inbox, outbox)
         server = uvicorn.Server(_uvicorn_config(service))
         running = _Running(asyncio.get_running_loop(), service.relay)
         parts = {
@@ -159,17 +159,17 @@ class RouterServer:
         if service.tracing is not None:
             await asyncio.to_thread(service.tracing.close)
 
-    def _service(self, address: str, outbox: Outbox) -> Service:
-        me = Peer(replica=ROUTER, incarnation=self._incarnation, address=address)
+    def _service(self, inbox: AsyncInbox, outbox: Outbox) -> Service:
+        me = Peer(replica=ROUTER, incarnation=self._incarnation, address=inbox.address)
         config = self._config.router
         directory = Directory(grace_s=self._config.resources.lease_s)
         load, breakers = LoadBook(), Breakers(config.breaker_failures, config.breaker_s)
         picker = Picker(self._config, directory, load, breakers)
         dispatch, metrics = Dispatch(me, config, load, breakers, picker.pair), Metrics()
-        timelines = Timelines(address)
+        timelines = Timelines(inbox.address)
         gate = Gate(config.max_waiting_requests, config.max_wait_s)
         clock = SystemClock()
-        metrics.watch(Watched(dispatch, directory, gate, picker.pages, clock))
+        metrics.watch(Watched(dispatch, directory, gate, picker.pages, clock, inbox))
         relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, timelines, gate.look)
         return Service(
             config=self._config,

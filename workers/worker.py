@@ -5,6 +5,7 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -154,9 +155,7 @@ class Worker:
                     if rank.runner.draws and plan.rows:
                         leader.commit(self.spec.coords.dp, sampled, self._clock.now_s())
                 if self._clock.now_s() >= load_due_s or not leader.has_work():
-                    self._load = msgspec.structs.replace(
-                        leader.load(), steps=meter.times, graph_steps=rank.runner.graph_steps
-                    )
+                    self._load = self._whole_load(leader.load(), meter, rank)
                     load_due_s = self._clock.now_s() + LOAD_EVERY_S
                 self._emit(leader, mover, outbox)
         finally:
@@ -164,6 +163,13 @@ class Worker:
                 lease.stop(unregister=True)
         if self._refusal is not None:
             raise self._refusal
+
+    def _whole_load(self, load: ReplicaLoad, meter: StepMeter, rank: Rank) -> ReplicaLoad:
+        """With what the leader itself does not see."""
+        dropped = Counter(load.dropped) + self._inbox.dropped
+        return msgspec.structs.replace(
+            load, dropped=dict(dropped), steps=meter.times, graph_steps=rank.runner.graph_steps
+        )
 
     def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox) -> bool:
         """Hand waiting messages to the leader; sleeps while there is no step to compute. False ends the loop."""

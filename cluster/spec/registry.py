@@ -150,7 +150,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests since the start."""
     draining: bool = False
     dropped: dict[str, int] = {}
-    """Messages without effect, by type: late, repeated, foreign or unknown ones."""
+    """What had no effect: messages by type (late, repeated, foreign or unknown ones), and what the inbox kept out."""
     num_retracted: int = 0
     """Times that a request had to give its pages back, since the start."""
     num_kept: int = 0

@@ -91,9 +91,10 @@ def test_a_stranger_with_a_key_of_its_own_is_turned_away_and_counted(inbox: Inbo
 
 
 @pytest.mark.parametrize("key", [None, draw_key()])
-def test_who_does_not_know_the_key_gets_nothing_in(inbox: Inbox, key: ChannelKey | None) -> None:
+def test_who_does_not_know_the_key_gets_nothing_in_and_is_counted(inbox: Inbox, key: ChannelKey | None) -> None:
     with zmq.Context() as context, raw_sender(inbox.address, key, context) as pusher:
         pusher.send(encode(Shutdown(reason="evil")))
+        wait_dropped(inbox, "stranger")
         send(inbox.address, Drain(), KEY)
         assert receive(inbox, 1) == [Drain()]
         assert inbox.receive(0.2) == []

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import httpx
 import openai
 import pytest
 
+from cluster.channel import Outbox, draw_key
 from cluster.cli.running import find_running
+from cluster.spec.messages import Drain
 from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import RunningCluster, is_ready, listener_pid, running_cluster
 from tests.fakes.trace_events import check_trace, complete_events, process_names
@@ -49,6 +51,19 @@ def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == DEMO_ANSWER
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 1
+
+
+def test_strangers_at_a_leader_are_counted(cluster: RunningCluster) -> None:
+    def is_counted() -> bool:
+        return cluster.replicas()["decode-0"]["load"]["dropped"].get("stranger", 0) > 0
+
+    with closing(Outbox(draw_key())) as outbox:
+        outbox.send(cluster.replicas()["decode-0"]["rows"][0]["address"], Drain())
+        cluster.wait_until(is_counted, 60)
+    assert (
+        'baton_replica_message_dropped_total{kind="stranger",replica="decode-0"}'
+        in httpx.get(f"{cluster.url}/metrics").text
+    )
 
 
 def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:

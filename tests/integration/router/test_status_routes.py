@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from cluster.spec.registry import ReplicaLoad, SendTimes, StepTimes
 from cluster.spec.strategy import Passing, Strategy
@@ -83,6 +84,15 @@ class TestStatusRoutes:
         assert cluster.metric("baton_time_to_first_token_seconds_count") == 1
         assert cluster.metric("baton_inter_token_latency_seconds_count") == 2
         assert cluster.metric('baton_ready_replicas{role="decode"}') == 1
+
+    def test_what_is_no_message_is_counted(self, cluster: RouterCluster) -> None:
+        cluster.complete("abc", max_tokens=1)
+        with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
+            pusher.connect(cluster.last_submit().router.address)
+            pusher.send(b"nonsense")
+            deadline_s = time.monotonic() + 60
+            while 'baton_message_dropped_total{why="malformed"} 1.0' not in cluster.http.get("/metrics").text:
+                assert time.monotonic() < deadline_s
 
     def test_phases_by_replica(self, cluster: RouterCluster) -> None:
         headers = cluster.post("/v1/completions", prompt="abc", max_tokens=9).headers
