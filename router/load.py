@@ -1,10 +1,8 @@
 """How much this router has open at each replica; what least_tokens looks at."""
 
-from collections.abc import Iterable
-
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.peer import Peer
-from router.policies.candidate import Candidate, Load
+from router.policies.candidate import Load
 
 _NOTHING = Load()
 
@@ -27,10 +25,6 @@ class LoadBook:
         """What is open at one peer."""
         return self._lines.get(_key(peer), _NOTHING)
 
-    def candidates(self, peers: Iterable[Peer]) -> list[Candidate]:
-        """The peers with their loads, in the same order."""
-        return [Candidate(peer=peer, load=self.of(peer)) for peer in peers]
-
     def lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
         """A copy of the whole book."""
         return dict(self._lines)
@@ -42,11 +36,6 @@ class LoadBook:
         assert new.num_tokens >= 0, f"more tokens ended than opened at {peer.replica}"
         if new != _NOTHING:
             self._lines[_key(peer)] = new
-
-
-def with_room(candidates: Iterable[Candidate], max_tokens: int) -> list[Candidate]:
-    """Those with fewer tokens before the next request, which may be of any length: it would never find more room."""
-    return [candidate for candidate in candidates if candidate.load.num_tokens < max_tokens]
 
 
 def _key(peer: Peer) -> tuple[ReplicaId, Incarnation]:

@@ -11,7 +11,7 @@ from cluster.spec.peer import Peer
 from router.breaker import Breakers
 from router.directory import Directory
 from router.flight import Ask, Pair
-from router.load import LoadBook, with_room
+from router.load import LoadBook
 from router.lower_tiers import Weights
 from router.page_index import PageIndex
 from router.policies.candidate import Bounds, Candidate, Chance
@@ -55,27 +55,32 @@ class Picker:
 
     def why_full(self, asks: Sequence[Ask], now_s: float) -> str | None:
         """What must end before requests can be taken; None when there is room."""
-        if not with_room(self._candidates(Role.PREFILL, now_s), self._max_queued_tokens):
+        if not self._with_room(self._peers(Role.PREFILL, now_s)):
             limit = f"{self._max_queued_tokens} prompt tokens or more (prefill.max_queued_tokens)"
             return f"the queue is full: {limit} wait at every prefill replica; try again later"
-        if not self._with_pages(self._candidates(Role.DECODE, now_s), sum(_longest(ask) for ask in asks)):
+        if not self._with_pages(self._peers(Role.DECODE, now_s), sum(_longest(ask) for ask in asks)):
             limit = f"{self._max_fill:g} times what it holds (decode.max_fill)"
             return f"the queue is full: every decode replica has tokens for {limit}; try again later"
         return None
 
     def pair(self, ask: Ask, room: Room, avoided: frozenset[Peer], now_s: float) -> Pair | None:
         """Where an attempt of a request is to run; see ``Pick``."""
-        prefills = self._candidates(Role.PREFILL, now_s, avoided, ask)
-        decodes = self._candidates(Role.DECODE, now_s, avoided, ask)
+        prefills = self._peers(Role.PREFILL, now_s, avoided)
+        decodes = self._peers(Role.DECODE, now_s, avoided)
         if not prefills or not decodes:
             return None
         decode = self._pick(Role.DECODE, self._with_pages(decodes, _longest(ask)) or decodes, ask, room)
         if len(ask.prompt_ids) - decode.cached_tokens < self._skip_below_tokens:
             return Pair(prefill=None, decode=decode.peer)
-        prefill = self._pick(Role.PREFILL, with_room(prefills, self._max_queued_tokens) or prefills, ask, room)
+        prefill = self._pick(Role.PREFILL, self._with_room(prefills) or prefills, ask, room)
         return Pair(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
 
-    def _pick(self, role: Role, candidates: Sequence[Candidate], ask: Ask, room: Room) -> Candidate:
+    def _pick(self, role: Role, peers: Sequence[Peer], ask: Ask, room: Room) -> Candidate:
+        keys = ask.page_keys.known(self.pages.is_known) if ask.page_keys and role in self.prefix_roles else ()
+        candidates = [
+            Candidate(peer=peer, load=self._load.of(peer), cached_tokens=self._count_cached(peer, keys))
+            for peer in peers
+        ]
         chance = Chance(
             turn=next(self._turns[role]),
             unit=self._random.random(),
@@ -85,35 +90,29 @@ class Picker:
         )
         return self._policies[role](candidates, chance)
 
-    def _with_pages(self, candidates: Sequence[Candidate], num_tokens: int) -> list[Candidate]:
-        """Those that are idle, or would not be filled beyond what they may."""
-
-        def fits(candidate: Candidate) -> bool:
-            pool_tokens = self._directory.pool_tokens_of(candidate.peer)
-            has_room = pool_tokens is None or candidate.load.num_tokens + num_tokens <= pool_tokens * self._max_fill
-            return has_room or not candidate.load.num_requests
-
-        return [candidate for candidate in candidates if fits(candidate)]
-
-    def _candidates(
-        self, role: Role, now_s: float, avoided: frozenset[Peer] = frozenset(), ask: Ask | None = None
-    ) -> list[Candidate]:
+    def _peers(self, role: Role, now_s: float, avoided: frozenset[Peer] = frozenset()) -> list[Peer]:
         """Those that are ready; none that is avoided or has an open breaker, as long as others are left."""
         peers = self._directory.ready(role)
         if avoided:
             peers = [peer for peer in peers if peer not in avoided] or peers
-        peers = self._breakers.allowed(peers, now_s)
-        cached = (
-            self._count_cached(peers, ask) if ask is not None and role in self.prefix_roles else itertools.repeat(0)
-        )
-        return [
-            Candidate(peer=peer, load=self._load.of(peer), cached_tokens=num_tokens)
-            for peer, num_tokens in zip(peers, cached, strict=False)
-        ]
+        return self._breakers.allowed(peers, now_s)
 
-    def _count_cached(self, peers: Iterable[Peer], ask: Ask) -> Iterable[int]:
-        keys = ask.page_keys.known(self.pages.is_known) if ask.page_keys is not None else ()
-        return (int(self.pages.worth(peer, keys, self._weights) * self._page_size) for peer in peers)
+    def _with_room(self, peers: Iterable[Peer]) -> list[Peer]:
+        """Those with fewer tokens before the next request, which may be of any length: it would never find more."""
+        return [peer for peer in peers if self._load.of(peer).num_tokens < self._max_queued_tokens]
+
+    def _with_pages(self, peers: Iterable[Peer], num_tokens: int) -> list[Peer]:
+        """Those that are idle, or would not be filled beyond what they may."""
+
+        def fits(peer: Peer) -> bool:
+            load, pool_tokens = self._load.of(peer), self._directory.pool_tokens_of(peer)
+            has_room = pool_tokens is None or load.num_tokens + num_tokens <= pool_tokens * self._max_fill
+            return has_room or not load.num_requests
+
+        return [peer for peer in peers if fits(peer)]
+
+    def _count_cached(self, peer: Peer, keys: Sequence[bytes]) -> int:
+        return int(self.pages.worth(peer, keys, self._weights) * self._page_size) if keys else 0
 
 
 def _longest(ask: Ask) -> int:

@@ -81,6 +81,8 @@ class Piece(msgspec.Struct, frozen=True):
 
 def join(pieces: Sequence[Piece]) -> Piece:
     """The whole that these are the parts of."""
+    if len(pieces) == 1:
+        return pieces[0]
     return Piece(
         text="".join(piece.text for piece in pieces),
         finish=pieces[-1].finish,

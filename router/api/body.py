@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from router.api.errors import ApiError, bad_request
 from router.api.requests import EXPECTED
@@ -18,11 +18,17 @@ async def read(request: Request, schema: type[Body]) -> Body:
 
     Raises:
         ApiError: 413 when it is too large, 400 naming the first field that is wrong.
+        ClientDisconnect: it did not come whole.
     """
     limit: int = request.app.state.max_body_bytes
     received = bytearray()
-    async for part in request.stream():
-        received += part
+    has_more = True
+    while has_more:
+        event = await request.receive()
+        if event["type"] == "http.disconnect":
+            raise ClientDisconnect
+        has_more = event.get("more_body", False)
+        received += event.get("body", b"")
         if len(received) > limit:
             message = f"the body is larger than {limit} bytes (router.max_body_mib)"
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")

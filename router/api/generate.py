@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Self
 
 import msgspec
 from starlette.requests import Request
@@ -120,7 +121,7 @@ async def collect(service: Service, work: Work) -> tuple[list[Piece], Usage, dic
     """Every choice whole, what they used, and the headers of the response."""
     async with opened(service, work) as answer:
         parts: list[list[Piece]] = [[] for _ in work.asks]
-        async for pieces in pieces_of(answer, texts_of(service, work)):
+        async for pieces in Pieces(answer, texts_of(service, work)):
             for index, piece in pieces:
                 parts[index].append(piece)
         choices = [join(part) for part in parts]
@@ -128,18 +129,28 @@ async def collect(service: Service, work: Work) -> tuple[list[Piece], Usage, dic
         return choices, usage_of(work, answer, num_tokens), answer.headers
 
 
-async def pieces_of(answer: Answer, texts: Sequence[AnswerText]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+class Pieces:
     """A piece for every token of every choice, those that wait together; a choice's last one says why it ends."""
-    while parts := await answer.stream.receive():
+
+    def __init__(self, answer: Answer, texts: Sequence[AnswerText]) -> None:
+        self._answer = answer
+        self._texts = texts
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[tuple[int, Piece]]:
+        if not (parts := await self._answer.stream.receive()):
+            raise StopAsyncIteration
         waiting = []
         for part in parts:
-            pieces = texts[part.index].push(part.token_ids, part.finish, part.logprobs)
+            pieces = self._texts[part.index].push(part.token_ids, part.finish, part.logprobs)
             if part.prompt_logprobs and pieces:
                 pieces[0] = msgspec.structs.replace(pieces[0], prompt_logprobs=tuple(part.prompt_logprobs))
             waiting += [(part.index, piece) for piece in pieces]
             if part.finish is None and pieces and pieces[-1].finish is not None:
-                answer.enough(part.index)
-        yield waiting
+                self._answer.enough(part.index)
+        return waiting
 
 
 async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> AsyncGenerator[bytes, None]:
@@ -149,7 +160,7 @@ async def _frames(answer: Answer, texts: Sequence[AnswerText], job: Job) -> Asyn
     """
     opened: set[int] = set()
     num_tokens = 0
-    async for pieces in pieces_of(answer, texts):
+    async for pieces in Pieces(answer, texts):
         events = []
         for index, piece in pieces:
             if index not in opened:

@@ -14,7 +14,7 @@ from router.api.connection import EventStream, unless_client_leaves
 from router.api.document import document
 from router.api.dp_rank import dp_rank_of
 from router.api.errors import ApiError
-from router.api.generate import Work, opened, pieces_of, texts_of, usage_of
+from router.api.generate import Pieces, Work, opened, texts_of, usage_of
 from router.api.keys import caller_of, priority_of
 from router.api.request_id import request_id
 from router.api.response_chat import chat_of, in_own_words
@@ -74,7 +74,7 @@ async def _work(service: Service, request: Request, body: ResponseRequest, arriv
 
 async def _whole(service: Service, work: Work, writer: ResponseWriter) -> Response:
     async with opened(service, work) as answer:
-        async for pieces in pieces_of(answer, texts_of(service, work)):
+        async for pieces in Pieces(answer, texts_of(service, work)):
             for _, piece in pieces:
                 writer.take(piece)
         written = writer.whole(usage_of(work, answer, writer.num_tokens))
@@ -85,7 +85,7 @@ async def _frames(service: Service, answer: Answer, work: Work, writer: Response
     """The events; the first ones come with the first token, so that a failure before it shows as a status."""
     has_begun = False
     try:
-        async for pieces in pieces_of(answer, texts_of(service, work)):
+        async for pieces in Pieces(answer, texts_of(service, work)):
             opening = b"" if has_begun or not pieces else writer.opening()
             has_begun = has_begun or bool(pieces)
             if events := opening + b"".join(writer.push(piece) for _, piece in pieces):
