@@ -85,6 +85,7 @@ def _print_kv(console: Console, kv: KvPlan | None) -> None:
         console, title, ["each worker", "page", "pages", "tokens", "pool", "tokens a replica"], rows, num_text=1
     )
     for role, part in kv.roles.items():
+        console.print(Text(f"each {role} worker's host memory: {part.host}\n"))
         if part.gpu is not None:
             console.print(Text(f"each {role} worker: {part.gpu}\n"))
 

@@ -14,9 +14,14 @@ def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
     return GpuMemory(
         total=config.resources.gpu_memory_gib,
         fraction=config.kv.memory_fraction,
-        weights=_num_weights(pool, model) * itemsize / GIB,
+        weights=weights_gib(pool, model),
         activations=_num_activations(pool, model) * itemsize / GIB,
     )
+
+
+def weights_gib(pool: PoolConfig, model: ModelFacts) -> float:
+    """Of the worker with most layers."""
+    return _num_weights(pool, model) * DTYPE_BYTES[model.geometry.dtype] / GIB
 
 
 def _num_weights(pool: PoolConfig, model: ModelFacts) -> float:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 
 from cluster.planner.gpu import expected_memory
+from cluster.planner.host_memory import expected_host_memory, host_memory_problems
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PoolConfig, PrefillConfig
 from cluster.spec.errors import Problem
 from cluster.spec.gpu_memory import GpuMemory
+from cluster.spec.host_memory import HostMemory
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, pool_layout
@@ -27,6 +29,7 @@ class RoleKv:
     tokens_per_replica: int
     """Of distinct tokens: what one worker holds, times the workers that pages are divided over."""
     pool_bytes: int
+    host: HostMemory
     gpu: GpuMemory | None = None
     """What the rest of a GPU's memory is expected to go to."""
 
@@ -80,7 +83,7 @@ def model_problems(config: DeployConfig, model: ModelFacts) -> list[Problem]:
         problems.append(Problem("model.max_context", message))
     for role, pool in _pools(config).items():
         problems += _cut_problems(role, pool, model) or _memory_problems(config, role, pool, model)
-    return problems
+    return problems or _host_memory_problems(config, model)
 
 
 def longest_context(config: DeployConfig, model: ModelFacts) -> int:
@@ -113,8 +116,14 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
         tokens_per_worker=layout.num_pages * layout.page_size,
         tokens_per_replica=layout.num_pages * layout.page_size * pool.num_owners,
         pool_bytes=layout.pool_bytes,
+        host=expected_host_memory(config, pool, model, layout.pool_bytes / GIB),
         gpu=expected_memory(config, pool, model) if config.resources.device is Device.CUDA else None,
     )
+
+
+def _host_memory_problems(config: DeployConfig, model: ModelFacts) -> list[Problem]:
+    expected = {str(role): (pool, _role_kv(config, pool, model).host) for role, pool in _pools(config).items()}
+    return host_memory_problems(config, expected)
 
 
 def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLayout]:

@@ -344,6 +344,8 @@ class ResourcesConfig(_Node):
     """Compute threads of each worker on a CPU."""
     gpu_memory_gib: MemoryGib = 139.0
     """Memory of one GPU, in GiB, that `baton plan` reckons with; workers ask the GPU itself."""
+    machine_memory_gib: MemoryGib | None = None
+    """Memory of one machine, in GiB; `baton plan` refuses what needs more. Not looked at by default."""
     attention: AttentionSetting = AttentionSetting.AUTO
     """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
     collectives: Collectives = Collectives.AUTO

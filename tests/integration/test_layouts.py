@@ -114,7 +114,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 SOME = cases_of(covering_pairs(legal_layouts(4)), ("qwen3_moe",), covering_pairs(legal_layouts(4, is_decode=True)))
-ALL = cases_of(legal_layouts(8), tuple(MODELS), legal_layouts(4, is_decode=True))
+ALL = [
+    case._replace(collectives=collectives)
+    for case in cases_of(legal_layouts(8), tuple(MODELS), legal_layouts(4, is_decode=True))
+    for collectives in Collectives
+]
+"""Each over shared memory and over TCP."""
 
 
 @pytest.mark.integration

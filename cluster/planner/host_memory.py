@@ -1,0 +1,53 @@
+"""How much host memory `baton plan` expects workers to take, and whether a machine has it."""
+
+from cluster.planner.gpu import weights_gib
+from cluster.planner.model import ModelFacts
+from cluster.spec.config import (
+    DecodeConfig,
+    DeployConfig,
+    Device,
+    PrefillConfig,
+    StorageBackendName,
+    TransferBackendName,
+)
+from cluster.spec.errors import Problem
+from cluster.spec.host_memory import HostMemory
+from cluster.spec.ranks import sizes_of, world_size
+
+Pool = PrefillConfig | DecodeConfig
+
+
+def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
+    """Of the worker with most layers, whose pool is so large."""
+    # Of several stages none keeps what retracted requests give back.
+    retracted = pool.host_memory_gib if isinstance(pool, DecodeConfig) and pool.parallel.pp == 1 else 0.0
+    storage = config.hicache.storage
+    return HostMemory(
+        weights=weights_gib(pool, model) if config.resources.device is Device.CPU else 0.0,
+        pages=pool_gib,
+        retracted=retracted,
+        cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
+        lent=storage.lent_gib if storage.backend is StorageBackendName.MOONCAKE_STORE else 0.0,
+    )
+
+
+def host_memory_problems(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]]) -> list[Problem]:
+    """What one machine lacks for all workers, or for the largest one where they may be on several; by name of role."""
+    given = config.resources.machine_memory_gib
+    if given is None:
+        return []
+    one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
+    counts = {
+        name: pool.replicas * world_size(sizes_of(pool.parallel)) if one_machine else 1
+        for name, (pool, _) in expected.items()
+    }
+    needs = [counts[name] * memory.total for name, (_, memory) in expected.items()]
+    wanted = sum(needs) if one_machine else max(needs)
+    if wanted <= given:
+        return []
+    each = "; ".join(
+        f"{counts[name]} {name} worker{'s' * (counts[name] > 1)} of {memory}" for name, (_, memory) in expected.items()
+    )
+    where = "for" if one_machine else "for the larger of"
+    message = f"got {given:g}; allowed: at least {wanted:.4g}, {where} {each}"
+    return [Problem("resources.machine_memory_gib", message)]

@@ -1,0 +1,35 @@
+"""What a worker's host memory is divided into. Pure arithmetic."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """GiB that one worker may take; a process's own few hundred MiB come on top."""
+
+    weights: float
+    """On a CPU; a GPU has its own."""
+    pages: float
+    """The pool, or what a GPU's pages pass through."""
+    retracted: float
+    """``decode.host_memory_gib``, taken as it is needed."""
+    cached: float
+    """``hicache.host_gib``"""
+    lent: float
+    """``hicache.storage.lent_gib``"""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.pages + self.retracted + self.cached + self.lent
+
+    def __str__(self) -> str:
+        """The arithmetic in words."""
+        parts = {
+            "for weights": self.weights,
+            "for pages": self.pages,
+            "for retracted requests": self.retracted,
+            "for cached pages": self.cached,
+            "lent to storage": self.lent,
+        }
+        return f"{self.total:.3g} GiB: " + ", ".join(f"{gib:.3g} {name}" for name, gib in parts.items() if gib)

@@ -1,0 +1,74 @@
+"""Host memory of workers: what is added up, and what a machine is too small for."""
+
+import pytest
+
+from cluster.planner.memory import kv_plan, model_problems
+from cluster.planner.model import ModelFacts, read_model
+from cluster.spec.config import DeployConfig
+from cluster.spec.host_memory import HostMemory
+from cluster.spec.lifecycle import Role
+from cluster.spec.loader import parse_config
+
+TIERS = """
+kv: {memory_gib: 0.5}
+prefill: {replicas: 2, parallel: {cp: 2}}
+hicache: {host_gib: 3.0}
+"""
+
+
+def facts(config: DeployConfig) -> ModelFacts:
+    model = read_model(config)
+    assert isinstance(model, ModelFacts)
+    return model
+
+
+def memory_of(text: str, role: Role) -> HostMemory:
+    config = parse_config(text, "f.yaml")
+    return kv_plan(config, facts(config)).roles[role].host
+
+
+def problems_of(text: str) -> list[str]:
+    config = parse_config(text, "f.yaml")
+    return [str(problem) for problem in model_problems(config, facts(config))]
+
+
+def test_everything_a_worker_takes_is_added_up() -> None:
+    prefill, decode = (memory_of(TIERS, role) for role in (Role.PREFILL, Role.DECODE))
+    assert (prefill.pages, prefill.retracted, prefill.cached, prefill.lent) == (0.5, 0.0, 3.0, 0.0)
+    assert (decode.pages, decode.retracted, decode.cached) == (0.5, 1.0, 3.0)
+    assert 0 < prefill.weights < 0.02
+    assert decode.total == pytest.approx(4.5 + decode.weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("kv: {memory_gib: 0.5, prefix_cache: false}\nhicache: {host_gib: 3.0}", "cached"),
+        ("decode: {parallel: {pp: 2}}", "retracted"),
+        ("hicache: {host_gib: 1.0, storage: {backend: files, lent_gib: 2.0}}", "lent"),
+        ("resources: {device: cuda}", "weights"),
+    ],
+)
+def test_what_is_not_used_is_not_counted(change: str, field: str) -> None:
+    assert getattr(memory_of(change, Role.DECODE), field) == 0
+
+
+def test_what_is_lent_to_a_store_is_counted() -> None:
+    text = "hicache: {host_gib: 1.0, storage: {backend: mooncake_store, lent_gib: 2.0}}"
+    assert memory_of(text, Role.PREFILL).lent == 2.0
+
+
+def test_a_machine_that_lacks_memory_is_refused_with_the_arithmetic() -> None:
+    assert not problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 18.6}}")
+    assert problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 18}}") == [
+        "resources.machine_memory_gib: got 18; allowed: at least 18.55, for 4 prefill workers of 3.51 GiB: "
+        "0.00946 for weights, 0.5 for pages, 3 for cached pages; 1 decode worker of 4.51 GiB: 0.00946 for weights, "
+        "0.5 for pages, 1 for retracted requests, 3 for cached pages"
+    ]
+
+
+def test_workers_that_may_be_on_many_machines_must_fit_one_by_one() -> None:
+    several = f"{TIERS}\ntransfer: {{backend: mooncake}}"
+    assert not problems_of(f"{several}\nresources: {{machine_memory_gib: 4.6}}")
+    (problem,) = problems_of(f"{several}\nresources: {{machine_memory_gib: 4}}")
+    assert problem.startswith("resources.machine_memory_gib: got 4; allowed: at least 4.509, for the larger of 1 ")
