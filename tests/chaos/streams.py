@@ -32,7 +32,7 @@ class Stream:
     longest_pause_s: float = 0.0
     """Between two tokens."""
     end: str = ""
-    """``right``, ``left``, ``refused`` at once, or what was wrong; empty while it is open."""
+    """``right``, ``left``, ``refused`` at once, ``away`` (no router), or what was wrong; empty while it is open."""
     retry_after: str | None = None
     """Of an answer that is no stream."""
 
@@ -49,6 +49,8 @@ class Stream:
             timeout = httpx.Timeout(HUNG_S, read=self.patience_s)
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False) as reply:
                 self.end = self._read(reply)
+        except httpx.ConnectError:
+            self.end = "away"
         except httpx.ReadTimeout:
             self.end = "left" if self.patience_s < HUNG_S else "hung"
         except httpx.HTTPError as error:

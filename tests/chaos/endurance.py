@@ -1,0 +1,126 @@
+"""Mixed traffic with random faults for a long time: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
+
+Prints one JSON object: requests by outcome, faults, what every long-lived process gains in memory, and what is held in
+the end as against the beginning. Exit code 1 where something was wrong, hung, leaked or grew.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+
+import httpx
+
+from cluster.spec.errors import BatonError
+from tests.chaos.census import Census, Holdings
+from tests.chaos.random_faults import Faults
+from tests.chaos.traffic import Traffic
+from tests.chaos.watch import if_answered, metric
+from tests.fakes.cluster import RunningCluster, running_cluster
+
+NAME = "test-endurance"
+SETTINGS = ("kv.memory_gib=0.25", "transfer.verify=digest")
+CLIENTS = 4
+SAMPLE_S = 5.0
+CALM_S = 15.0
+REST_S = 60.0
+MOST_MIB_A_MINUTE = 1.0
+FEW = 8
+"""Descriptors that a process may have more: connections that stay open for the next request."""
+
+
+def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, object]:
+    """All of it."""
+    census, traffic = Census(cluster, NAME), Traffic(cluster.url, seed)
+    before = holdings_at_rest(cluster, census)
+    faults, watching = Faults(cluster, NAME, seed), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(census, watching), daemon=True)
+    watcher.start()
+    with traffic.clients(CLIENTS):
+        faults.go_on(time.monotonic() + 60 * minutes)
+    watching.set()
+    watcher.join()
+    after = holdings_at_rest(cluster, census)
+    loads = [entry["load"] for entry in cluster.replicas().values()]
+    return {
+        "minutes": minutes,
+        "seed": seed,
+        "requests": dict(traffic.counts),
+        "kinds": dict(traffic.kinds),
+        "reasons": traffic.reasons,
+        "faults": dict(faults.counts),
+        "retries": metric(cluster, "baton_request_retries_total"),
+        "continuations": metric(cluster, "baton_request_continuations_total"),
+        "memory": _growth(census, minutes),
+        "open_requests": metric(cluster, "baton_num_requests_running") + sum(load["num_running"] for load in loads),
+        "waiting_requests": sum(load["num_waiting"] for load in loads),
+        "held_pages": sum(load["total_pages"] - load["free_pages"] for load in loads),
+        "quarantined_pages": sum(load["quarantined_pages"] for load in loads),
+        "before": asdict(before),
+        "after": asdict(after),
+    }
+
+
+def holdings_at_rest(cluster: RunningCluster, census: Census) -> Holdings:
+    """After some requests without faults, so that everybody has met who is there now."""
+    with Traffic(cluster.url, seed=0).clients(CLIENTS):
+        time.sleep(CALM_S)
+    cluster.wait_until(if_answered(cluster.is_empty), REST_S)
+    return census.holdings()
+
+
+def _watch(census: Census, ending: threading.Event) -> None:
+    while not ending.wait(SAMPLE_S):
+        with suppress(BatonError, httpx.HTTPError):  # the bootstrap service is being replaced
+            census.sample()
+
+
+def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:
+    """Of processes that were there for a third of the time, the first eighth of it left out."""
+    found = {}
+    for series in census.series.values():
+        slope = series.slope(warm_up_s=60 * minutes / 8, least_s=60 * minutes / 3)
+        if slope is not None:
+            found[series.name] = {"mib": round(series.points[-1][1], 1), "mib_a_minute": round(slope, 2)}
+    return found
+
+
+def problems(result: dict[str, object]) -> list[str]:
+    """What is not as it should be."""
+    told = [f"{count} {end}" for end, count in result["requests"].items() if end in ("wrong", "hung") and count]
+    told += [
+        f"{name} grows by {memory['mib_a_minute']} MiB a minute"
+        for name, memory in result["memory"].items()
+        if memory["mib_a_minute"] >= MOST_MIB_A_MINUTE
+    ]
+    held = ("open_requests", "waiting_requests", "held_pages", "quarantined_pages")
+    told += [f"{result[name]} {name}" for name in held if result[name]]
+    before, after = result["before"], result["after"]
+    told += [
+        f"{name} has {count} descriptors, {before['descriptors'][name]} at first"
+        for name, count in after["descriptors"].items()
+        if count > before["descriptors"][name] + FEW
+    ]
+    if after["shared_memories"] != before["shared_memories"]:
+        told.append(f"{after['shared_memories']} shared memories, {before['shared_memories']} at first")
+    return told
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.endurance")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with running_cluster("deploy/local-cpu-2p2d.yaml", NAME, *SETTINGS) as cluster:
+        result = measure(cluster, given.minutes, given.seed)
+    found = problems(result)
+    print(json.dumps({**result, "problems": found}, indent=2))
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()
