@@ -24,7 +24,9 @@ class _Waiting:
 class Gate:
     """Belongs to one event loop. Nobody overtakes a request that is as urgent and came before."""
 
-    def __init__(self, max_waiting: int, max_wait_s: float) -> None:
+    def __init__(self, max_waiting: int, max_wait_s: float, elsewhere: Callable[[], int] = int) -> None:
+        """``elsewhere`` tells how many wait at other router processes."""
+        self._elsewhere = elsewhere
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._waiting: list[_Waiting] = []
@@ -55,7 +57,7 @@ class Gate:
         heapq.heappush(self._waiting, waiting)
         self.look()
         try:
-            if self.num_waiting > self._max_waiting and not answer.done():
+            if self.num_waiting + self._elsewhere() > self._max_waiting and not answer.done():
                 raise QueueFullError(self._why)
             async with asyncio.timeout(self._max_wait_s):
                 return await answer

@@ -6,8 +6,12 @@ import socket
 from cluster.spec.errors import UserError
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
     """A TCP socket that listens; port 0 takes a free one.
+
+    Args:
+        is_shared: other processes may have the port too. The kernel gives each connection to one of those that listen,
+            so this one does not listen yet.
 
     Raises:
         UserError: the address cannot be listened on; names it.
@@ -15,9 +19,12 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        if not is_shared:
+            listener.listen(2048)
     except OSError as error:
         listener.close()
         raise UserError(_why_not(host, port, error)) from error

@@ -1,7 +1,7 @@
 """Counters and histograms that cost little to write, many times a token; Prometheus' own lock for every number."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -9,6 +9,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 Labels = tuple[str, ...]
+Told = dict[str, dict[Labels, list[float]]]
+"""By name and labels, the numbers of every measure of one process."""
 
 
 class Count:
@@ -24,10 +26,14 @@ class Count:
         """So much more."""
         self.values[labels] = self.values.get(labels, 0) + amount
 
-    def family(self) -> Metric:
-        """As Prometheus writes it."""
+    def told(self) -> dict[Labels, list[float]]:
+        """All numbers."""
+        return {labels: [value] for labels, value in self.values.items()}
+
+    def family(self, told: Mapping[Labels, Sequence[float]]) -> Metric:
+        """Such numbers as Prometheus writes them."""
         family = CounterMetricFamily(self.name, self._help_text, labels=self._labels)
-        for labels, value in self.values.items():
+        for labels, (value,) in told.items():
             family.add_metric(labels, value)
         return family
 
@@ -54,12 +60,16 @@ class Spread:
         line[bisect_left(self._bounds, value)] += 1
         line[-1] += value
 
-    def family(self) -> Metric:
-        """As Prometheus writes it."""
+    def told(self) -> dict[Labels, list[float]]:
+        """All numbers."""
+        return self.values
+
+    def family(self, told: Mapping[Labels, Sequence[float]]) -> Metric:
+        """Such numbers as Prometheus writes them."""
         family = HistogramMetricFamily(self.name, self._help_text, labels=self._labels)
         ends = [*map(floatToGoString, self._bounds), "+Inf"]
-        for labels, (*counts, total) in self.values.items():
-            family.add_metric(labels, [*zip(ends, accumulate(counts), strict=True)], total)
+        for labels, (*counts, whole) in told.items():
+            family.add_metric(labels, [*zip(ends, accumulate(counts), strict=True)], whole)
         return family
 
     def _nothing(self) -> list[float]:
@@ -67,10 +77,16 @@ class Spread:
 
 
 class Measures(Collector):
-    """All of one process, for a registry."""
+    """All of one process, for a registry, which also shows those of others."""
 
     def __init__(self) -> None:
         self._all: list[Count | Spread] = []
+        self.others: Callable[[], Iterable[Told]] = tuple
+        """What other processes have told of theirs."""
+
+    def told(self) -> Told:
+        """Everything here."""
+        return {measure.name: measure.told() for measure in self._all}
 
     def count(self, name: str, help_text: str, *labels: str) -> Count:
         """A new counter."""
@@ -88,4 +104,17 @@ class Measures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        return (measure.family() for measure in self._all)
+        told = total([self.told(), *self.others()])
+        return (measure.family(told[measure.name]) for measure in self._all)
+
+
+def total(parts: Iterable[Told]) -> Told:
+    """What several processes have measured together."""
+    sums: Told = {}
+    for part in parts:
+        for name, lines in part.items():
+            ours = sums.setdefault(name, {})
+            for labels, numbers in lines.items():
+                before = ours.get(labels)
+                ours[labels] = numbers if before is None else [*map(sum, zip(before, numbers, strict=True))]
+    return sums

@@ -1,7 +1,6 @@
 """What Prometheus may read of one router. Buckets, and names behind the prefix, are vLLM's where it has the same."""
 
-import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,7 +17,7 @@ from router.directory import Directory
 from router.dispatch import Dispatch
 from router.flight import ENDS, Ask
 from router.gate import Gate
-from router.measures import Count, Measures, Spread
+from router.measures import Count, Measures, Spread, Told, total
 from router.page_index import PageIndex
 from router.replica_metrics import replica_metrics
 from router.tier_metrics import tier_metrics
@@ -44,6 +43,21 @@ class Watched:
     clock: Clock
     inbox: AsyncInbox
 
+    def told(self) -> Told:
+        """What they count, but for what every router process sees alike."""
+        dispatch = self.dispatch
+        return {
+            "num_requests_running": {(): [dispatch.num_open]},
+            "num_requests_waiting": {(): [self.gate.num_waiting]},
+            "request_retries": {(): [dispatch.num_retries]},
+            "request_continuations": {(): [dispatch.num_continuations]},
+            "router_page_gaps": {(): [self.pages.num_gaps]},
+            "request_ended": {(end.value,): [dispatch.ended[end]] for end in sorted(ENDS, key=lambda end: end.value)},
+            "message_dropped": {
+                (why,): [count] for why, count in sorted((dispatch.dropped + self.inbox.dropped).items())
+            },
+        }
+
 
 class Metrics:
     """The measures that are taken as things happen, in a registry of their own."""
@@ -52,6 +66,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._measures = measures = Measures()
         self.registry.register(measures)
+        self._watched: Watched | None = None
         self.refused = self._count("request_refused", "HTTP requests answered with an error, by status.", "status")
         self.success = self._count("request_success", "Answers that are whole, by why they ended.", "finished_reason")
         self.prompt_tokens = self._count("prompt_tokens", "Prompt tokens of requests taken.")
@@ -96,9 +111,15 @@ class Metrics:
         for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
             self._cached_by_tier.add(count, tier.value)
 
-    def watch(self, watched: Watched) -> None:
-        """Also report what these count themselves."""
-        self.registry.register(_Counts(watched))
+    def watch(self, watched: Watched, others: Callable[[], Iterable[Told]] = tuple) -> None:
+        """Also report what these count themselves, and what other router processes have told."""
+        self._watched = watched
+        self._measures.others = others
+        self.registry.register(_Counts(watched, others))
+
+    def told(self) -> Told:
+        """What this router process has counted, for the others."""
+        return self._measures.told() | (self._watched.told() if self._watched is not None else {})
 
     def exposition(self) -> bytes:
         """Everything, in Prometheus' text format."""
@@ -106,8 +127,9 @@ class Metrics:
 
     def totals(self) -> dict[str, float]:
         """Tokens since the start, for those who look at rates."""
+        told = total([self._measures.told(), *self._measures.others()])
         counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
-        return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
+        return {count.name.removeprefix("baton_"): told[count.name][()][0] for count in counts}
 
     def on_open(self, asks: Sequence[Ask]) -> None:
         """Requests are sent to replicas; those of one prompt share it."""
@@ -134,45 +156,41 @@ class Metrics:
 
 
 class _Counts(Collector):
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, others: Callable[[], Iterable[Told]]) -> None:
         self._watched = watched
+        self._others = others
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
         watched = self._watched
-        yield from _request_metrics(watched.dispatch, watched.gate, watched.inbox.dropped)
+        yield from _request_metrics(total([watched.told(), *self._others()]))
         yield from _readiness(watched)
         yield GaugeMetricFamily(
             "baton_router_known_pages", "Cached pages of replicas, as told.", value=watched.pages.num_pages
-        )
-        yield CounterMetricFamily(
-            "baton_router_page_gaps", "Times that news of a cache were missing.", watched.pages.num_gaps
         )
         yield from replica_metrics(watched.directory.snapshot)
         yield from tier_metrics(watched.directory.snapshot)
 
 
-def _request_metrics(dispatch: Dispatch, gate: Gate, not_let_in: collections.Counter[str]) -> Iterator[Metric]:
-    yield GaugeMetricFamily("baton_num_requests_running", "Requests that are open.", value=dispatch.num_open)
-    yield GaugeMetricFamily("baton_num_requests_waiting", "HTTP requests that wait for room.", value=gate.num_waiting)
-    yield CounterMetricFamily(
-        "baton_request_retries", "Attempts that began a request anew after one had failed.", dispatch.num_retries
-    )
-    yield CounterMetricFamily(
-        "baton_request_continuations",
-        "Attempts that went on behind the tokens which a client had.",
-        dispatch.num_continuations,
-    )
-    ended = CounterMetricFamily("baton_request_ended", "Requests by how they ended.", labels=["outcome"])
-    for stage in sorted(ENDS, key=lambda stage: stage.value):
-        ended.add_metric([stage.value], dispatch.ended[stage])
-    yield ended
-    dropped = CounterMetricFamily("baton_message_dropped", "Messages that were not used, by why.", labels=["why"])
-    for why, count in sorted((dispatch.dropped + not_let_in).items()):
-        dropped.add_metric([why], count)
-    yield dropped
+def _request_metrics(told: Told) -> Iterator[Metric]:
+    for name, help_text in (
+        ("num_requests_running", "Requests that are open."),
+        ("num_requests_waiting", "HTTP requests that wait for room."),
+    ):
+        yield GaugeMetricFamily(f"baton_{name}", help_text, value=told[name][()][0])
+    for name, help_text, *label in (
+        ("request_retries", "Attempts that began a request anew after one had failed."),
+        ("request_continuations", "Attempts that went on behind the tokens which a client had."),
+        ("router_page_gaps", "Times that news of a cache were missing."),
+        ("request_ended", "Requests by how they ended.", "outcome"),
+        ("message_dropped", "Messages that were not used, by why.", "why"),
+    ):
+        family = CounterMetricFamily(f"baton_{name}", help_text, labels=label)
+        for labels, (count,) in told[name].items():
+            family.add_metric(labels, count)
+        yield family
 
 
 def _readiness(watched: Watched) -> Iterator[Metric]:

@@ -4,11 +4,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from router.answer import Answer
 from router.phases import phases_of
 
-_MAX_KEPT = 50
+MAX_KEPT = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,13 @@ class RecentRequests:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._ended: deque[_Ended] = deque(maxlen=_MAX_KEPT)
+        self._ended: deque[_Ended] = deque(maxlen=MAX_KEPT)
 
     def add(self, answer: Answer, arrived_s: float, num_prompt_tokens: int, outcome: str) -> None:
         """A request has ended now."""
         self._ended.appendleft(_Ended(answer, arrived_s, time.monotonic(), time.time(), num_prompt_tokens, outcome))
 
-    def tell(self) -> Iterator[dict[str, object]]:
+    def tell(self) -> Iterator[dict[str, Any]]:
         """The newest first; times in seconds."""
         for ended in self._ended:
             phases = phases_of(ended.answer, ended.ended_s)

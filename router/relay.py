@@ -24,6 +24,7 @@ from router.metrics import Metrics
 from router.picker import Picker
 from router.policies.candidate import Load
 from router.progress import Progress
+from router.siblings import Siblings
 from router.timelines import Timelines
 
 _FORGET_AFTER_S = 1.0
@@ -43,6 +44,7 @@ class Relay:
         clock: Clock,
         metrics: Metrics,
         timelines: Timelines,
+        siblings: Siblings,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_room`` is called when a request for which there was no room may find some."""
@@ -56,6 +58,7 @@ class Relay:
         self._clock = clock
         self._metrics = metrics
         self.timelines = timelines
+        self._siblings = siblings
         self._progress: dict[Room, Progress] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._num_answers = 0
@@ -69,7 +72,7 @@ class Relay:
 
     def why_not_ready(self) -> str | None:
         """What is missing before a request can be taken; None when nothing is."""
-        if self._draining:
+        if self.is_paused:
             return "the router is draining and takes no new requests"
         if self._directory.snapshot is None:
             return "the bootstrap service has not answered yet"
@@ -103,6 +106,7 @@ class Relay:
             answer.add(room, timed=ask.timed)
             self._progress[room] = Progress(answer, index, arrived_s, opened_s, self._metrics)
             self._perform(actions)
+        self._siblings.tell()
         self._wake_at(deadline_s)
         return answer
 
@@ -136,25 +140,29 @@ class Relay:
 
     async def drain(self) -> None:
         """Take no new requests and wait until every answer was read to its end."""
-        self.pause()
+        self._draining = True
+        self._on_room()
         await self._idle.wait()
 
     def pause(self) -> None:
-        """Take no new requests."""
-        self._draining = True
+        """Take no new requests, at no router process."""
+        self._siblings.is_paused = True
         self._on_room()
 
     def resume(self) -> None:
         """Take new requests again."""
-        self._draining = False
+        self._siblings.is_paused = False
 
     def tell(self, peer: Peer, message: Message) -> None:
         """Send a message to a replica, if it listens."""
         self._tell(peer.address, message)
 
     def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
-        """What is open at each replica that has anything open."""
-        return self._dispatch.load.lines()
+        """What this and the other router processes have open at each replica that has anything open."""
+        lines = self._dispatch.load.lines()
+        for key, other in self._siblings.loads.items():
+            lines[key] = lines[key].plus(other) if key in lines else other
+        return lines
 
     @property
     def uses_prefixes(self) -> bool:
@@ -169,7 +177,7 @@ class Relay:
     @property
     def is_paused(self) -> bool:
         """No new requests are taken."""
-        return self._draining
+        return self._draining or self._siblings.is_paused
 
     def stop(self) -> None:
         """Fail what is open."""

@@ -17,10 +17,10 @@ from cluster.channel import AsyncInbox, Outbox
 from cluster.grammar import Grammars
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.ids import Incarnation
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
-from cluster.spec.worker_spec import Rendezvous
+from cluster.spec.worker_spec import Rendezvous, RouterPlace
 from cluster.tokenizer import Tokenizer
 from router.app import create_app
 from router.breaker import Breakers
@@ -35,12 +35,14 @@ from router.metrics import Metrics, Watched
 from router.picker import Picker
 from router.relay import Relay
 from router.service import Service, max_context
+from router.siblings import TELL_S, Figures, Now, Siblings
 from router.timelines import Timelines
 from router.tracing import make_tracing
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""
 
+ALONE = RouterPlace()
 _CLOSE_S = 1
 """Time for responses to end when the router stops."""
 
@@ -56,12 +58,14 @@ class RouterServer:
         host: str,
         incarnation: Incarnation,
         watch: Watch = watch_table,
+        place: RouterPlace = ALONE,
     ) -> None:
         """Read the model's tokenizer and limits.
 
         Args:
             host: the address that replicas reply to.
             incarnation: of this start, for the replicas.
+            place: among the processes that share the port.
 
         Raises:
             UserError: the model folder, the file of API keys, or OpenTelemetry cannot be used.
@@ -76,6 +80,7 @@ class RouterServer:
         self._host = host
         self._incarnation = incarnation
         self._watch = watch
+        self._place = place
         self._thread: threading.Thread | None = None
         self._running: Future[_Running] = Future()
         self._error: BaseException | None = None
@@ -87,7 +92,7 @@ class RouterServer:
             UserError: the address cannot be listened on; names it.
         """
         assert self._thread is None, "a router starts once"
-        listener = listen(self._config.router.host, self._config.router.port)
+        listener = listen(self._config.router.host, self._config.router.port, self._place.num_processes > 1)
         port = listener.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, args=[listener], name="baton-router", daemon=True)
         self._thread.start()
@@ -147,9 +152,10 @@ class RouterServer:
         parts = {
             asyncio.create_task(_receive(inbox, service.relay)),
             asyncio.create_task(self._follow_table(service.relay)),
+            *([] if service.siblings.is_alone else [asyncio.create_task(_look_at_siblings(service))]),
             asyncio.create_task(running.stopped.wait()),
         }
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(self._serve_http(server, listener, service))
         self._running.set_result(running)
         await asyncio.wait({*parts, serving}, return_when=asyncio.FIRST_COMPLETED)
         service.relay.stop()
@@ -159,19 +165,29 @@ class RouterServer:
         if service.tracing is not None:
             await asyncio.to_thread(service.tracing.close)
 
+    async def _serve_http(self, server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
+        # Others on the port take requests already: this one joins them when it can as well.
+        while not service.siblings.is_alone and service.directory.snapshot is None and not server.should_exit:
+            await asyncio.sleep(TELL_S)
+        await server.serve(sockets=[listener])
+
     def _service(self, inbox: AsyncInbox, outbox: Outbox) -> Service:
-        me = Peer(replica=ROUTER, incarnation=self._incarnation, address=inbox.address)
+        me = Peer(replica=self._place.name, incarnation=self._incarnation, address=inbox.address)
         config = self._config.router
         directory = Directory(grace_s=self._config.resources.lease_s)
-        load, breakers = LoadBook(), Breakers(config.breaker_failures, config.breaker_s)
+        siblings, clock = Siblings(self._place), SystemClock()
+        load = LoadBook(lambda: siblings.loads)
+        breakers = Breakers(config.breaker_failures, config.breaker_s)
         picker = Picker(self._config, directory, load, breakers)
         dispatch, metrics = Dispatch(me, config, load, breakers, picker.pair), Metrics()
         timelines = Timelines(inbox.address)
-        gate = Gate(config.max_waiting_requests, config.max_wait_s)
-        clock = SystemClock()
-        metrics.watch(Watched(dispatch, directory, gate, picker.pages, clock, inbox))
-        relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, timelines, gate.look)
-        return Service(
+        gate = Gate(config.max_waiting_requests, config.max_wait_s, lambda: siblings.num_waiting)
+        metrics.watch(
+            Watched(dispatch, directory, gate, picker.pages, clock, inbox),
+            lambda: (figures.told for figures in siblings.figures()),
+        )
+        relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, timelines, siblings, gate.look)
+        service = Service(
             config=self._config,
             tokenizer=self._tokenizer,
             relay=relay,
@@ -179,10 +195,16 @@ class RouterServer:
             metrics=metrics,
             grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),
             gate=gate,
-            limits=KeyLimits(clock),
+            limits=KeyLimits(clock, siblings),
             keys=self._keys,
+            siblings=siblings,
             tracing=self._tracing,
         )
+        siblings.watch(
+            lambda: Now(relay.num_open, gate.num_waiting, load.lines(), service.limits.told()),
+            lambda: Figures(metrics.told(), list(service.recent.tell())),
+        )
+        return service
 
     async def _follow_table(self, relay: Relay) -> None:
         async for snapshot in self._watch(self._rendezvous.bootstrap_url, self._rendezvous.token):
@@ -204,6 +226,14 @@ async def _receive(inbox: AsyncInbox, relay: Relay) -> None:
         for message in await inbox.receive():
             relay.on_message(message)
         await asyncio.sleep(0)
+
+
+async def _look_at_siblings(service: Service) -> None:
+    """Tell the others what has changed, and let those in who waited for what has ended there."""
+    while True:
+        service.siblings.look()
+        service.gate.look()
+        await asyncio.sleep(TELL_S)
 
 
 async def _settle(parts: set[asyncio.Task[Any]], serving: asyncio.Task[None]) -> None:

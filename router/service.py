@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
@@ -14,8 +15,9 @@ from router.key_limits import KeyLimits
 from router.key_ring import KeyRing
 from router.metrics import Metrics
 from router.reasoning import has_thoughts
-from router.recent import RecentRequests
+from router.recent import MAX_KEPT, RecentRequests
 from router.relay import Relay
+from router.siblings import Siblings
 from router.tool_calls.dialects import Dialect, find_dialect
 from router.tracing import Tracing
 
@@ -33,6 +35,7 @@ class Service:
     gate: Gate
     limits: KeyLimits
     keys: KeyRing
+    siblings: Siblings
     tracing: Tracing | None = None
     """None where nobody collects traces."""
     recent: RecentRequests = field(default_factory=RecentRequests)
@@ -53,6 +56,21 @@ class Service:
     def has_thoughts(self) -> bool:
         """Thoughts are split off answers."""
         return has_thoughts(self.config.router.reasoning_parser, self.tokenizer.chat_template)
+
+    @property
+    def router_state(self) -> dict[str, object]:
+        """What is open and what waits in all router processes."""
+        return {
+            "open": self.relay.num_open + self.siblings.num_open,
+            "waiting": self.gate.num_waiting + self.siblings.num_waiting,
+            "draining": self.relay.is_paused,
+        }
+
+    @property
+    def newest(self) -> list[dict[str, Any]]:
+        """The requests that ended last, in all router processes."""
+        told = [*self.recent.tell(), *(line for figures in self.siblings.figures() for line in figures.recent)]
+        return sorted(told, key=lambda line: line["ended"], reverse=True)[:MAX_KEPT]
 
     @property
     def max_context(self) -> int:

@@ -8,21 +8,25 @@ from pathlib import Path
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.registry import TableSnapshot
-from cluster.spec.worker_spec import Rendezvous
-from router.server import RouterServer
+from cluster.spec.worker_spec import Rendezvous, RouterPlace
+from router.server import ALONE, RouterServer
 
 
 class RouterHost:
     """Called over a pipe."""
 
-    def __init__(self, config: DeployConfig, model_folder: Path, table: TableSnapshot) -> None:
+    def __init__(
+        self, config: DeployConfig, model_folder: Path, table: TableSnapshot, place: RouterPlace = ALONE
+    ) -> None:
         async def watch(url: str, token: str) -> AsyncIterator[TableSnapshot]:
             del url, token
             yield table
             await asyncio.Event().wait()
 
         nowhere = Rendezvous(bootstrap_url="", token="")
-        self._server = RouterServer(config, model_folder, nowhere, "127.0.0.1", Incarnation(1), watch=watch)
+        self._server = RouterServer(
+            config, model_folder, nowhere, "127.0.0.1", Incarnation(1), watch=watch, place=place
+        )
 
     def start(self) -> str:
         """The base url."""

@@ -22,7 +22,7 @@ from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedErr
 from cluster.bootstrap.watch import WatchedTable
 from cluster.spec.clock import Clock, SystemClock
 from cluster.spec.errors import UserError
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, parse_replica_id
+from cluster.spec.ids import Incarnation, ReplicaId, is_router, parse_replica_id
 from cluster.spec.registry import Heartbeat, RankCoords, RankRow
 
 MAX_WATCH_S = 60.0
@@ -197,8 +197,8 @@ def _replica(text: str) -> ReplicaId:
 
 
 def _member(text: str) -> ReplicaId:
-    """A replica, or the router: it has no rows, but an end."""
-    return ROUTER if text == ROUTER else _replica(text)
+    """A replica, or a router process: it has no rows, but an end."""
+    return ReplicaId(text) if is_router(text) else _replica(text)
 
 
 def _check_path(path: str, body: str) -> None:

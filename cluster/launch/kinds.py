@@ -15,7 +15,7 @@ from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.registry import RankRow
-from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, RouterPlace, WorkerSpec
 
 if TYPE_CHECKING:
     from cluster.channel import Inbox
@@ -65,11 +65,12 @@ class WorkerActor:
 class RouterActor:
     """The router, and an inbox on which Drain makes it refuse new requests, finish the open ones and end."""
 
-    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation) -> None:
+    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, place: RouterPlace) -> None:
         os.environ.update(environ)
         import router.server  # noqa: F401
 
         self._incarnation = incarnation
+        self._place = place
         self._server: RouterServer | None = None
         self._drained = False
 
@@ -79,7 +80,8 @@ class RouterActor:
         from router.server import RouterServer
         from workers.models.resolve import resolve_model
 
-        self._server = server = RouterServer(config, resolve_model(model), rendezvous, host, self._incarnation)
+        folder = resolve_model(model)
+        self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, place=self._place)
         url = server.start()
         inbox = Inbox(host, rendezvous.channel_key)
         arguments = (inbox, config.router.drain_s)

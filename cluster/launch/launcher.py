@@ -14,13 +14,14 @@ from urllib.parse import urlsplit
 from cluster.actors import Machine
 from cluster.launch.calls import LAST_WORDS_S, Deadline, labelled
 from cluster.launch.gang import Gang
+from cluster.launch.router_board import RouterBoard
 from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
 from cluster.launch.tools import Tools
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
-from cluster.spec.worker_spec import Rendezvous
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.worker_spec import Rendezvous, RouterPlace
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 5.0
@@ -77,13 +78,16 @@ class Launcher:
         """Machines on which their end was not proven; Ray takes longer to see that one is gone."""
         self._rendezvous: Future[Rendezvous] = Future()
         self._bootstrap_port = 0
+        self._port_lock = threading.Lock()
+        self._board = RouterBoard(config.router.processes)
+        self._routers: dict[str, RouterPlace] = {place.name: place for place in self._board.places}
         self.router_url = ""
         """Base URL of the endpoint; empty before the router has started."""
 
     @property
     def names(self) -> list[str]:
         """Names of everything that has to run."""
-        return [BOOTSTRAP, ROUTER, *self._placements]
+        return [BOOTSTRAP, *self._routers, *self._placements]
 
     @property
     def rendezvous(self) -> "Future[Rendezvous]":
@@ -99,8 +103,8 @@ class Launcher:
         deadline = Deadline(self._config.resources.start_timeout_s)
         if name == BOOTSTRAP:
             self._start_bootstrap(incarnation, deadline)
-        elif name == ROUTER:
-            self._start_router(incarnation, deadline)
+        elif name in self._routers:
+            self._start_router(self._routers[name], incarnation, deadline)
         else:
             self._start_gang(self._living_placement(ReplicaId(name)), incarnation, deadline)
         self._tools.progress(name, "ready")
@@ -160,8 +164,12 @@ class Launcher:
 
     def drain(self) -> bool:
         """Let the router finish its open requests; True when all of them ended in time."""
-        router = self._running.get(ROUTER)
-        return not isinstance(router, RouterProcess) or router.drain(self._config.router.drain_s)
+        routers = [member for member in self._snapshot() if isinstance(member, RouterProcess)]
+        for router in routers:
+            router.begin_drain()
+        # Each is waited for, whatever came of the one before.
+        drained = [router.wait_drained(self._config.router.drain_s) for router in routers]
+        return all(drained)
 
     def stop(self) -> None:
         """Let the workers end by themselves, then kill everything."""
@@ -194,11 +202,15 @@ class Launcher:
     def _meeting(self, url: str) -> Rendezvous:
         return Rendezvous(bootstrap_url=url, token=self._token, channel_key=self._tools.channel_key)
 
-    def _start_router(self, incarnation: Incarnation, deadline: Deadline) -> None:
-        process = RouterProcess(self._tools, incarnation)
-        self._keep(ROUTER, process)
+    def _start_router(self, place: RouterPlace, incarnation: Incarnation, deadline: Deadline) -> None:
+        process = RouterProcess(self._tools, incarnation, place)
+        self._keep(place.name, process)
         meeting = self._rendezvous.result()
-        self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
+        with self._port_lock:  # one after the other: the first may have to find a port
+            self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
+            self._keep_port()
+
+    def _keep_port(self) -> None:
         # Should it have to start again, its clients look for it where it was.
         router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
         self._config = self._config.model_copy(update={"router": router})

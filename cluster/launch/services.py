@@ -1,4 +1,4 @@
-"""One start of the bootstrap service, and one of the router: single actors at home, that need no resources."""
+"""One start of the bootstrap service, and one of each router process: single actors at home, that need no resources."""
 
 import os
 from concurrent.futures import Future
@@ -10,9 +10,9 @@ from cluster.launch.kinds import router_environ, service_environ
 from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
-from cluster.spec.worker_spec import Rendezvous
+from cluster.spec.worker_spec import Rendezvous, RouterPlace
 
 BOOTSTRAP = "bootstrap"
 
@@ -44,31 +44,35 @@ class BootstrapProcess:
 
 
 class RouterProcess:
-    """The router's process."""
+    """One process of the router."""
 
-    def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
+    def __init__(self, tools: Tools, incarnation: Incarnation, place: RouterPlace) -> None:
         self._tools = tools
-        self._actor = tools.system.start(
-            tools.kinds.router, [router_environ(os.environ), incarnation], name=f"{ROUTER}-{incarnation}", seat=None
-        )
+        self._name = place.name
+        arguments = [router_environ(os.environ), incarnation, place]
+        self._actor = tools.system.start(tools.kinds.router, arguments, name=f"{place.name}-{incarnation}", seat=None)
         self._control: str | None = None
         self.runs: dict[str, Future[Any]] = {}
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str, deadline: Deadline) -> str:
         """Serve; returns the base URL. Raises BatonError."""
-        self._tools.progress(ROUTER, "starting")
+        self._tools.progress(self._name, "starting")
         call = self._tools.system.call(self._actor, "start", config, model, rendezvous, host)
-        url, self._control = gather({ROUTER: call}, deadline)[0]
-        self.runs = {ROUTER: self._tools.system.call(self._actor, "run")}
+        url, self._control = gather({self._name: call}, deadline)[0]
+        self.runs = {self._name: self._tools.system.call(self._actor, "run")}
         return str(url)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the open ones; True when all of them ended in time."""
+    def begin_drain(self) -> None:
+        """Refuse new requests."""
+        if self._control is not None:
+            self._tools.tell([self._control], Drain())
+
+    def wait_drained(self, timeout_s: float) -> bool:
+        """Wait for the open requests; True when all of them ended in time."""
         if self._control is None:
             return True
-        self._tools.tell([self._control], Drain())
         try:
-            return bool(self.runs[ROUTER].result(timeout_s + _DRAIN_GRACE_S))
+            return bool(self.runs[self._name].result(timeout_s + _DRAIN_GRACE_S))
         except (BatonError, FutureTimeoutError):
             return False
 

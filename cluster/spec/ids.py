@@ -24,6 +24,16 @@ def draw_room() -> Room:
     return Room(secrets.randbits(63) or 1)
 
 
+def router_names(num_processes: int) -> list[ReplicaId]:
+    """Of the router processes of a cluster."""
+    return [ROUTER, *(ReplicaId(f"{ROUTER}-{index}") for index in range(1, num_processes))]
+
+
+def is_router(name: str) -> bool:
+    """Whether this is the name of a router process."""
+    return name == ROUTER or re.fullmatch(rf"{ROUTER}-\d+", name) is not None
+
+
 def replica_id(role: str, index: int) -> ReplicaId:
     """The id of the index-th replica of a role.
 

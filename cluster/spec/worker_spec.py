@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig, PoolConfig
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, RankCoords
 
@@ -25,6 +25,17 @@ class Rendezvous:
     """Bearer token of every bootstrap route."""
     channel_key: ChannelKey | None = None
     """Without one, whoever reaches a process may send to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPlace:
+    """One router process among those that share a port."""
+
+    name: ReplicaId = ROUTER
+    index: int = 0
+    num_processes: int = 1
+    board: str = ""
+    """File that they share; none for one alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,6 +125,4 @@ def _load(service: Service) -> dict[str, object]:
         }
         for entry in entries
     }
-    relay = service.relay
-    router = {"open": relay.num_open, "waiting": service.gate.num_waiting, "draining": relay.is_paused}
-    return {"router": router, "replicas": replicas}
+    return {"router": service.router_state, "replicas": replicas}

@@ -32,17 +32,17 @@ def routes(service: Service) -> APIRouter:
 
 
 def _status(service: Service) -> dict[str, object]:
-    relay, snapshot = service.relay, service.directory.snapshot
+    snapshot = service.directory.snapshot
     replicas = snapshot.replicas if snapshot is not None else ()
     kv_bytes = sum(sent.num_bytes for entry in replicas for sent in entry.load.sends)
     return {
         "version": VERSION,
         "model": service.model,
         "time": time.time(),
-        "router": {"open": relay.num_open, "waiting": service.gate.num_waiting, "draining": relay.is_paused},
+        "router": service.router_state,
         "totals": service.metrics.totals() | {"kv_bytes": kv_bytes},
         "replicas": [_replica(entry) for entry in replicas],
-        "recent": list(service.recent.tell()),
+        "recent": service.newest,
     }
 
 

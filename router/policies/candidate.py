@@ -15,6 +15,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     """On prefill the prompts not yet computed; on decode prompts and the longest possible answers."""
 
+    def plus(self, other: "Load") -> "Load":
+        """Of both together."""
+        return Load(num_requests=self.num_requests + other.num_requests, num_tokens=self.num_tokens + other.num_tokens)
+
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A replica that may take the request."""

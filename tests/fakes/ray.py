@@ -24,7 +24,7 @@ from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Message, Resume
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
-from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, RouterPlace, WorkerSpec
 from tests.fakes.rows import make_row
 
 HOME = Machine(node_id="home", address="10.0.0.1", cpus=64.0, gpus=0.0)
@@ -225,15 +225,16 @@ class FakeWorker:
 class FakeRouter:
     """See RouterActor."""
 
-    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation) -> None:
+    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, place: RouterPlace) -> None:
         self._world = world
+        self._control = f"{place.name}-control"
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
         self._world.rendezvous.append(rendezvous)
-        return f"http://{host}:{config.router.port or 4000}", "router-control"
+        return f"http://{host}:{config.router.port or 4000}", self._control
 
     def run(self) -> bool:
-        self._world.end_of("router-control").wait()
+        self._world.end_of(self._control).wait()
         return self._world.drains
 
 

@@ -18,6 +18,7 @@ from cluster.spec.config import (
     ParallelConfig,
     PrefillConfig,
     ResourcesConfig,
+    RouterConfig,
     TransferBackendName,
     TransferConfig,
 )
@@ -135,6 +136,23 @@ def test_restarted_services_keep_their_ports() -> None:
         launcher.start(name, Incarnation(2))
     assert {meeting.bootstrap_url for meeting in world.rendezvous} == {f"http://{LOOPBACK}:3000"}
     assert launcher.router_url == f"http://{LOOPBACK}:8000"
+
+
+def test_router_processes_share_a_port_and_drain_together() -> None:
+    world = World()
+    config = CONFIG.model_copy(update={"router": RouterConfig(port=0, processes=3)})
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    routers = ["router", "router-1", "router-2"]
+    assert launcher.names[:4] == ["bootstrap", *routers]
+    for name in ("bootstrap", *routers):
+        launcher.start(name, ONE)
+    assert launcher.end("router-1", ONE)
+    launcher.start("router-1", Incarnation(2))
+    assert launcher.router_url == f"http://{LOOPBACK}:4000"
+    for actor in ("router-1", "router-1-1", "router-2-1", "router-1-2"):
+        assert f"run {actor}" in world.system.log
+    assert launcher.drain()
+    assert all(world.end_of(f"{name}-control").is_set() for name in routers)
 
 
 def test_stop_ends_in_time_when_ray_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
