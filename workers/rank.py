@@ -23,6 +23,7 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.models.config import ModelConfig
+from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
 from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups
@@ -44,6 +45,7 @@ class Rank:
     """Memory for cached pages beside the pool."""
     weights: str
     """Digest of what the weights are; only where pages may be stored under it."""
+    model: DecoderModel
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
@@ -134,6 +136,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         backend=backend,
         host_region=host_region,
         weights=weights_digest(folder) if host_region else "",
+        model=model,
         runner=runner,
         step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),
         model_shape=shape,
