@@ -19,6 +19,7 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
     yield _wrong_pages(entries)
     yield _retractions(entries)
     yield _graph_metric(entries)
+    yield _expert_metric(entries)
     yield from _page_metrics(entries)
 
 
@@ -98,6 +99,16 @@ def _retractions(entries: tuple[ReplicaEntry, ...]) -> Metric:
     for entry in entries:
         metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
         metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
+    return metric
+
+
+def _expert_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
+    metric = CounterMetricFamily(
+        "baton_expert_tokens", "Tokens that each expert has computed, over all layers.", labels=["replica", "expert"]
+    )
+    for entry in entries:
+        for expert, num_tokens in sorted(entry.load.expert_tokens.items()):
+            metric.add_metric([entry.replica, str(expert)], num_tokens)
     return metric
 
 

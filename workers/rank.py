@@ -18,11 +18,12 @@ from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
-from workers.engine.calibration import calibrate
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
+from workers.measured_rates import measured_rates
 from workers.models.config import ModelConfig
+from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
 from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups
@@ -44,11 +45,12 @@ class Rank:
     """Memory for cached pages beside the pool."""
     weights: str
     """Digest of what the weights are; only where pages may be stored under it."""
+    model: DecoderModel
     runner: ModelRunner
     step_recorder: StepRecorder
     model_shape: ModelShape
     rates: Rates
-    """As this rank measured them; on decode, where nothing is chosen by them, the defaults."""
+    """As the slowest rank of the replica measured them; on decode, where nothing is chosen by them, the defaults."""
     grammars: Grammars | None
     """Where tokens are drawn."""
     host_pages: HostPages | None
@@ -125,8 +127,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     is_alone = spec.sizes.pp == spec.sizes.dp == 1
     if on_gpu and attention.name == "triton" and spec.role is Role.DECODE and is_alone:
         runner.record_decode(config.decode.max_requests)
-    shape = ModelShape.of(model.config, dtype)
-    rates = calibrate(model, pool, attention.backend, groups.cp, shape) if spec.role is Role.PREFILL else Rates()
+    shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, dtype)
     return Rank(
         geometry=geometry,
         layout=layout,
@@ -134,6 +135,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         backend=backend,
         host_region=host_region,
         weights=weights_digest(folder) if host_region else "",
+        model=model,
         runner=runner,
         step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),
         model_shape=shape,

@@ -31,6 +31,7 @@ from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline
 from workers.cpu import use_cpu
+from workers.engine.expert_work import ExpertReports
 from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
@@ -137,6 +138,7 @@ class Worker:
         ]
         lease = self._keep_lease(rows)
         meter = StepMeter()
+        experts = self._expert_reports(rank)
         load_due_s = 0.0
         try:
             while self._take_in(leader, sender, outbox):
@@ -154,6 +156,8 @@ class Worker:
                     meter.after_step(plan, self._clock.now_s() - start_s)
                     if rank.runner.draws and plan.rows:
                         leader.commit(self.spec.coords.dp, sampled, self._clock.now_s())
+                if told := experts.next(self._clock.now_s(), is_idle=not leader.has_work()):
+                    leader.on_message(told, self._clock.now_s())
                 if self._clock.now_s() >= load_due_s or not leader.has_work():
                     self._load = self._whole_load(leader.load(), meter, rank)
                     load_due_s = self._clock.now_s() + LOAD_EVERY_S
@@ -211,8 +215,12 @@ class Worker:
                 _send_if_heard(outbox, address, message)
 
     def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
+        experts = self._expert_reports(rank)
         while True:
-            for message in self._inbox.receive(IDLE_WAIT_S):
+            messages = self._inbox.receive(IDLE_WAIT_S)
+            if told := experts.next(self._clock.now_s(), is_idle=not messages):
+                _send_if_heard(outbox, leader_address, told)
+            for message in messages:
                 if isinstance(message, StepPlan):
                     sampled = _compute(message, rank, sender)
                     if rank.runner.draws and message.rows:
@@ -228,6 +236,9 @@ class Worker:
                     self._give_timeline(message, outbox)
                 elif isinstance(message, Shutdown):
                     return
+
+    def _expert_reports(self, rank: Rank) -> ExpertReports:
+        return ExpertReports(rank.model, rank.groups.model, self.spec.global_rank)
 
     @contextmanager
     def _showing_life(self, row: RankRow) -> Iterator[None]:

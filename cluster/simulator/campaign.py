@@ -16,6 +16,8 @@ class Campaign:
     num_requests: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     """Faults and hazards that came true, by kind."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """Pages that went from tier to tier, by kind."""
     ends: Counter[str] = field(default_factory=Counter)
     """Requests by how they ended."""
     violations: dict[int, str] = field(default_factory=dict)
@@ -29,6 +31,7 @@ class Campaign:
             self.num_seeds += 1
             self.num_requests += len(scenario.asks)
             self.faults += outcome.happened
+            self.moved += outcome.moved
             self.ends += outcome.ends
             if outcome.violation is not None:
                 self.violations[seed] = outcome.violation

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from random import Random
 
-from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE, Ask, Fault, FaultKind, Hazards, Scenario, Shape
+from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE, Ask, Fault, FaultKind, Hazards, Scenario, Shape, TierShape
+from cluster.spec.config import PrefetchPolicy, WritePolicy
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
 
@@ -53,10 +54,19 @@ def _draw_shape(random: Random) -> Shape:
         mode=TransferMode.ALL_RANKS if is_sharded else random.choice(list(TransferMode)),
         page_filter=PageFilter.MODULAR if is_sharded else random.choice(list(PageFilter)),
         ownership=KvOwnership.SHARDED if is_sharded else KvOwnership.REPLICATED,
-        prefix_cache=random.random() < 0.7,
+        prefix_cache=(prefix_cache := random.random() < 0.7),
+        tiers=_draw_tiers(random) if prefix_cache and random.random() < 0.5 else None,
         skip_below_tokens=random.choice([0, 0, 3 * PAGE_SIZE]),
         settle_s=random.choice([0.0, 2.0]),
         reuses_addresses=random.random() < 0.5,
+    )
+
+
+def _draw_tiers(random: Random) -> TierShape:
+    return TierShape(
+        host_pages=random.randint(4, 16),
+        write=random.choice(list(WritePolicy)),
+        prefetch=random.choice(list(PrefetchPolicy)),
     )
 
 
@@ -119,5 +129,7 @@ def _draw_hazards(random: Random) -> Hazards:
         stale=rate(),
         fail_write=rate(),
         slow_write=rate(),
+        fail_move=rate(),
+        slow_move=random.random() < 0.3,
         slowness=random.choice([1.0, 1.0, 10.0, 30.0]),
     )

@@ -15,6 +15,7 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.step_messages import DropSend, StepPlan
 from cluster.spec.strategy import Strategy
+from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import Ticket
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.leader import Leader
@@ -125,7 +126,10 @@ class LeaderProcess(RankProcess):
         self._load = self.leader.load()
         outgoing, self.leader.outgoing, self._num_shown = self.leader.outgoing, [], 0
         for address, message in outgoing:
-            self.send(address, message)
+            if isinstance(message, MovePages) and address == self.address:
+                self.mover.take(message)
+            else:
+                self.send(address, message)
 
     def _show_new(self) -> None:
         """Let the checks see what permits writing, and what reads, before anything is computed."""

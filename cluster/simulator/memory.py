@@ -22,6 +22,8 @@ class Memory:
     allocator: PageAllocator
     """Of the rank's leader."""
     pages: list[bytes] = field(default_factory=list)
+    host: dict[int, bytes] = field(default_factory=dict)
+    """Its pages in host memory."""
     is_gone: bool = False
     """Its process is dead."""
 

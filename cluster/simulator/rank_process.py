@@ -6,6 +6,7 @@ from functools import partial
 
 from cluster.simulator.device import VirtualDevice
 from cluster.simulator.memory import Memory
+from cluster.simulator.mover import VirtualMover
 from cluster.simulator.process import Process
 from cluster.simulator.surroundings import Surroundings
 from cluster.simulator.writer import VirtualWriter
@@ -14,6 +15,7 @@ from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.step_messages import DropSend, StepPlan
+from cluster.spec.tiers import MovePages
 from workers.cache.page_allocator import PageAllocator
 from workers.kv_sender import KvSender
 
@@ -41,12 +43,13 @@ class RankProcess(Process):
             outbox=_Post(self),
             start_writer=partial(VirtualWriter, around, self.memory, row.layout.page_bytes, self.when_running),
         )
+        self.mover = VirtualMover(self, rows, cp_rank, self.memory)
         self.device = VirtualDevice(rows, cp_rank, around.memories, self.sender)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is left of any transfer."""
-        return not self.sender.num_open
+        """Nothing is left of any transfer, and no copy is on its way."""
+        return not self.sender.num_open and self.mover.is_idle
 
     def kill(self) -> None:
         """Die; what the sender has handed to the wire may still arrive."""
@@ -94,6 +97,8 @@ class Follower(RankProcess):
                 self._is_busy = True
                 self.device.begin(message)
                 self.after(self.step_s(message), partial(self._end_step, message))
+            elif isinstance(message, MovePages):
+                self.mover.take(message)
             elif isinstance(message, DropSend):
                 self.sender.drop(message)
 

@@ -6,7 +6,9 @@ from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.leader_process import LeaderProcess
 from cluster.simulator.network import machine_of
 from cluster.simulator.rank_process import Follower, RankProcess
+from cluster.simulator.scenario import PAGE_SIZE, TierShape
 from cluster.simulator.surroundings import Surroundings
+from cluster.spec.config import HicacheConfig, StorageBackendName, StorageConfig
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
@@ -14,6 +16,7 @@ from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import Choice, fixed
+from workers.hicache.tiers import Tiers
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.leader import Leader
@@ -39,7 +42,8 @@ class Replica:
         me = Peer(replica=first.replica, incarnation=first.incarnation, address=first.address)
         tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
         allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners)
-        leader = _make_leader(around, rows, allocator, me)
+        tiers = _make_tiers(around.shape.tiers, tree, rows)
+        leader = _make_leader(around, rows, allocator, me, tiers)
         self.leader = LeaderProcess(around, bootstrap, rows, me, leader, allocator, self._on_refused)
         self.leader.followers += [
             Follower(around, rows, cp_rank, me, allocator, self._on_step) for cp_rank in range(1, len(rows))
@@ -77,7 +81,18 @@ class Replica:
         self._on_failed(reason)
 
 
-def _make_leader(around: Surroundings, rows: list[RankRow], allocator: PageAllocator, me: Peer) -> Leader:
+def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, rows: list[RankRow]) -> Tiers | None:
+    if shape is None or tree is None:
+        return None
+    storage = StorageConfig(
+        backend=StorageBackendName.FILES, prefetch=shape.prefetch, prefetch_base_s=0.5, prefetch_min_tokens=PAGE_SIZE
+    )
+    return Tiers(HicacheConfig(write=shape.write, storage=storage), tree, shape.host_pages, rows)
+
+
+def _make_leader(
+    around: Surroundings, rows: list[RankRow], allocator: PageAllocator, me: Peer, tiers: Tiers | None
+) -> Leader:
     shape, first = around.shape, rows[0]
     limits = StepLimits(first.layout.page_size, shape.chunk_tokens, MAX_REQUESTS)
     if first.role is Role.DECODE:
@@ -91,7 +106,8 @@ def _make_leader(around: Surroundings, rows: list[RankRow], allocator: PageAlloc
             request_timeout_s=shape.request_timeout_s,
             settle_s=shape.settle_s,
         )
-        return DecodeLeader(decode, StepScheduler(allocator, limits, fixed(Strategy.NONE)), allocator)
+        steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), tiers=tiers)
+        return DecodeLeader(decode, steps, allocator, tiers=tiers)
 
     def choose(_extend_lens: Sequence[int], _prefix_lens: Sequence[int]) -> Choice:
         return Choice(around.random.choice([Strategy.NONE, Strategy.ZIGZAG]), None, {})
@@ -104,4 +120,4 @@ def _make_leader(around: Surroundings, rows: list[RankRow], allocator: PageAlloc
         settle_s=shape.settle_s,
         request_timeout_s=shape.request_timeout_s,
     )
-    return PrefillLeader(prefill, StepScheduler(allocator, limits, choose), allocator)
+    return PrefillLeader(prefill, StepScheduler(allocator, limits, choose, tiers=tiers), allocator, tiers=tiers)

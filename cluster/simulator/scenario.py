@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cluster.spec.config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
@@ -62,6 +63,10 @@ class Hazards:
     """A late word of the ticket before it follows a ticket."""
     fail_write: float = 0.0
     slow_write: float = 0.0
+    fail_move: float = 0.0
+    """An order of a tier fails on one rank."""
+    slow_move: bool = False
+    """Some orders of tiers take seconds."""
     slowness: float = 1.0
     """Factor on the time of steps and writes."""
 
@@ -83,6 +88,16 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierShape:
+    """Host memory, and storage that outlives replicas."""
+
+    host_pages: int
+    """Of each rank."""
+    write: WritePolicy
+    prefetch: PrefetchPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """The cluster."""
 
@@ -98,6 +113,8 @@ class Shape:
     ownership: KvOwnership = KvOwnership.REPLICATED
     """Where prefill keeps KV; sharded, every rank sends the pages it owns."""
     prefix_cache: bool = True
+    tiers: TierShape | None = None
+    """Below the device caches; needs the prefix cache."""
     skip_below_tokens: int = 0
     """Decode computes shorter prompts itself."""
     settle_s: float = 0.0

@@ -46,7 +46,17 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 def _simpler_shapes(scenario: Scenario) -> Iterator[Scenario]:
     """With one property of the cluster as in the simplest one; replicas that faults name stay."""
     named = {name for fault in scenario.faults for name in (fault.member, fault.other)}
-    for name in ("num_prefill", "num_decode", "ownership", "cp", "mode", "page_filter", "settle_s", "reuses_addresses"):
+    for name in (
+        "num_prefill",
+        "num_decode",
+        "tiers",
+        "ownership",
+        "cp",
+        "mode",
+        "page_filter",
+        "settle_s",
+        "reuses_addresses",
+    ):
         simple = getattr(_SIMPLE, name)
         is_named = named & {"prefill-1"} if name == "num_prefill" else named & {"decode-1"}
         if getattr(scenario.shape, name) != simple and not (name.startswith("num_") and is_named):

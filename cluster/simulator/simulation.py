@@ -30,6 +30,8 @@ class Outcome:
     """Requests by how they ended."""
     happened: Counter[str]
     """Faults and hazards that came true, by kind."""
+    moved: Counter[str]
+    """Pages of the tiers' orders, by kind."""
     trace: list[str]
     virtual_s: float
 
@@ -62,7 +64,8 @@ class Simulation:
             violation = f"{type(error).__name__}: {error}"
         ends = Counter(str(client.end) for client in self._clients)
         happened = self._around.happened + self._around.network.happened
-        return Outcome(violation, ends, happened, self._around.trace.lines, self._around.now_s())
+        moved = self._around.moved
+        return Outcome(violation, ends, happened, moved, self._around.trace.lines, self._around.now_s())
 
     def _begin(self) -> None:
         scenario, now_s = self._scenario, self._around.now_s()

@@ -25,10 +25,14 @@ class Surroundings:
     tickets: Tickets = field(default_factory=Tickets)
     memories: dict[str, Memory] = field(default_factory=dict)
     """By session."""
+    storage: dict[bytes, bytes] = field(default_factory=dict)
+    """Tokens of stored pages by key."""
     submits: dict[Room, Submit] = field(default_factory=dict)
     """Every request that was ever sent."""
     happened: Counter[str] = field(default_factory=Counter)
     """Faults and hazards that came true."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """Pages of the tiers' orders, by what became of them, once for each rank."""
 
     @property
     def shape(self) -> Shape:

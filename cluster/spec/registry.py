@@ -161,6 +161,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the device cache, if there are any."""
     graph_steps: dict[str, int] = {}
     """Decode steps on a GPU: `replayed`, or why not."""
+    expert_tokens: dict[int, int] = {}
+    """Tokens that each of the model's experts has computed since the start, over all layers."""
     sends: tuple[SendTimes, ...] = ()
     """By global rank, of those that have sent anything."""
 

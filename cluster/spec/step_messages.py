@@ -117,6 +117,14 @@ class StepResult(Tagged, frozen=True):
     sampled: Mapping[Room, Sampled]
 
 
+class ExpertWork(Tagged, frozen=True):
+    """What one rank's experts have computed since it began to take requests."""
+
+    global_rank: int
+    tokens: Mapping[int, int]
+    """By the model's expert, over all of the rank's layers."""
+
+
 class SendReport(Tagged, frozen=True):
     """One rank's state of one room's transfer changed."""
 

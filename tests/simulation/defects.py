@@ -14,12 +14,15 @@ from cluster.simulator.router_process import RouterProcess
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.peer import Peer
+from cluster.spec.tiers import PagesMoved
 from cluster.spec.transfer_messages import Done, Drained, Revoke
 from router.actions import Action
 from router.attempts import Attempts
 from router.flight import Attempt, Flight, Pair
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
+from workers.cache.prefix_tree import PrefixTree
+from workers.hicache.orders import Orders
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillRequest, PrefillState
@@ -215,3 +218,29 @@ def retry_where_it_failed(patch: Patch) -> None:
 def take_a_page_id_for_its_place(patch: Patch) -> None:
     """A rank of a ring sends the page that its own pool has under the replica's page id."""
     patch.setattr("workers.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)
+
+
+def end_an_order_with_the_first_answer(patch: Patch) -> None:
+    """Pages of the tiers count as soon as one rank has done its part."""
+    make = Orders.__init__
+
+    def make_for_one(self: Orders, num_ranks: int) -> None:
+        del num_ranks
+        make(self, 1)
+
+    patch.setattr(Orders, "__init__", make_for_one)
+
+
+def keep_copies_of_pages_that_were_given_up(patch: Patch) -> None:
+    """A copy in host memory counts although its page may have got other tokens meanwhile."""
+    patch.setattr(PrefixTree, "stay", lambda _self, _key: None)
+
+
+def believe_failed_copies(patch: Patch) -> None:
+    """What a rank says of the pages that did not come is not looked at."""
+    on_answer = Orders.on_answer
+
+    def all_done(self: Orders, answer: PagesMoved, now_s: float) -> bool:
+        return on_answer(self, replace(answer, done=[True] * len(answer.done)), now_s)
+
+    patch.setattr(Orders, "on_answer", all_done)

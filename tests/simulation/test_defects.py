@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from cluster.simulator.draw import draw_mild, draw_scenario
-from cluster.simulator.scenario import Fault, FaultKind, Hazards, Scenario
+from cluster.simulator.scenario import Fault, FaultKind, Hazards, Scenario, TierShape
 from cluster.simulator.simulation import Simulation
+from cluster.spec.config import PrefetchPolicy, WritePolicy
 from tests.simulation import defects
 
 MAX_SEEDS = 600
@@ -20,6 +21,7 @@ NEVER_ENDS = r"never came to an end"
 FAILS_IN_CALM = r"nothing went wrong"
 FAILS_IN_MILD = r"a replica of each role was spared"
 NOT_TOLD = r"not told so"
+FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|no sequence holds alone|nobody has filled"
 
 Weather = Callable[[Scenario], Scenario]
 
@@ -55,6 +57,13 @@ def disorder(scenario: Scenario) -> Scenario:
     return replace(scenario, hazards=Hazards(duplicate=0.2, reorder=0.2, slowness=10.0))
 
 
+def cold_tiers(scenario: Scenario) -> Scenario:
+    """Small pools, so that pages come back from below."""
+    tiers = TierShape(host_pages=12, write=WritePolicy.WRITE_THROUGH, prefetch=PrefetchPolicy.WAIT_COMPLETE)
+    shape = replace(scenario.shape, prefix_cache=True, tiers=tiers)
+    return replace(scenario, shape=shape, faults=(), hazards=Hazards(fail_move=0.1, slow_move=True))
+
+
 @pytest.mark.parametrize(
     ("defect", "weather", "promise"),
     [
@@ -76,6 +85,9 @@ def disorder(scenario: Scenario) -> Scenario:
         (defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
         (defects.retry_where_it_failed, mild, FAILS_IN_MILD),
         (defects.cancel_no_other_leg, mild, NOT_TOLD),
+        (defects.end_an_order_with_the_first_answer, cold_tiers, FOREIGN_PAGE),
+        (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
+        (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -92,7 +104,9 @@ def test_a_defect_is_caught(
     assert re.search(promise, violation), violation
 
 
-@pytest.mark.parametrize("weather", [mild, repeated_messages, late_words, dying_ranks, lost_machine, disorder])
+@pytest.mark.parametrize(
+    "weather", [mild, repeated_messages, late_words, dying_ranks, lost_machine, disorder, cold_tiers]
+)
 def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather) -> None:
     for seed in range(25):
         assert Simulation(weather(draw_scenario(seed))).run().violation is None, seed

@@ -16,10 +16,11 @@ from cluster.simulator.draw import draw_scenario
 from cluster.simulator.scenario import FaultKind
 from cluster.simulator.shrink import shrink
 from cluster.simulator.simulation import Outcome, Simulation
+from cluster.spec.tiers import MoveKind
 from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
-FAILING_SEED = 138
+FAILING_SEED = 40
 """The defect that ``broken`` puts in shows here."""
 
 TRACE = """
@@ -52,7 +53,10 @@ def test_no_seed_breaks_a_promise() -> None:
     assert made.violations == {}
     assert made.num_seeds == 300
     assert sum(made.ends.values()) == made.num_requests
-    assert {*FaultKind, "drop", "duplicate", "reorder", "stale", "fail_write", "quarantine"} == set(made.faults)
+    assert {*FaultKind, "drop", "duplicate", "reorder", "stale", "fail_write", "fail_move", "quarantine"} == set(
+        made.faults
+    )
+    assert set(made.moved) == set(MoveKind)
     assert all(made.ends[end] for end in ("finished", "failed", "left", "refused", "disconnected"))
 
 

@@ -13,7 +13,7 @@ from cluster.spec.messages import FollowPages, Message, PageNews, Submit
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import StepPlan, StepResult
+from cluster.spec.step_messages import ExpertWork, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy
 from cluster.spec.tiers import PagesMoved, joined
 from cluster.spec.transfer_messages import Ticket
@@ -57,6 +57,8 @@ class ReplicaLeader:
         """The DP rank of every room, the newest ones last."""
         self._next_news: dict[str, int] = {}
         """By router's address: the number of its next PageNews."""
+        self._expert_work: dict[int, Mapping[int, int]] = {}
+        """By global rank: tokens by expert."""
 
     def take_outgoing(self) -> list[tuple[str, Message]]:
         """Messages to send, as (address, message)."""
@@ -69,6 +71,9 @@ class ReplicaLeader:
         """Take in one message: that of a room goes where the room is, a rank's to its leader, any other to all."""
         if isinstance(message, StepResult):
             self.commit(message.dp_rank, message.sampled, now_s)
+            return
+        if isinstance(message, ExpertWork):
+            self._expert_work[message.global_rank] = message.tokens
             return
         if isinstance(message, FollowPages):
             self._next_news[message.router.address] = 0
@@ -122,6 +127,7 @@ class ReplicaLeader:
             draining=any(load.draining for load in loads),
             dropped=dict(dropped),
             tiers=joined(states) if states else None,
+            expert_tokens=dict(sum(map(Counter, self._expert_work.values()), Counter())),
             sends=tuple(times for load in loads for times in load.sends),
         )
 

@@ -4,6 +4,8 @@ Attention makes a token behind a long prefix many times as dear as one of a new 
 its time, and nobody who comes waits long for the step at hand.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 
@@ -14,20 +16,48 @@ _FIXED_COSTS = 20
 """A step takes at least so many times what it takes however little is computed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    token_s: float
+    pair_s: float
+    """Of one (query, key) pair."""
+    fixed_s: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, rates: Rates, cp: int) -> "_Costs":
+        local_s = shape.linear_flops / rates.linear_flops_per_s + ALL_REDUCES * rates.all_reduce_row_s
+        return cls(
+            token_s=shape.num_layers * (local_s / cp + rates.row_s),
+            pair_s=shape.num_layers * shape.attention_flops / rates.attention_flops_per_s / cp,
+            fixed_s=rates.step_s
+            + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s),
+        )
+
+    def new_prompt_s(self, num_tokens: int) -> float:
+        return num_tokens * (self.token_s + num_tokens / 2 * self.pair_s)
+
+
+def slowest(told: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
+    """Of the ranks of a replica, the one for which everybody waits in a step of so many tokens of a new prompt."""
+
+    def step_s(rank: tuple[ModelShape, Rates]) -> float:
+        costs = _Costs.of(*rank, cp)
+        return costs.fixed_s + costs.new_prompt_s(num_tokens)
+
+    return max(told, key=step_s)
+
+
 def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int) -> Chunk:
     """Rows that take as long as ``chunk_tokens`` of a new prompt, when their work is evenly divided over the ranks.
 
     n tokens behind p take n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n.
     """
-    local_s = shape.linear_flops / rates.linear_flops_per_s + ALL_REDUCES * rates.all_reduce_row_s
-    token_s = shape.num_layers * (local_s / cp + rates.row_s)
-    pair_s = shape.num_layers * shape.attention_flops / rates.attention_flops_per_s / cp
-    fixed_s = rates.step_s + shape.num_layers * (rates.run_s + rates.exchange_s + ALL_REDUCES * rates.all_reduce_s)
-    full_s = max(chunk_tokens * (token_s + chunk_tokens / 2 * pair_s), _FIXED_COSTS * fixed_s)
+    costs = _Costs.of(shape, rates, cp)
+    full_s = max(costs.new_prompt_s(chunk_tokens), _FIXED_COSTS * costs.fixed_s)
 
     @lru_cache(maxsize=4096)
     def chunk(prefix_len: int) -> int:
-        one_s = token_s + prefix_len * pair_s
-        return max(1, round(2 * full_s / (one_s + sqrt(one_s * one_s + 2 * pair_s * full_s))))
+        one_s = costs.token_s + prefix_len * costs.pair_s
+        return max(1, round(2 * full_s / (one_s + sqrt(one_s * one_s + 2 * costs.pair_s * full_s))))
 
     return chunk

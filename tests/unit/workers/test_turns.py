@@ -1,14 +1,24 @@
 """The order of turns and the budget of a step, apart from pages."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.scheduler.step_time import even_chunk
+from workers.scheduler.step_time import even_chunk, slowest
 from workers.scheduler.turns import WINDOW, Budget, turn
 
 CHUNK = 64
+SHAPE = ModelShape(
+    num_layers=8,
+    linear_flops=6_300_000,
+    kv_flops=524_288,
+    attention_flops=2048,
+    kv_row_bytes=1024,
+    q_row_bytes=2048,
+)
 
 
 def order(sequences: list[tuple[int, int, int]]) -> list[int]:
@@ -95,15 +105,7 @@ def test_a_budget_is_used_up_and_never_exceeded(
 def test_an_even_chunk_takes_as_long_behind_any_prefix(
     cp: int, chunk_tokens: int, prefix_len: int, attention_flops: int
 ) -> None:
-    shape = ModelShape(
-        num_layers=8,
-        linear_flops=6_300_000,
-        kv_flops=524_288,
-        attention_flops=attention_flops,
-        kv_row_bytes=1024,
-        q_row_bytes=2048,
-    )
-    rates = Rates()
+    shape, rates = replace(SHAPE, attention_flops=attention_flops), Rates()
     chunk = even_chunk(shape, rates, cp, chunk_tokens)
 
     def work_s(count: float, prefix: int) -> float:
@@ -116,3 +118,27 @@ def test_an_even_chunk_takes_as_long_behind_any_prefix(
     assert chunk(0) >= chunk_tokens
     assert count == 1 or work_s(count - 0.51, prefix_len) <= full_s * (1 + 1e-9)
     assert work_s(count + 0.51, prefix_len) >= full_s * (1 - 1e-9)
+
+
+@given(
+    layers=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    speeds=st.lists(st.floats(1e9, 1e13), min_size=4, max_size=4),
+    cp=st.integers(1, 8),
+    num_tokens=st.integers(1, 8192),
+)
+def test_no_rank_has_more_layers_and_is_slower_at_each_than_the_slowest(
+    layers: list[int], speeds: list[float], cp: int, num_tokens: int
+) -> None:
+    told = [
+        (replace(SHAPE, num_layers=count), Rates(linear_flops_per_s=speed))
+        for count, speed in zip(layers, speeds, strict=False)
+    ]
+    shape, rates = slowest(told, cp, num_tokens)
+    for other_shape, other_rates in told:
+        slower = other_shape.num_layers > shape.num_layers and other_rates.linear_flops_per_s < rates.linear_flops_per_s
+        assert not slower
+
+
+def test_the_stage_with_one_layer_more_is_the_slowest() -> None:
+    stages = [(replace(SHAPE, num_layers=count), Rates()) for count in (8, 9, 8)]
+    assert slowest(stages, 2, 512) == stages[1]

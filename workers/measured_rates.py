@@ -1,0 +1,35 @@
+"""By which rank's shape and rates a replica's steps are estimated."""
+
+import msgspec
+
+from cluster.spec.lifecycle import Role
+from cluster.spec.worker_spec import WorkerSpec
+from workers.attention.interface import AttentionBackend
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.rates import ModelShape, Rates
+from workers.engine.calibration import calibrate
+from workers.models.decoder import DecoderModel
+from workers.parallel.groups import ReplicaStore
+from workers.rank_groups import RankGroups
+from workers.scheduler.step_time import slowest
+
+_Told = tuple[ModelShape, Rates]
+
+
+def measured_rates(
+    spec: WorkerSpec,
+    store: ReplicaStore,
+    model: DecoderModel,
+    pool: PagePool,
+    backend: AttentionBackend,
+    groups: RankGroups,
+    dtype: str,
+) -> tuple[ModelShape, Rates]:
+    """Those of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by rates."""
+    shape = ModelShape.of(model.config, dtype)
+    if spec.role is Role.DECODE:
+        return shape, Rates()
+    rates = calibrate(model, pool, backend, groups.cp, shape)
+    store.set(f"rates/{spec.global_rank}", msgspec.json.encode((shape, rates)).decode())
+    told = [msgspec.json.decode(bytes(store.get(f"rates/{rank}")), type=_Told) for rank in range(spec.world_size)]
+    return slowest(told, spec.sizes.cp, spec.config.prefill.chunk_tokens)
