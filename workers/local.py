@@ -98,15 +98,19 @@ def _serve(pipe: Connection, name: str) -> None:
             except EOFError:
                 return
             try:
+                answer: tuple[bool, Any] = (True, None)
                 if method == "make":
                     stack.close()
                     worker = make(*args)
                     stack.callback(worker.close)
-                    pipe.send((True, None))
                 else:
-                    pipe.send((True, getattr(worker, method)(*args)))
+                    answer = (True, getattr(worker, method)(*args))
             except Exception as error:
-                pipe.send((False, f"{type(error).__name__}: {error}"))
+                answer = (False, f"{type(error).__name__}: {error}")
+            try:
+                pipe.send(answer)
+            except BrokenPipeError:
+                return
 
 
 @dataclass(frozen=True, slots=True)

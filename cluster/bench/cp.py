@@ -10,13 +10,16 @@ from typing import Any
 
 from cluster.bench.cp_result import CpResult, summarize
 from cluster.spec.errors import UserError
+from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
+from transfer.backends.shared_memory import available_bytes
 from workers.bench_step import StepLens, Way
 from workers.local import WorkerProcess
 from workers.models.config import ModelConfig
 
 _RANK = "workers.bench_rank:BenchRank"
 DTYPES = ("bfloat16", "float32")
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +118,24 @@ class CpBench:
 
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
     """Measure; yields the results of one prompt after another, by group size."""
-    config = bench.model.config(max(lens.total for lens in bench.lens))
+    max_len = max(lens.total for lens in bench.lens)
+    _check_memory(bench, max_len)
+    config = bench.model.config(max_len)
     with _ranks(max(bench.cps)) as ranks:
         _start(ranks, config, bench)
         for lens in bench.lens:
             yield from _measure(bench, ranks, lens)
+
+
+def _check_memory(bench: CpBench, max_len: int) -> None:
+    model, num_ranks = bench.model, max(bench.cps)
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[model.dtype]
+    wanted, available = num_ranks * max_len * token_bytes, available_bytes()
+    if wanted > available:
+        raise UserError(
+            f"--prompt-len: got {max_len} tokens, whose KV takes {wanted / GIB:.3g} GiB in {num_ranks} processes; "
+            f"allowed: what fits into {available / GIB:.3g} GiB"
+        )
 
 
 @contextmanager

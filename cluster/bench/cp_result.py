@@ -29,6 +29,7 @@ class CpResult:
     exposed_comm_share: float
     """Part of the time inside collectives, on the rank where it is least: others also wait for that one's work."""
     kv_bytes_per_rank: int
+    """Of the pages that hold the request on the rank that owns most of them, by the owner rule."""
     wait_shares: tuple[float, ...]
     """Part of the time inside collectives, by rank."""
     cpu_s: float

@@ -51,9 +51,9 @@ class TraceWorkload:
         check_least("vocab_size", self.vocab_size, FIRST_TOKEN_ID + 1)
         if self.concurrency is not None:
             check_least("concurrency", self.concurrency, 1)
-        for name, value in (("trace scale", self.scale), ("trace speed", self.speed)):
+        for name, value in (("trace-scale", self.scale), ("trace-speed", self.speed)):
             if not 0 < value < float("inf"):
-                raise UserError(f"{name} is {value}, must be more than 0")
+                raise UserError(f"--{name}: got {value}; allowed: more than 0")
 
     @property
     def block_len(self) -> int:

@@ -123,3 +123,10 @@ def test_the_slowest_rank_sets_the_time_and_the_busiest_the_exposed_share() -> N
 
 def _time(seconds: float, waited_s: float) -> StepTime:
     return StepTime(seconds=seconds, waited_s=waited_s, cpu_s=seconds - waited_s, attention_s=seconds / 2)
+
+
+def test_prompts_that_memory_cannot_hold_are_refused_before_anything_starts() -> None:
+    result = CliRunner().invoke(app, ["bench", "cp", "--prompt-len", "100000000000", "--cp", "2"])
+    assert isinstance(result.exception, UserError)
+    words = "--prompt-len: got 100000000000 tokens, whose KV takes 1.53e+06 GiB in 2 processes; allowed: what fits"
+    assert words in str(result.exception)

@@ -84,7 +84,11 @@ def test_a_missing_file_and_senseless_values_are_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"trace\.jsonl: No such file"):
         read_trace(tmp_path / "trace.jsonl")
     entries = [TraceEntry(0, 1, 1, [1])]
-    for wrong, message in [({"scale": 0.0}, "scale is 0.0"), ({"speed": -1.0}, "speed is -1"), ({"entries": []}, "0")]:
+    for wrong, message in [
+        ({"scale": 0.0}, "--trace-scale: got 0.0"),
+        ({"speed": -1.0}, "--trace-speed: got -1"),
+        ({"entries": []}, "0"),
+    ]:
         with pytest.raises(UserError, match=message):
             TraceWorkload(**({"entries": entries} | wrong))  # type: ignore[arg-type]
 

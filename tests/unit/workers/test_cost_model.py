@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from workers.context_parallel import cost_model
 from workers.context_parallel.cost_model import (
     MIN_GAIN,
     Choice,
@@ -18,7 +19,7 @@ from workers.context_parallel.cost_model import (
 from workers.context_parallel.estimate import TILE, attended_pairs, computed_pairs, estimate_step_s
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
-from workers.context_parallel.shard_plan import make_shard_plan
+from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan
 
 SHAPE = ModelShape(
     num_layers=8, linear_flops=6_300_000, kv_flops=524_288, attention_flops=2048, kv_row_bytes=1024, q_row_bytes=1024
@@ -137,6 +138,15 @@ def test_an_automatic_choice_is_never_slower_than_no_division(lens: list[tuple[i
     assert choice.estimate_s <= min(choice.estimates_s.values()) / (1 - MIN_GAIN)
 
 
+@pytest.mark.parametrize(("divided_s", "chosen"), [(0.985, Strategy.NONE), (0.975, Strategy.ZIGZAG)])
+def test_an_exchange_must_save_two_percent(monkeypatch: pytest.MonkeyPatch, divided_s: float, chosen: Strategy) -> None:
+    def estimate_s(plan: ShardPlan, *_: object) -> float:
+        return 1.0 if plan.replicated else divided_s
+
+    monkeypatch.setattr(cost_model, "estimate_step_s", estimate_s)
+    assert choose([100], [0], 2, SHAPE, RATES, (Strategy.NONE, Strategy.ZIGZAG)).strategy is chosen
+
+
 @given(st.sampled_from(StrategySetting), LENS)
 def test_one_rank_never_divides(setting: StrategySetting, lens: list[tuple[int, int]]) -> None:
     chooser = StrategyChooser(setting=setting, cp=1, shape=SHAPE, rates=RATES)
@@ -203,8 +213,24 @@ def test_the_passing_follows_the_published_thresholds() -> None:
     enough = 4 * 1e12 * 512 / (4096 * 1e9)
     assert choose_passing(int(enough), 10**9, 4, shape, rates) is Passing.PASS_KV
     assert choose_passing(int(enough) - 1, 10**9, 4, shape, rates) is Passing.PASS_Q
-    assert choose_passing(100, 200, 4, shape, rates) is Passing.PASS_KV
-    assert choose_passing(100, 500, 4, shape, rates) is Passing.PASS_Q
+    # What comes home is 100 * 4096 / (4000 * 2048) = 0.05 of the queries, so that the rate is 0.2: 400 cached tokens.
+    assert choose_passing(100, 399, 4, shape, rates) is Passing.PASS_KV
+    assert choose_passing(100, 401, 4, shape, rates) is Passing.PASS_Q
+
+
+@pytest.mark.parametrize(
+    ("num_new", "num_cached", "by_rule", "by_estimate"),
+    [(128, 64_000, Passing.PASS_KV, Passing.PASS_Q), (64, 500, Passing.PASS_Q, Passing.PASS_KV)],
+)
+def test_the_rule_tells_where_an_exchange_hides_and_the_estimates_where_it_does_not(
+    num_new: int, num_cached: int, by_rule: Passing, by_estimate: Passing
+) -> None:
+    def chosen(rates: Rates) -> Passing | None:
+        chooser = StrategyChooser(setting=StrategySetting.ZIGZAG, cp=4, shape=SHAPE, rates=rates, mode=CpMode.RING)
+        return chooser([num_new], [num_cached]).passing
+
+    assert chosen(dataclasses.replace(RATES, hidden_share=0.5)) is by_rule
+    assert chosen(dataclasses.replace(RATES, hidden_share=0.0)) is by_estimate
 
 
 @pytest.mark.parametrize("setting", PassingSetting)

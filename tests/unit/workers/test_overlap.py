@@ -1,0 +1,171 @@
+"""What is computed while rows are under way: of that only the order of things can tell, since results are the same."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.strategy import Passing, Strategy
+from tests.fakes.thread_group import Done
+from workers.attention.interface import AttentionBackend, RowAttention, StepAttention
+from workers.attention.torch_backend import TorchAttention
+from workers.cache.page_pool import PagePool
+from workers.context_parallel.merge import Partial
+from workers.context_parallel.runs import Run
+from workers.engine.attention_context import CpExchange, StepContext
+from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.contexts import make_context
+from workers.layers.attention import Attention
+from workers.layers.rotary import RotaryEmbedding
+from workers.models.config import ModelConfig
+from workers.parallel.collectives import Communicator
+
+HEADS, DIM, PAGE_SIZE, PREFIX_LEN, NEW_LEN = 2, 8, 4, 8, 12
+
+
+class Awaited(Done):
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def wait(self) -> bool:
+        self._events.append("arrived")
+        return True
+
+
+class SilentPeers:
+    """A group whose other members send nothing: it only notes what is begun and awaited."""
+
+    def __init__(self, events: list[str], *, in_background: bool) -> None:
+        self._events, self.in_background = events, in_background
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Done:  # noqa: ARG002
+        return self._begin()
+
+    def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Done:  # noqa: ARG002
+        return self._begin()
+
+    def allreduce(self, tensor: Tensor, /) -> Done:
+        raise AssertionError(tensor.shape)
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Done:
+        raise AssertionError((tensor.shape, root))
+
+    def barrier(self) -> Done:
+        raise AssertionError
+
+    def leave(self) -> None:
+        """Nobody waits."""
+
+    def _begin(self) -> Done:
+        self._events.append("sent")
+        return Awaited(self._events)
+
+
+class NotedAttention:
+    """Notes what is attended."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events, self._backend = events, TorchAttention()
+
+    def prepare(
+        self,
+        runs: Sequence[Run],
+        page_tables: Sequence[Tensor],
+        page_size: int,
+        key_lens: Sequence[int] | None = None,
+    ) -> StepAttention:
+        return self._noted("pages", self._backend.prepare(runs, page_tables, page_size, key_lens).attend)
+
+    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
+        return self._noted("rows", self._backend.prepare_rows(query_runs, key_runs).attend)
+
+    def _noted(self, what: str, attend: Callable[[Tensor, Tensor, Tensor], Partial]) -> "Noted":
+        return Noted(lambda: self._events.append(what), attend)
+
+
+class Noted:
+    def __init__(self, note: Callable[[], None], attend: Callable[[Tensor, Tensor, Tensor], Partial]) -> None:
+        self._note, self._attend = note, attend
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, /) -> Partial:
+        self._note()
+        return self._attend(query, key, value)
+
+
+def context_of(
+    events: list[str], cp: int, passing: Passing | None = None, *, in_background: bool = True
+) -> StepContext:
+    """Of the last rank, whose queries see keys of every other."""
+    num_pages = (PREFIX_LEN + NEW_LEN) // PAGE_SIZE
+    pool = PagePool(cp * num_pages, HEADS, 1, PAGE_SIZE, DIM, torch.float32)
+    batch = build_step_batch(
+        [BatchRow(range(NEW_LEN), PREFIX_LEN, range(num_pages), sampled=True)],
+        Strategy.CONTIGUOUS,
+        cp=cp,
+        cp_rank=cp - 1,
+        page_size=PAGE_SIZE,
+        trash_slot=pool.trash_slot,
+        device=torch.device("cpu"),
+        owners=1 if passing is None else cp,
+    )
+    group = Communicator("silent", cp - 1, cp, SilentPeers(events, in_background=in_background))
+    backend: AttentionBackend = NotedAttention(events)
+    return make_context(batch, passing, pool, backend, CpExchange(group))
+
+
+def one_layer(context: StepContext) -> None:
+    q, k, v = torch.randn(3, len(context.batch.token_ids), HEADS, DIM)
+    context.put(0, k, v)
+    context.attend(0, q)
+
+
+def test_gather_attends_prefix_and_own_rows_before_it_waits() -> None:
+    events: list[str] = []
+    one_layer(context_of(events, 2))
+    assert events == ["sent", "pages", "rows", "arrived", "rows"]
+
+
+def test_what_does_not_travel_by_itself_is_fetched_first_and_attended_at_once() -> None:
+    events: list[str] = []
+    one_layer(context_of(events, 2, in_background=False))
+    assert events == ["sent", "arrived", "pages"]
+
+
+def test_a_ring_passes_each_block_on_before_it_attends_it() -> None:
+    events: list[str] = []
+    one_layer(context_of(events, 3, Passing.PASS_KV))
+    assert events == ["sent", "rows", "arrived", "sent", "rows", "arrived", "rows"]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_queries_are_projected_while_keys_and_values_travel_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    events: list[str] = []
+    context = context_of(events, 2, in_background=in_background)
+    num_tokens = len(context.batch.token_ids)
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": HEADS * DIM,
+        "intermediate_size": 8,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": 8,
+        "max_position_embeddings": 64,
+    }
+    config = ModelConfig.from_mapping(raw, {})
+    attention = Attention(config, 0, Communicator("tp"))
+    rotation = RotaryEmbedding(config.rope, DIM, torch.device("cpu"))(torch.arange(num_tokens), torch.float32)
+    project = attention.qkv_proj.project
+
+    def noted(x: Tensor, outputs: slice) -> Tensor:
+        events.append("queries" if outputs.start is None else "keys and values")
+        return project(x, outputs)
+
+    monkeypatch.setattr(attention.qkv_proj, "project", noted)
+    with torch.no_grad():
+        attention(torch.zeros(num_tokens, HEADS * DIM), rotation, context)
+    first = ["keys and values", "sent", "queries"] if in_background else ["sent", "arrived"]
+    assert events[: len(first)] == first
