@@ -25,7 +25,7 @@ from cluster.spec.ids import Room
 from cluster.spec.messages import Drain, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import DropSend, GiveTimeline, Shutdown, StepPlan, StepResult
+from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown, StepPlan, StepResult
 from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -179,6 +179,8 @@ class Worker:
                 going_on = False
             elif isinstance(message, DropSend):
                 sender.drop(message)
+            elif isinstance(message, ForgetPeer):
+                sender.forget(message)
             elif isinstance(message, CheckPages):
                 self._check_pages(message)
             elif isinstance(message, GiveTimeline):
@@ -222,6 +224,8 @@ class Worker:
                     mover.take(message)
                 elif isinstance(message, DropSend):
                     sender.drop(message)
+                elif isinstance(message, ForgetPeer):
+                    sender.forget(message)
                 elif isinstance(message, CheckPages):
                     self._check_pages(message)
                 elif isinstance(message, GiveTimeline):
