@@ -267,6 +267,23 @@ def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapCli
     assert client.table().replicas == ()
 
 
+def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: BootstrapClient) -> None:
+    load = [ReplicaLoad()]
+    keeper = LeaseKeeper(url, TOKEN, ROWS, lambda: load[-1], lambda _: None, 3600.0)
+    keeper.start()
+
+    def is_draining() -> bool:
+        entry = client.table().find(P0)
+        return entry is not None and entry.load.draining
+
+    wait_until(lambda: client.table().find(P0) is not None)
+    assert not is_draining()
+    load.append(ReplicaLoad(draining=True))
+    keeper.hurry()
+    wait_until(is_draining)
+    keeper.stop(unregister=True)
+
+
 def test_lease_keeper_refills_a_restarted_service() -> None:
     server = BootstrapServer("127.0.0.1", 0, TOKEN, LEASE_S)
     url = server.start()
