@@ -80,13 +80,14 @@ class RouterActor:
         """Serve; returns the base URL and the channel address that takes Drain."""
         from cluster.channel import Inbox
         from cluster.logs import set_up_logs
-        from router.server import RouterServer
+        from router.server import RouterServer, spare_requests_collections
         from workers.models.resolve import resolve_model
 
         set_up_logs(config.log, self._place.name)
         folder = resolve_model(model)
         self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, place=self._place)
         url = server.start()
+        spare_requests_collections()
         inbox = Inbox(host, rendezvous.channel_key)
         arguments = (inbox, config.router.drain_s)
         threading.Thread(target=self._wait_drain, args=arguments, name="control", daemon=True).start()
