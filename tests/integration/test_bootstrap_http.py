@@ -19,7 +19,7 @@ from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_ap
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
-from cluster.spec.ids import ReplicaId
+from cluster.spec.ids import ReplicaId, router_names
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
 from cluster.supervisor.router_watch import follow_router
 from cluster.supervisor.table_watch import follow_table
@@ -240,6 +240,12 @@ def test_port_in_use_is_refused_in_one_line() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             BootstrapServer("127.0.0.1", port, TOKEN, LEASE_S).start()
+
+
+def test_the_end_of_every_router_process_is_told(client: BootstrapClient) -> None:
+    for name in router_names(2):
+        client.unregister(name, Incarnation(2), reaped=True)
+    assert client.table().reaped == {"router": 2, "router-1": 2}
 
 
 def keeper_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefusedError]) -> LeaseKeeper:
