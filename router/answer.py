@@ -17,7 +17,8 @@ class Answer:
     ) -> None:
         self._enough = enough
         self._leave = leave
-        self._rooms: list[Room] = []
+        self.rooms: list[Room] = []
+        """Names of the requests, one a choice."""
         self._pairs: dict[Room, Pair] = {}
         self._timeline: dict[str, str] = {}
         self.stream = Stream(num_choices)
@@ -29,7 +30,7 @@ class Answer:
 
     def add(self, room: Room, *, timed: bool = False) -> None:
         """The request of the next choice has this name."""
-        self._rooms.append(room)
+        self.rooms.append(room)
         if timed:
             self._timeline = {"x-baton-timeline": f"/timelines/{room}"}
 
@@ -62,7 +63,7 @@ class Answer:
 
     def enough(self, index: int) -> None:
         """A choice is complete before the model ended it."""
-        self._enough(self._rooms[index])
+        self._enough(self.rooms[index])
         self.stream.finish(index)
 
     def __enter__(self) -> Self:
@@ -71,4 +72,4 @@ class Answer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(self._rooms)
+        self._leave(self.rooms)

@@ -45,7 +45,7 @@ class Watched:
 
     def told(self) -> Told:
         """What they count, but for what every router process sees alike."""
-        dispatch = self.dispatch
+        dispatch, dropped = self.dispatch, self.dispatch.dropped + self.inbox.dropped
         return {
             "num_requests_running": {(): [dispatch.num_open]},
             "num_requests_waiting": {(): [self.gate.num_waiting]},
@@ -53,9 +53,7 @@ class Watched:
             "request_continuations": {(): [dispatch.num_continuations]},
             "router_page_gaps": {(): [self.pages.num_gaps]},
             "request_ended": {(end.value,): [dispatch.ended[end]] for end in sorted(ENDS, key=lambda end: end.value)},
-            "message_dropped": {
-                (why,): [count] for why, count in sorted((dispatch.dropped + self.inbox.dropped).items())
-            },
+            "message_dropped": {(why,): [count] for why, count in sorted(dropped.items())},
         }
 
 

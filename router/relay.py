@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from cluster.channel import Outbox
+from cluster.logs import with_facts
 from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
@@ -14,7 +16,7 @@ from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
-from router.actions import Action, Emit, Fail, Place, Send, Wait
+from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
 from router.answer import Answer
 from router.directory import Directory
 from router.dispatch import Dispatch
@@ -27,6 +29,7 @@ from router.progress import Progress
 from router.siblings import Siblings
 from router.timelines import Timelines
 
+_log = logging.getLogger(__name__)
 _FORGET_AFTER_S = 1.0
 """Time for the last Cancels to leave for a replica that is lost."""
 
@@ -120,6 +123,9 @@ class Relay:
                 for output in message.outputs:
                     self._perform(self._dispatch.on_output(output, now_s))
             case Failure():
+                _log.warning(
+                    "a leg failed: %s", message.reason, extra=with_facts(room=message.room, replica=message.replica)
+                )
                 self._perform(self._dispatch.on_failure(message, self._clock.now_s()))
             case PageNews():
                 self._on_page_news(message)
@@ -220,6 +226,9 @@ class Relay:
                 case Wait():
                     self._wake_at(action.until_s)
                 case Fail():
+                    if action.cause is not Cause.STOPPED:
+                        facts = with_facts(room=action.room, cause=action.cause.value)
+                        _log.warning("a request failed: %s", action.reason, extra=facts)
                     self._progress[action.room].stream.fail(action)
 
     def _place(self, place: Place) -> None:
@@ -259,6 +268,7 @@ class Relay:
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:
+            _log.warning("a replica is lost", extra=with_facts(replica=peer.replica, incarnation=peer.incarnation))
             self._perform(self._dispatch.on_lost(peer, self._clock.now_s()))
             asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._outbox.forget, peer.address)
 

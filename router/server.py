@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -43,6 +44,8 @@ Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""
 
 ALONE = RouterPlace()
+_NEW_OBJECTS = 10_000
+"""That are left over before the collector looks at them; those of some dozens of requests."""
 _CLOSE_S = 1
 """Time for responses to end when the router stops."""
 
@@ -211,6 +214,16 @@ class RouterServer:
         async for snapshot in self._watch(self._rendezvous.bootstrap_url, self._rendezvous.token):
             relay.on_table(snapshot)
         raise RuntimeError("the watch of the bootstrap table ended")
+
+
+def spare_requests_collections() -> None:
+    """For a process that is a router and nothing else: what it has loaded stays, and need not be looked at again.
+
+    Otherwise the garbage collector goes through all of it while requests wait, some times a second.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS, 20, 20)
 
 
 class _Running:

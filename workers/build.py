@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from cluster.channel import Outbox
-from cluster.spec.config import HicacheConfig
+from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Timeline

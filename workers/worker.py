@@ -159,7 +159,9 @@ class Worker:
                 if told := experts.next(self._clock.now_s(), is_idle=not leader.has_work()):
                     leader.on_message(told, self._clock.now_s())
                 if self._clock.now_s() >= load_due_s or not leader.has_work():
-                    self._load = self._whole_load(leader.load(), meter, rank)
+                    was_draining, self._load = self._load.draining, self._whole_load(leader.load(), meter, rank)
+                    if lease is not None and self._load.draining != was_draining:
+                        lease.hurry()  # routers go on sending until they know
                     load_due_s = self._clock.now_s() + LOAD_EVERY_S
                 self._emit(leader, mover, outbox)
         finally:

@@ -9,7 +9,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.worker_spec import Rendezvous, RouterPlace
-from router.server import ALONE, RouterServer
+from router.server import ALONE, RouterServer, spare_requests_collections
 
 
 class RouterHost:
@@ -30,7 +30,9 @@ class RouterHost:
 
     def start(self) -> str:
         """The base url."""
-        return self._server.start()
+        url = self._server.start()
+        spare_requests_collections()
+        return url
 
     def cpu_s(self) -> float:
         """Seconds of processor time that this process has used."""

@@ -140,6 +140,8 @@ class LeaseKeeper:
         self._on_refused = on_refused
         self._interval_s = interval_s
         self._stopping = threading.Event()
+        self._due = threading.Event()
+        """The next heartbeat is not to wait for its time."""
         self._beats = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._watcher = _TableWatcher(url, token, on_table)
 
@@ -148,9 +150,14 @@ class LeaseKeeper:
         self._beats.start()
         self._watcher.start()
 
+    def hurry(self) -> None:
+        """Something has changed that others should know now; from any thread."""
+        self._due.set()
+
     def stop(self, unregister: bool) -> None:
         """End both threads and, if asked, leave the table; a service that is away is not waited for."""
         self._stopping.set()
+        self._due.set()
         self._watcher.stop()
         self._beats.join()
         try:
@@ -170,7 +177,8 @@ class LeaseKeeper:
             except TableRefusedError as error:
                 self._on_refused(error)
                 return
-            self._stopping.wait(self._interval_s)
+            self._due.wait(self._interval_s)
+            self._due.clear()
 
     def _beat(self) -> None:
         """One heartbeat; where the service does not know the rows, all of them first."""

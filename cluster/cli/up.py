@@ -112,16 +112,18 @@ def _supervise(
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools, tell
     from cluster.supervisor.loop import Supervisor
-    from cluster.supervisor.router_watch import follow_router
+    from cluster.supervisor.router_watch import follow_router, follow_routers
 
     key = draw_key()
     tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
 
     def on_up() -> None:
         _announce(launcher, config, note, progress)
-        follow_router(
-            launcher.router_url, supervisor.saw_router, config.resources.lease_s, config.resources.heartbeat_s
-        )
+        resources = config.resources
+        if config.router.processes > 1:
+            follow_routers(launcher.router_beats, supervisor.saw_router, resources.lease_s)
+        else:
+            follow_router(launcher.router_url, supervisor.saw_router, resources.lease_s, resources.heartbeat_s)
 
     supervisor = Supervisor(
         config.resources.restart_backoff_s,

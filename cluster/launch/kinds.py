@@ -36,9 +36,11 @@ class WorkerActor:
 
     def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
         """Find the model on this machine and make the worker."""
+        from cluster.logs import set_up_logs
         from workers.models.resolve import resolve_model
         from workers.worker import Worker
 
+        set_up_logs(spec.config.log, f"{spec.replica} rank {spec.global_rank}")
         self._worker = Worker(spec, resolve_model(model), rendezvous)
 
     def open_store(self) -> str:
@@ -77,12 +79,15 @@ class RouterActor:
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
         """Serve; returns the base URL and the channel address that takes Drain."""
         from cluster.channel import Inbox
-        from router.server import RouterServer
+        from cluster.logs import set_up_logs
+        from router.server import RouterServer, spare_requests_collections
         from workers.models.resolve import resolve_model
 
+        set_up_logs(config.log, self._place.name)
         folder = resolve_model(model)
         self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, place=self._place)
         url = server.start()
+        spare_requests_collections()
         inbox = Inbox(host, rendezvous.channel_key)
         arguments = (inbox, config.router.drain_s)
         threading.Thread(target=self._wait_drain, args=arguments, name="control", daemon=True).start()

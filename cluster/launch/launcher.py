@@ -94,6 +94,10 @@ class Launcher:
         """Where the bootstrap service is, once it has started; it never moves."""
         return self._rendezvous
 
+    def router_beats(self) -> dict[str, int]:
+        """Numbers that change as long as router processes live, where there are several."""
+        return self._board.beats()
+
     def start(self, name: str, incarnation: Incarnation) -> None:
         """Start a member; returns when it is ready, and reports from then on when it ends.
 

@@ -18,3 +18,15 @@ class RouterBoard:
             for index, name in enumerate(router_names(num_processes))
         ]
         """Of every process."""
+
+    def beats(self) -> dict[str, int]:
+        """Numbers that change as long as the processes live."""
+        if self._descriptor is None:
+            return {}
+        from router.board import PAGE_BYTES
+
+        # A page begins with its number.
+        return {
+            place.name: int.from_bytes(os.pread(self._descriptor, 8, place.index * PAGE_BYTES), "little")
+            for place in self.places
+        }

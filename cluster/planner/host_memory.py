@@ -2,15 +2,9 @@
 
 from cluster.planner.gpu import weights_gib
 from cluster.planner.model import ModelFacts
-from cluster.spec.config import (
-    DecodeConfig,
-    DeployConfig,
-    Device,
-    PrefillConfig,
-    StorageBackendName,
-    TransferBackendName,
-)
+from cluster.spec.config import DecodeConfig, DeployConfig, Device, PrefillConfig, TransferBackendName
 from cluster.spec.errors import Problem
+from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.host_memory import HostMemory
 from cluster.spec.ranks import sizes_of, world_size
 

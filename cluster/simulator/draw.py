@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE, Ask, Fault, FaultKind, Hazards, Scenario, Shape, TierShape
-from cluster.spec.config import PrefetchPolicy, WritePolicy
+from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
 

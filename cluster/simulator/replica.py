@@ -8,7 +8,7 @@ from cluster.simulator.network import machine_of
 from cluster.simulator.rank_process import Follower, RankProcess
 from cluster.simulator.scenario import PAGE_SIZE, TierShape
 from cluster.simulator.surroundings import Surroundings
-from cluster.spec.config import HicacheConfig, StorageBackendName, StorageConfig
+from cluster.spec.hicache_config import HicacheConfig, StorageBackendName, StorageConfig
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cluster.spec.config import PrefetchPolicy, WritePolicy
+from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, Device, StorageBackendName
+from cluster.spec.config import DeployConfig, Device
 from cluster.spec.errors import Problem
+from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting

@@ -3,15 +3,14 @@
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from cluster.spec.config_node import MemoryGib, Node, PositiveInt, PositiveSeconds, Text
+from cluster.spec.hicache_config import HicacheConfig
+from cluster.spec.log_config import LogConfig
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.strategy import Collectives, CpMode, DpPolicy, MoeDispatch, PassingSetting, StrategySetting
 
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
-MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
-Text = Annotated[str, Field(min_length=1)]
 PolicyName = Literal[
     "round_robin",
     "random",
@@ -26,10 +25,6 @@ PolicyName = Literal[
 
 CPU_POOL_GIB = 1.0
 """Memory of a worker's pool where nothing is said."""
-
-
-class _Node(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Device(StrEnum):
@@ -54,7 +49,7 @@ class AttentionSetting(StrEnum):
     """On a CPU; the reference."""
 
 
-class ModelConfig(_Node):
+class ModelConfig(Node):
     """Which model is served."""
 
     path: Text = "recall"
@@ -72,7 +67,7 @@ class ModelConfig(_Node):
         return self.served_name or self.path.rstrip("/").rsplit("/", 1)[-1]
 
 
-class KvConfig(_Node):
+class KvConfig(Node):
     """The page pool of each worker."""
 
     page_size: PositiveInt = 64
@@ -85,7 +80,7 @@ class KvConfig(_Node):
     """Keep the pages of finished requests for prompts that begin alike, as long as nobody else needs the memory."""
 
 
-class ParallelConfig(_Node):
+class ParallelConfig(Node):
     """How one replica is cut over workers; dp*cp*tp*pp of them."""
 
     dp: PositiveInt = 1
@@ -102,7 +97,7 @@ class ParallelConfig(_Node):
     """Expert parallel ranks."""
 
 
-class PoolConfig(_Node):
+class PoolConfig(Node):
     """What prefill and decode have in common."""
 
     replicas: Annotated[int, Field(ge=1, le=4096, strict=True)] = 1
@@ -172,7 +167,7 @@ class TransferBackendName(StrEnum):
     MOONCAKE = "mooncake"
 
 
-class TransferConfig(_Node):
+class TransferConfig(Node):
     """How KV goes from prefill to decode."""
 
     backend: TransferBackendName = TransferBackendName.SHARED_MEMORY
@@ -193,86 +188,11 @@ class TransferConfig(_Node):
     """Most spans handed to the backend at once."""
 
 
-class WritePolicy(StrEnum):
-    """When a page of the device cache is copied to host memory, and one of host memory to storage."""
-
-    WRITE_THROUGH = "write_through"
-    """As soon as it is there."""
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When requests have found it `hicache.selective_hits` times."""
-    WRITE_BACK = "write_back"
-    """When it is among those that will be given up next."""
-
-
-class PrefetchPolicy(StrEnum):
-    """How long a request waits for pages that are read from storage; those that come later serve others."""
-
-    BEST_EFFORT = "best_effort"
-    """Not at all: it starts when its turn comes."""
-    WAIT_COMPLETE = "wait_complete"
-    """Until everything has come, half a minute at most."""
-    TIMEOUT = "timeout"
-    """`prefetch_base_s`, and `prefetch_s_per_1k_tokens` for every 1000 tokens of them."""
-
-
-class StorageBackendName(StrEnum):
-    """What keeps pages when all replicas have ended."""
-
-    NONE = "none"
-    FILES = "files"
-    MOONCAKE_STORE = "mooncake_store"
-
-
-Rate = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
-
-
-class StorageConfig(_Node):
-    """The tier below host memory, which all replicas share and which outlives them."""
-
-    backend: StorageBackendName = StorageBackendName.NONE
-    """`files` in a folder, or `mooncake_store`, a Mooncake Store cluster."""
-    folder: Text | None = None
-    """Of `files`; may be shared by hosts. A folder in Baton's cache folder by default."""
-    max_gib: MemoryGib = 64.0
-    """Most that `files` may take, in GiB; the least recently used objects go first."""
-    fsync: Annotated[bool, Field(strict=True)] = False
-    """Whether `files` waits for the disk; without, a power failure may cost some objects, which are then not read."""
-    master: Text = "127.0.0.1:50051"
-    """Of `mooncake_store`: host and port of its master."""
-    lent_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
-    """Of `mooncake_store`: memory of each worker that it may use, in GiB, beside that of its own servers."""
-    prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    """How long a request waits for its pages."""
-    prefetch_base_s: PositiveSeconds = 1.0
-    """See `timeout`."""
-    prefetch_s_per_1k_tokens: PositiveSeconds = 0.25
-    """See `timeout`."""
-    prefetch_min_tokens: PositiveInt = 256
-    """Fewer tokens are computed rather than read."""
-    read_mib_s: Rate | None = None
-    """Most that each worker reads in a second, in MiB; no limit by default."""
-    write_mib_s: Rate | None = None
-    """Most that each worker writes in a second, in MiB; no limit by default."""
-
-
-class HicacheConfig(_Node):
-    """Tiers below the device cache, where prefixes outlive it."""
-
-    host_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
-    """Host memory of each worker for cached pages, in GiB; 0 keeps none. Storage needs some."""
-    write: WritePolicy = WritePolicy.WRITE_THROUGH
-    """When pages are copied to the tier below."""
-    selective_hits: PositiveInt = 2
-    """Requests that must have found a page before `write_through_selective` copies it."""
-    storage: StorageConfig = StorageConfig()
-    """The tier below host memory."""
-
-
 ToolParserName = Literal["auto", "hermes", "llama3", "none"]
 ReasoningParser = Literal["auto", "qwen3", "none"]
 
 
-class RouterConfig(_Node):
+class RouterConfig(Node):
     """The HTTP endpoint."""
 
     host: Text = "127.0.0.1"
@@ -335,7 +255,7 @@ class RouterConfig(_Node):
     """Longest wait for open requests when the cluster stops."""
 
 
-class ResourcesConfig(_Node):
+class ResourcesConfig(Node):
     """What the cluster runs on, and how its processes are watched."""
 
     device: Device = Device.CPU
@@ -366,7 +286,7 @@ class ResourcesConfig(_Node):
     """First wait before a lost replica is started again; doubles up to a minute."""
 
 
-class DeployConfig(_Node):
+class DeployConfig(Node):
     """The whole file."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = "baton"
@@ -387,6 +307,8 @@ class DeployConfig(_Node):
     """The HTTP endpoint."""
     resources: ResourcesConfig = ResourcesConfig()
     """What the cluster runs on."""
+    log: LogConfig = LogConfig()
+    """What processes write to standard error."""
 
     def kv_memory_gib(self, pool: PoolConfig) -> float | None:
         """Memory of the page pool of one worker of these replicas, in GiB; None: what its GPU has left."""

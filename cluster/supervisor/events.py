@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.spec.errors import BatonError
-from cluster.spec.ids import Incarnation
+from cluster.spec.ids import ROUTER, Incarnation
 from cluster.supervisor.orders import Order
 
 # ---- events
@@ -88,9 +88,10 @@ class TableLost:
 
 @dataclass(frozen=True, slots=True)
 class RouterSeen:
-    """Somebody has asked the router for a sign of life."""
+    """Somebody has looked for a sign of life of a router process."""
 
     answers: bool
+    name: str = ROUTER
 
 
 @dataclass(frozen=True, slots=True)

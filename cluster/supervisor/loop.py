@@ -10,7 +10,7 @@ from itertools import count
 from typing import Protocol
 
 from cluster.spec.errors import BatonError, PeerUnreachableError
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Answer, Event, Outcome
@@ -112,9 +112,9 @@ class Supervisor:
         """The bootstrap service does not answer, or not with a table; from any thread."""
         self.post(words.TableLost())
 
-    def saw_router(self, answers: bool) -> None:
-        """The router has been asked for a sign of life; from any thread."""
-        self.post(words.RouterSeen(answers))
+    def saw_router(self, answers: bool, name: str = ROUTER) -> None:
+        """Somebody has looked for a sign of life of a router process; from any thread."""
+        self.post(words.RouterSeen(answers, name))
 
     def give(self, order: Order) -> Iterator[Answer]:
         """Have an order carried out; its answers as they come, up to the last one. From any thread.

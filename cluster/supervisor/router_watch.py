@@ -1,7 +1,7 @@
-"""Asks the router for a sign of life, for the driver: one that stands still keeps its port, and its clients wait."""
+"""Looks for signs of life of the router, for the driver: one that stands still keeps its port, and its clients wait."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 
@@ -18,6 +18,19 @@ def follow_router(url: str, on_seen: Callable[[bool], None], timeout_s: float, i
             if not (before and answered):
                 on_seen(answered)
             time.sleep(interval_s)
+
+
+def follow_routers(
+    beats: Callable[[], Mapping[str, int]], on_seen: Callable[[bool, str], None], interval_s: float
+) -> None:
+    """The same of several processes, by what they write on their board all the time; for ever."""
+    before: Mapping[str, int] = {}
+    while True:
+        now = beats()
+        for name, beat in now.items():
+            on_seen(beat != before.get(name), name)
+        before = now
+        time.sleep(interval_s)
 
 
 def _answers(http: httpx.Client) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.launch.services import BOOTSTRAP
-from cluster.spec.ids import ROUTER
+from cluster.spec.ids import is_router
 from cluster.supervisor import events as words
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Silence
 
@@ -21,18 +21,18 @@ def on_table_seen(cluster: Cluster, event: words.TableSeen, now: Now) -> Cluster
         and member.state in (MemberState.RUNNING, MemberState.DRAINING)
         and (member.name, member.incarnation) not in event.ready
     }
-    return replace(cluster, silent={**_router_of(cluster), **silent}, draining=event.draining)
+    return replace(cluster, silent={**_routers_of(cluster), **silent}, draining=event.draining)
 
 
 def on_table_lost(cluster: Cluster, now: Now) -> Cluster:
     """Nobody can say who shows life, except that the bootstrap service does not."""
-    return replace(cluster, silent={**_router_of(cluster), **_unanswered(cluster, BOOTSTRAP, now)})
+    return replace(cluster, silent={**_routers_of(cluster), **_unanswered(cluster, BOOTSTRAP, now)})
 
 
 def on_router_seen(cluster: Cluster, event: words.RouterSeen, now: Now) -> Cluster:
-    """The router answers, or it is silent."""
-    others = {name: silence for name, silence in cluster.silent.items() if name != ROUTER}
-    return replace(cluster, silent=others if event.answers else {**others, **_unanswered(cluster, ROUTER, now)})
+    """A router process answers, or it is silent."""
+    others = {name: silence for name, silence in cluster.silent.items() if name != event.name}
+    return replace(cluster, silent=others if event.answers else {**others, **_unanswered(cluster, event.name, now)})
 
 
 def out_of_patience(cluster: Cluster, now: Now) -> list[tuple[Member, str]]:
@@ -51,9 +51,9 @@ def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
     return {name: _silence(cluster, member, "it does not answer", now)}
 
 
-def _router_of(cluster: Cluster) -> dict[str, Silence]:
+def _routers_of(cluster: Cluster) -> dict[str, Silence]:
     """What is known of the router, of which no table tells."""
-    return {name: silence for name, silence in cluster.silent.items() if name == ROUTER}
+    return {name: silence for name, silence in cluster.silent.items() if is_router(name)}
 
 
 def _silence(cluster: Cluster, member: Member, reason: str, now: Now) -> Silence:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.spec.tiers import CachedTokens
+from router.access_log import Asked, log_request
 from router.answer import Answer
 from router.api.connection import EventStream, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
@@ -21,6 +22,7 @@ from router.key_limits import limit_of
 from router.key_ring import ApiKey
 from router.service import Service
 from router.text import AnswerText, Piece, TextRules, join
+from router.tracing import TRACEPARENT
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Of each prompt."""
     rules: TextRules
     arrived_s: float
+    request_id: str
     traceparent: str = ""
     """The trace that the client has it in, if any."""
 
@@ -105,9 +108,12 @@ def _told(service: Service, work: Work, answer: Answer) -> Generator[None, None,
         error = raised
         raise
     finally:
+        now_s = service.relay.now_s()
         has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
         outcome = "finished" if error is None else "left" if has_left else "failed"
         service.recent.add(answer, work.arrived_s, num_prompt_tokens, outcome)
+        if service.config.log.requests:
+            log_request(_asked(work, answer), answer, outcome, error, now_s)
         if tracing is not None and span is not None:
             facts = {
                 "gen_ai.request.model": service.model,
@@ -115,6 +121,16 @@ def _told(service: Service, work: Work, answer: Answer) -> Generator[None, None,
                 "gen_ai.usage.output_tokens": answer.stream.num_tokens,
             }
             tracing.end(span, answer, facts, error)
+
+
+def _asked(work: Work, answer: Answer) -> Asked:
+    return Asked(
+        request_id=work.request_id,
+        caller=work.caller.name if work.caller is not None else None,
+        traceparent=answer.trace.get(TRACEPARENT, work.traceparent),
+        num_prompt_tokens=_prompt_tokens(work),
+        arrived_s=work.arrived_s,
+    )
 
 
 async def collect(service: Service, work: Work) -> tuple[list[Piece], Usage, dict[str, str]]:

@@ -75,6 +75,7 @@ def job_of(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         arrived_s=arrived_s,
+        request_id=request_id(request),
         traceparent=request.headers.get(TRACEPARENT, ""),
     )
 

@@ -67,6 +67,7 @@ async def _work(service: Service, request: Request, body: ResponseRequest, arriv
         num_choices=1,
         rules=rules,
         arrived_s=arrived_s,
+        request_id=request_id(request),
         traceparent=request.headers.get(TRACEPARENT, ""),
     )
     return work, new_reader

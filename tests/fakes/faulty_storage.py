@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.spec.config import StorageBackendName, StorageConfig
+from cluster.spec.hicache_config import StorageBackendName, StorageConfig
 from workers.hicache.storage import registry
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageError

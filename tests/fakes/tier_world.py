@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cluster.spec.config import HicacheConfig, PrefetchPolicy
+from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.page_key import owner_base, page_keys

@@ -19,7 +19,7 @@ from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_ap
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
-from cluster.spec.ids import ReplicaId
+from cluster.spec.ids import ReplicaId, router_names
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
 from cluster.supervisor.router_watch import follow_router
 from cluster.supervisor.table_watch import follow_table
@@ -242,6 +242,12 @@ def test_port_in_use_is_refused_in_one_line() -> None:
             BootstrapServer("127.0.0.1", port, TOKEN, LEASE_S).start()
 
 
+def test_the_end_of_every_router_process_is_told(client: BootstrapClient) -> None:
+    for name in router_names(2):
+        client.unregister(name, Incarnation(2), reaped=True)
+    assert client.table().reaped == {"router": 2, "router-1": 2}
+
+
 def keeper_of(url: str, tables: list[TableSnapshot], refusals: list[TableRefusedError]) -> LeaseKeeper:
     return LeaseKeeper(url, TOKEN, ROWS, ReplicaLoad, tables.append, 0.05, refusals.append)
 
@@ -265,6 +271,23 @@ def test_lease_keeper_registers_renews_and_leaves(url: str, client: BootstrapCli
     keeper.stop(unregister=True)
     assert time.monotonic() - before_s < 10.0, "the long poll is not waited for"
     assert client.table().replicas == ()
+
+
+def test_lease_keeper_tells_at_once_what_cannot_wait(url: str, client: BootstrapClient) -> None:
+    load = [ReplicaLoad()]
+    keeper = LeaseKeeper(url, TOKEN, ROWS, lambda: load[-1], lambda _: None, 3600.0)
+    keeper.start()
+
+    def is_draining() -> bool:
+        entry = client.table().find(P0)
+        return entry is not None and entry.load.draining
+
+    wait_until(lambda: client.table().find(P0) is not None)
+    assert not is_draining()
+    load.append(ReplicaLoad(draining=True))
+    keeper.hurry()
+    wait_until(is_draining)
+    keeper.stop(unregister=True)
 
 
 def test_lease_keeper_refills_a_restarted_service() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cluster.simulator.draw import draw_mild, draw_scenario
 from cluster.simulator.scenario import Fault, FaultKind, Hazards, Scenario, TierShape
 from cluster.simulator.simulation import Simulation
-from cluster.spec.config import PrefetchPolicy, WritePolicy
+from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from tests.simulation import defects
 
 MAX_SEEDS = 600

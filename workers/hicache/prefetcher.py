@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.spec.config import PrefetchPolicy, StorageConfig
+from cluster.spec.hicache_config import PrefetchPolicy, StorageConfig
 from cluster.spec.ids import Room
 from cluster.spec.tiers import MoveKind, TierPage
 from workers.hicache.breaker import Breaker

@@ -7,7 +7,7 @@ the copy is thrown away.
 from collections import Counter, deque
 from functools import partial
 
-from cluster.spec.config import WritePolicy
+from cluster.spec.hicache_config import WritePolicy
 from cluster.spec.tiers import MoveKind, TierPage
 from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree

@@ -3,7 +3,7 @@
 from collections import deque
 from functools import partial
 
-from cluster.spec.config import WritePolicy
+from cluster.spec.hicache_config import WritePolicy
 from cluster.spec.tiers import MoveKind, TierPage
 from workers.cache.page_journal import PageJournal
 from workers.hicache.breaker import Breaker

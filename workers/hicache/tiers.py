@@ -6,7 +6,7 @@ decides what is copied where, and every rank does its part of it.
 
 from collections.abc import Callable, Sequence
 
-from cluster.spec.config import HicacheConfig, StorageBackendName
+from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message
 from cluster.spec.page_key import first_place

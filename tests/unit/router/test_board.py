@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.launch.router_board import RouterBoard
 from router.board import Board
 
 
@@ -47,6 +48,18 @@ def test_a_changed_byte_is_no_content(path: str) -> None:
     board.write(0, b"content")
     board._memory[16] ^= 1
     assert board.read(0) is None
+
+
+def test_the_driver_sees_that_a_process_writes() -> None:
+    shared = RouterBoard(2)
+    first, second = (Board(place.board, 4) for place in shared.places)
+    second.write(1, b"anything")
+    before = shared.beats()
+    first.write(0, b"anything")
+    after = shared.beats()
+    assert before["router-1"] == after["router-1"] != 0
+    assert before["router"] != after["router"]
+    assert RouterBoard(1).beats() == {}
 
 
 def test_the_flag_is_everybodys(path: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.spec.config import HicacheConfig
+from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import FollowPages, PageNews

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.spec.config import HicacheConfig, PrefetchPolicy, WritePolicy
+from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
 from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import MoveKind, PagesMoved, TierPage

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.spec.config import StorageBackendName, StorageConfig
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
+from cluster.spec.hicache_config import StorageBackendName, StorageConfig
 from workers.hicache.storage.interface import StorageBackend
 
 

@@ -1,0 +1,16 @@
+"""What every node of the deploy YAML is, and the types that several of them have."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Node(BaseModel):
+    """Frozen; an unknown key is refused with its path."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -1,0 +1,95 @@
+"""A record for every request, where they are asked for; never with a prompt, an answer or a key."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.logs import JsonLines
+from cluster.spec.env import API_KEYS
+from cluster.spec.ids import Incarnation
+from cluster.spec.log_config import LogConfig
+from cluster.spec.worker_spec import Rendezvous
+from router.access_log import trace_id
+from router.server import RouterServer
+from tests.fakes.bootstrap import FakeTable, entry_of, table_of
+from tests.fakes.replica import FakeReplica
+from tests.fakes.router_cluster import MODEL, config_of, wait_ready
+
+pytestmark = pytest.mark.integration
+
+KEY = "key-of-somebody"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.fixture
+def endpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[tuple[httpx.Client, FakeReplica]]:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(API_KEYS.name, KEY)
+    config = config_of(max_retries=0).model_copy(update={"log": LogConfig(requests=True)})
+    table = FakeTable()
+    with FakeReplica("prefill-0") as prefill, FakeReplica("decode-0") as decode:
+        rendezvous = Rendezvous(bootstrap_url="http://nowhere", token="token")
+        server = RouterServer(config, folder, rendezvous, "127.0.0.1", Incarnation(1), watch=table.watch)
+        table.show(table_of(entry_of(prefill.peer), entry_of(decode.peer)))
+        headers = {
+            "authorization": f"Bearer {KEY}",
+            "x-request-id": "request-7",
+            "traceparent": f"00-{TRACE}-{1:016x}-01",
+        }
+        try:
+            with httpx.Client(base_url=server.start(), headers=headers, timeout=60, trust_env=False) as client:
+                wait_ready(client)
+                yield client, decode
+        finally:
+            server.stop()
+        server.run()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_record_says(
+    endpoint: tuple[httpx.Client, FakeReplica], caplog: pytest.LogCaptureFixture, path: str, stream: bool
+) -> None:
+    http, _ = endpoint
+    body = {"prompt": "very secret"} if path == "/v1/completions" else {"input": "very secret"}
+    reply = http.post(path, json={"model": MODEL, "stream": stream, **body})
+    assert reply.status_code == 200
+    (record,) = [record for record in caplog.records if record.name == "router.access_log"]
+    text = JsonLines("router").format(record)
+    line = json.loads(text)
+    assert (line["message"], line["request_id"], line["trace_id"]) == ("request finished", "request-7", TRACE)
+    assert (line["prefill"], line["decode"], line["key"]) == ("prefill-0", "decode-0", "key-0")
+    assert line["room"] > 0
+    assert line["tokens"] > 0
+    assert line["prompt_tokens"] >= len("very secret")
+    assert line["phases_ms"].keys() == {"queue", "bootstrap", "prefill", "transfer", "decode"}
+    assert line["total_ms"] > 0
+    assert "error" not in line
+    assert "secret" not in text
+    assert KEY not in text
+
+
+def test_a_failure_says_why(endpoint: tuple[httpx.Client, FakeReplica], caplog: pytest.LogCaptureFixture) -> None:
+    http, decode = endpoint
+    decode.fails = "no memory"
+    assert http.post("/v1/completions", json={"model": MODEL, "prompt": "very secret"}).status_code == 503
+    lines = [json.loads(JsonLines("router").format(record)) for record in caplog.records]
+    last = next(line for line in lines if line["logger"] == "router.access_log")
+    assert last["message"] == "request failed"
+    assert "no memory" in last["error"]
+    (failed,) = [line for line in lines if line["message"].startswith("a leg failed")]
+    assert (failed["room"], failed["replica"], failed["level"]) == (last["room"], "decode-0", "warning")
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "found"), [("", None), (f"00-{TRACE}-0000000000000001-01", TRACE), ("00-short-1-01", None)]
+)
+def test_the_trace_of_a_header(traceparent: str, found: str | None) -> None:
+    assert trace_id(traceparent) == found
