@@ -63,12 +63,15 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
 def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLeader:
     """The control state of the replica whose rank 0 this is."""
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
-    depth, make = spec.sizes.pp, _make_decode_leader
+    depth, make, num_ahead = spec.sizes.pp, _make_decode_leader, 0
     if spec.role is Role.PREFILL:
         # One more than stages, so that none waits for the word that a step has ended.
         depth, make = depth + (depth > 1), _make_prefill_leader
+    elif rank.runner.is_asynchronous and spec.world_size == 1:
+        # Ranks that do not draw would have to be told the tokens that the next step follows.
+        depth, num_ahead = 2, 1
     leaders = [make(spec, rank, me, rows, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
-    return ReplicaLeader(leaders, spec.sizes, depth=depth, policy=spec.pool.dp_policy)
+    return ReplicaLeader(leaders, spec.sizes, depth=depth, num_ahead=num_ahead, policy=spec.pool.dp_policy)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:
@@ -85,7 +88,13 @@ def _make_decode_leader(
 ) -> Leader:
     config, own = spec.config, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
-    limits = StepLimits(rank.layout.page_size, config.decode.chunk_tokens, config.decode.max_requests, depth=depth)
+    limits = StepLimits(
+        rank.layout.page_size,
+        config.decode.chunk_tokens,
+        config.decode.max_requests,
+        depth=depth,
+        runs_ahead=depth > spec.sizes.pp,
+    )
     settings = DecodeSettings(
         me=me,
         dp_rank=dp_rank,

@@ -25,3 +25,8 @@ def synchronize(device: torch.device) -> None:
     """Wait for what was started on a GPU; a CPU is never ahead."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same there; the host goes on at once, whatever a GPU is at. Torch keeps the pinned copy until then."""
+    return on_cpu if device.type == "cpu" else on_cpu.pin_memory().to(device, non_blocking=True)

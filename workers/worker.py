@@ -6,7 +6,7 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,10 +21,8 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError, QuarantineError
-from cluster.spec.ids import Room
 from cluster.spec.messages import Drain, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
-from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import DropSend, GiveTimeline, Shutdown, StepPlan, StepResult
 from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import CheckPages
@@ -36,6 +34,7 @@ from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.rank import Rank, load_rank
+from workers.rank_steps import RankSteps
 from workers.scheduler.outgoing import outputs_together
 from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter
@@ -138,8 +137,9 @@ class Worker:
         lease = self._keep_lease(rows)
         meter = StepMeter()
         load_due_s = 0.0
+        steps = RankSteps(rank, sender, self._clock)
         try:
-            while self._take_in(leader, sender, outbox):
+            while self._take_in(leader, sender, outbox, is_busy=steps.num_begun > 0):
                 plans = leader.next_plans()
                 # First tokens, tickets and pages that are loaded do not wait for the step.
                 self._emit(leader, mover, outbox)
@@ -148,12 +148,12 @@ class Worker:
                 if plans:
                     for addresses, plan in zip(followers, plans, strict=True):
                         outbox.broadcast(addresses, plan)
-                    plan = plans[self.spec.coords.dp]
-                    start_s = self._clock.now_s()
-                    sampled = _compute(plan, rank, sender)
-                    meter.after_step(plan, self._clock.now_s() - start_s)
-                    if rank.runner.draws and plan.rows:
-                        leader.commit(self.spec.coords.dp, sampled, self._clock.now_s())
+                    steps.begin(plans[self.spec.coords.dp])
+                if steps.num_begun > (leader.num_ahead if plans else 0):
+                    ended = steps.end()
+                    meter.after_step(ended.plan, ended.seconds)
+                    if rank.runner.draws and ended.plan.rows:
+                        leader.commit(self.spec.coords.dp, ended.sampled, self._clock.now_s())
                 if self._clock.now_s() >= load_due_s or not leader.has_work():
                     self._load = self._whole_load(leader.load(), meter, rank)
                     load_due_s = self._clock.now_s() + LOAD_EVERY_S
@@ -171,10 +171,10 @@ class Worker:
             load, dropped=dict(dropped), steps=meter.times, graph_steps=rank.runner.graph_steps
         )
 
-    def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox) -> bool:
-        """Hand waiting messages to the leader; sleeps while there is no step to compute. False ends the loop."""
+    def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox, *, is_busy: bool) -> bool:
+        """Hand waiting messages to the leader; sleeps while there is no step to plan or end. False ends the loop."""
         going_on = True
-        for message in self._inbox.receive(self._idle_wait_s(leader)):
+        for message in self._inbox.receive(0.0 if is_busy else self._idle_wait_s(leader)):
             if isinstance(message, Shutdown):
                 going_on = False
             elif isinstance(message, DropSend):
@@ -211,10 +211,12 @@ class Worker:
                 _send_if_heard(outbox, address, message)
 
     def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
+        steps = RankSteps(rank, sender, self._clock)
         while True:
             for message in self._inbox.receive(IDLE_WAIT_S):
                 if isinstance(message, StepPlan):
-                    sampled = _compute(message, rank, sender)
+                    steps.begin(message)
+                    sampled = steps.end().sampled
                     if rank.runner.draws and message.rows:
                         result = StepResult(step=message.step, dp_rank=self.spec.coords.dp, sampled=sampled)
                         outbox.send(leader_address, result)
@@ -279,15 +281,6 @@ class Worker:
         outbox = Outbox(self._key)
         outbox.send(self._inbox.address, message)
         outbox.close()
-
-
-def _compute(plan: StepPlan, rank: Rank, sender: KvSender) -> Mapping[Room, Sampled]:
-    """This rank's part of a step: what it has drawn, and the KV that leaves before and after."""
-    sender.before_step(plan)
-    with rank.step_recorder.step(plan):
-        sampled = rank.runner.execute(plan)
-    sender.after_step(plan, rank.runner.requests)
-    return sampled
 
 
 def _send_if_heard(outbox: Outbox, address: str, message: Message) -> None:

@@ -52,6 +52,8 @@ class Row(Struct, frozen=True):
     """The last token's logits give an output token."""
     output_position: int
     """Index of that output token in the request's output."""
+    follows: bool = False
+    """The row is the one token that the step before draws for the request; what ``token_ids`` holds says nothing."""
     targets: list[int] = []
     """Tokens of the prompt that follow those here, where their log-probabilities are asked for."""
 

@@ -14,6 +14,7 @@ from cluster.spec.strategy import Strategy
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_lens import ShardLens
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
+from workers.device import on_device
 from workers.expert_parallel.sharing import Lens
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
@@ -103,7 +104,7 @@ class StepBatch:
     def sampled_rows(self) -> Tensor:
         """Int64 rows of the sampled tokens that this rank computes."""
         offsets = [sample.owner.offset for sample in self._samples]
-        return torch.tensor(offsets, dtype=torch.int64, device=self.token_ids.device)
+        return on_device(torch.tensor(offsets, dtype=torch.int64), self.token_ids.device)
 
     @property
     def _samples(self) -> list[Sample]:
@@ -163,8 +164,7 @@ def build_step_batch(
     own = [_own(table, part, owners) for table in tables]
 
     def tensor(values: Indices) -> Tensor:
-        on_cpu = torch.from_numpy(values)
-        return on_cpu if device.type == "cpu" else on_cpu.to(device)
+        return on_device(torch.from_numpy(values), device)
 
     return StepBatch(
         plan=plan,

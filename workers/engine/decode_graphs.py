@@ -12,7 +12,9 @@ from torch import Tensor
 from cluster.spec.kv import pages_for
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
+from workers.device import on_device
 from workers.engine.batch import BatchRow
+from workers.engine.begun_step import Followed
 from workers.expert_parallel.sharing import Lens
 from workers.models.decoder import DecoderModel
 from workers.models.interface import AttentionContext
@@ -58,14 +60,14 @@ class DecodeGraphs:
                 self._steps.clear()
                 _log.warning("decode steps are not replayed: %s", error)
 
-    def run(self, rows: Sequence[BatchRow]) -> Tensor | None:
+    def run(self, rows: Sequence[BatchRow], followed: Followed | None = None) -> Tensor | None:
         """Final hidden states ``[rows, hidden]``, valid until the next call; None where it cannot be replayed."""
         reason = self._failure or self._misfit(rows)
         self.counts[reason or REPLAYED] += 1
         if reason:
             return None
         size = min(size for size in self._steps if size >= len(rows))
-        return self._steps[size].run(rows)
+        return self._steps[size].run(rows, followed)
 
     def _misfit(self, rows: Sequence[BatchRow]) -> str:
         if any(len(row.token_ids) != 1 or not row.sampled or row.scored for row in rows):
@@ -88,8 +90,10 @@ class _RecordedStep:
         self._fill([])
         self._hidden, self._replay = record(lambda: model(token_ids, positions, context))
 
-    def run(self, rows: Sequence[BatchRow]) -> Tensor:
+    def run(self, rows: Sequence[BatchRow], followed: Followed | None) -> Tensor:
         self._fill(rows)
+        if followed is not None:
+            followed.put_into(self._inputs[0])
         self._replay()
         return self._hidden[: len(rows)]
 
@@ -102,7 +106,7 @@ class _RecordedStep:
         pages = [table[position // pool.page_size] for table, position in zip(tables, positions, strict=True)]
         slots = np.array(pages) * pool.page_size + np.array(positions) % pool.page_size
         inputs = torch.from_numpy(np.stack([token_ids, positions, slots]))
-        self._inputs.copy_(inputs.pin_memory() if self._inputs.is_cuda else inputs, non_blocking=True)
+        self._inputs.copy_(on_device(inputs, self._inputs.device))
         self._attention.fill([position + 1 for position in positions], tables)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.device import on_device
 from workers.engine.sampling_state import SamplingState
 from workers.engine.token_counts import TokenCounts
 
@@ -82,8 +83,9 @@ def _penalise(logits: Tensor, states: Sequence[SamplingState], counted: Mapping[
 
 def _index(ids: Mapping[int, NDArray[np.int64]], like: Tensor) -> Index:
     rows = np.repeat(np.array(list(ids), np.int64), [len(part) for part in ids.values()])
-    return torch.from_numpy(rows).to(like.device), torch.from_numpy(np.concatenate(list(ids.values()))).to(like.device)
+    columns = np.concatenate(list(ids.values()))
+    return on_device(torch.from_numpy(rows), like.device), on_device(torch.from_numpy(columns), like.device)
 
 
 def _tensor(parts: Sequence[Numbers], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(like.device)
+    return on_device(torch.from_numpy(np.concatenate(parts)), like.device)

@@ -2,18 +2,16 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec.structs import replace
 
 from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.host_pages import HostPages
@@ -23,10 +21,11 @@ from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
 from workers.device import synchronize
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.begun_step import BegunStep, Drawn, Followed
 from workers.engine.contexts import make_context
-from workers.engine.page_table import PageTable
+from workers.engine.known_request import KnownRequest
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
-from workers.engine.sampler import sample
+from workers.engine.sampler import begin_sample
 from workers.engine.sampling_state import SamplingState
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
@@ -36,25 +35,6 @@ _SAMPLE_TOKENS = 32
 
 if TYPE_CHECKING:
     from workers.engine.decode_graphs import DecodeGraphs
-
-
-@dataclass(slots=True)
-class KnownRequest:
-    """What every rank remembers of a request between steps."""
-
-    admit: Admit
-    table: PageTable = field(default_factory=PageTable)
-    """Page p of a sharded pool is the page p // cp of CP rank p mod cp."""
-    sampling: SamplingState | None = None
-    """Where tokens are drawn, from the first draw on."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt so far, until the first draw."""
-
-    @property
-    def pages(self) -> list[int]:
-        """A copy of the table, for those who send."""
-        pages: list[int] = self.table.all.tolist()
-        return pages
 
 
 class ModelRunner:
@@ -88,6 +68,8 @@ class ModelRunner:
         self._cp_group = cp_group
         self._exchange = CpExchange(cp_group)
         self._pipeline = pipeline or Pipeline()
+        self._drawn = Drawn()
+        """The newest step that has drawn tokens."""
 
     @property
     def draws(self) -> bool:
@@ -145,8 +127,17 @@ class ModelRunner:
     def _owners(self) -> int:
         return self._cp_group.size if self._is_sharded else 1
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a step that was begun goes on by itself, so that the next one can be planned meanwhile."""
+        return self._model.device.type == "cuda"
+
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
+        return self.begin(plan).wait()
+
+    def begin(self, plan: StepPlan) -> BegunStep:
+        """Begin a step, which may follow tokens that the step begun before has yet to draw."""
         self._take_notice(plan)
         if self._staging is not None:
             self._staging.take_in(plan.arrived)
@@ -156,7 +147,8 @@ class ModelRunner:
             if not any(row.samples for row in plan.rows):
                 self._host_pages.finish()
         with torch.inference_mode():
-            return self._forward(plan)
+            drawn = self._forward(plan)
+        return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn)
 
     def _take_notice(self, plan: StepPlan) -> None:
         for room in plan.releases:
@@ -167,7 +159,7 @@ class ModelRunner:
             if row.new_pages:
                 self.requests[row.room].table.extend(row.new_pages)
 
-    def _forward(self, plan: StepPlan) -> dict[Room, Sampled]:
+    def _forward(self, plan: StepPlan) -> Drawn:
         rows = [
             BatchRow(
                 row.token_ids, row.first_position, self.requests[row.room].table.all, row.samples, bool(row.targets)
@@ -175,11 +167,12 @@ class ModelRunner:
             for row in plan.rows
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
-        last = self._graphs.run(rows) if self._graphs is not None and shards is None else None
+        followed = self._drawn.followed(plan.rows)
+        last = self._graphs.run(rows, followed) if self._graphs is not None and shards is None else None
         if last is None:
-            context, hidden = self._compute(rows, plan.strategy, plan.passing, shards)
+            context, hidden = self._compute(rows, plan.strategy, plan.passing, shards, followed)
             if not self._pipeline.is_last:
-                return {}
+                return Drawn()
             if any(row.targets for row in plan.rows):
                 self._tell_prompts(plan.rows, context, hidden)
             last = context.last.join_last(hidden)
@@ -188,12 +181,20 @@ class ModelRunner:
             self._host_pages.finish()
         sampled = [row for row in plan.rows if row.samples]
         if not sampled or self._cp_group.rank > 0:
-            return {}
+            return Drawn()
         logits = self._model.logits(last)
-        return self._sample(sampled, logits) if self.draws else {}
+        if not self.draws:
+            return Drawn()
+        self._drawn = self._begin_sample(sampled, logits)
+        return self._drawn
 
     def _compute(
-        self, rows: Sequence[BatchRow], strategy: Strategy, passing: Passing | None, shards: ShardLens | None
+        self,
+        rows: Sequence[BatchRow],
+        strategy: Strategy,
+        passing: Passing | None,
+        shards: ShardLens | None,
+        followed: Followed | None = None,
     ) -> tuple[StepContext, torch.Tensor]:
         """Final hidden states ``[wanted, hidden]`` of this rank's tokens, and the context that joins them.
 
@@ -210,6 +211,8 @@ class ModelRunner:
             owners=self._owners,
             shards=shards,
         )
+        if followed is not None:
+            followed.put_into(batch.token_ids)
         context = make_context(batch, passing, self._pool, self._backend, self._exchange)
         hidden = self._model(batch.token_ids, batch.positions, context, self._received(len(batch.token_ids)))
         self._pipeline.send(hidden)
@@ -234,18 +237,16 @@ class ModelRunner:
             for request, of_row in zip(known, told, strict=True):
                 request.prompt_logprobs += of_row
 
-    def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> dict[Room, Sampled]:
+    def _begin_sample(self, rows: Sequence[Row], logits: torch.Tensor) -> Drawn:
         states = [self._sampling_state(row.room) for row in rows]
-        drawn = sample(logits, states, [row.output_position for row in rows])
-        return {row.room: self._with_prompt(row.room, sampled) for row, sampled in zip(rows, drawn, strict=True)}
-
-    def _with_prompt(self, room: Room, sampled: Sampled) -> Sampled:
-        """The first token takes along what is told of the prompt."""
-        known = self.requests[room]
-        if not known.prompt_logprobs:
-            return sampled
-        told, known.prompt_logprobs = known.prompt_logprobs, []
-        return replace(sampled, prompt_logprobs=told)
+        draws = begin_sample(logits, states, [row.output_position for row in rows])
+        told: dict[Room, list[TokenLogprobs]] = {}
+        for room in (row.room for row in rows):
+            # The first token takes along what is told of the prompt.
+            known = self.requests[room]
+            if known.prompt_logprobs:
+                told[room], known.prompt_logprobs = known.prompt_logprobs, []
+        return Drawn([row.room for row in rows], draws, told)
 
     def _sampling_state(self, room: Room) -> SamplingState:
         known = self.requests[room]

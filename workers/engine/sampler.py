@@ -2,12 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
+from workers.device import on_device
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
@@ -21,8 +24,36 @@ _NUM_RANKED = 1024
 """Tokens that are ranked at first; few rows must look further to know where their top-p ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One token a row; on a GPU they may still be on their way to be drawn."""
+
+    token_ids: Tensor
+    """``[num_rows]`` int64, where the logits are."""
+    _states: Sequence[SamplingState]
+    _num_top: Mapping[int, int]
+    """Likeliest tokens that are told, by row, of those that ask."""
+    _likelihoods: "_Likelihoods | None"
+    """Of the same rows."""
+
+    def wait(self) -> list[Sampled]:
+        """What was drawn, of which the rows' states take note; once."""
+        told: dict[int, TokenLogprobs] = {}
+        if self._likelihoods is not None:
+            told = dict(zip(self._num_top, self._likelihoods.read(self._num_top.values()), strict=True))
+        drawn = list(zip(self._states, self.token_ids.tolist(), strict=True))
+        for state, token_id in drawn:
+            state.append(token_id)
+        return [_sampled(state, token_id, told.get(row)) for row, (state, token_id) in enumerate(drawn)]
+
+
 def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[Sampled]:
-    """One token a row, which its state takes note of.
+    """Begin, and wait."""
+    return begin_sample(logits, states, positions).wait()
+
+
+def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> Draws:
+    """One token a row.
 
     logits: [num_rows, vocab_size] fp32, as the model gives them; changed in place. positions: each row's output
     position (0 for the first generated token).
@@ -32,16 +63,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState], positions: Sequence[
     unprocessed = logits[list(asked)] if asked else logits
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
-    logprobs: dict[int, TokenLogprobs] = {}
-    if asked:
-        told = _logprobs(unprocessed, [token_ids[index] for index in asked], list(asked.values()))
-        logprobs = dict(zip(asked, told, strict=True))
-    for state, token_id in zip(states, token_ids, strict=True):
-        state.append(token_id)
-    return [
-        _sampled(state, token_id, logprobs.get(index))
-        for index, (state, token_id) in enumerate(zip(states, token_ids, strict=True))
-    ]
+    likelihoods = _likelihoods(unprocessed, token_ids[list(asked)], max(asked.values())) if asked else None
+    return Draws(token_ids, states, asked, likelihoods)
 
 
 def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None) -> Sampled:
@@ -50,27 +73,24 @@ def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None
     return Sampled(token_id=token_id, logprobs=logprobs, is_last=state.grammar.is_whole, problem=state.grammar.problem)
 
 
-def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """One token id a row.
+def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """One token id a row ``[num_rows]`` int64.
 
     A temperature below 1e-5, or a top-k of 1, takes the likeliest token (the first of equals). Otherwise temperature,
     top-k, top-p and min-p apply in this order, each to what the one before left.
     """
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
-    chosen = _likeliest(logits) if len(drawn) < len(rows) else [0] * len(rows)
+    chosen = _likeliest(logits) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
     if drawn:
         uniforms = [uniform(rows[index].seed, positions[index]) for index in drawn]
-        token_ids = _draw(logits[drawn], [rows[index] for index in drawn], uniforms).tolist()
-        for index, token_id in zip(drawn, token_ids, strict=True):
-            chosen[index] = token_id
+        index = on_device(torch.tensor(drawn), logits.device)
+        chosen[index] = _draw(logits[index], [rows[place] for place in drawn], uniforms)
     return chosen
 
 
-def _likeliest(logits: Tensor) -> list[int]:
+def _likeliest(logits: Tensor) -> Tensor:
     """On a CPU numpy finds it several times as fast as torch."""
-    on_cpu = logits.device.type == "cpu"
-    token_ids: list[int] = (logits.numpy().argmax(axis=-1) if on_cpu else logits.argmax(dim=-1)).tolist()
-    return token_ids
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -80,15 +100,22 @@ def uniform(seed: int, position: int) -> float:
     return float((int.from_bytes(digest, "little") >> 12) / 2**52)
 
 
-def _logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+class _Likelihoods(NamedTuple):
     """Of one token a row, and the row's likeliest."""
+
+    own: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+    def read(self, num_top: Iterable[int]) -> list[TokenLogprobs]:
+        rows = zip(self.own.tolist(), self.top.tolist(), self.top_ids.tolist(), num_top, strict=True)
+        return [TokenLogprobs(logprob=own, top_ids=ids[:num], top_logprobs=top[:num]) for own, top, ids, num in rows]
+
+
+def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> _Likelihoods:
     logprobs = logits.log_softmax(dim=-1)
-    own = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None]).squeeze(-1).tolist()
-    top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-    return [
-        TokenLogprobs(logprob=logprob, top_ids=ids[:num], top_logprobs=values[:num])
-        for logprob, ids, values, num in zip(own, top.indices.tolist(), top.values.tolist(), num_top, strict=True)
-    ]
+    top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
+    return _Likelihoods(logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices)
 
 
 def _draw(logits: Tensor, rows: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
@@ -100,7 +127,7 @@ def _draw(logits: Tensor, rows: Sequence[Sampling], uniforms: Sequence[float]) -
     floor = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows], logits)
     weights = scores.masked_fill(scores < floor, -math.inf).exp()
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
+    targets = _column(uniforms, cumulative) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
 
 
@@ -125,8 +152,8 @@ def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple
     Scores are at most 0, and 0 for the likeliest.
     """
     ranked = scores.topk(num_ranked, dim=-1).values
-    top_k = torch.tensor([[row.top_k or scores.shape[-1]] for row in rows], device=scores.device)
-    top_p = torch.tensor([[row.top_p] for row in rows], dtype=torch.float64, device=scores.device)
+    top_k = on_device(torch.tensor([[row.top_k or scores.shape[-1]] for row in rows]), scores.device)
+    top_p = on_device(torch.tensor([[row.top_p] for row in rows], dtype=torch.float64), scores.device)
     is_outside = torch.arange(num_ranked, device=scores.device) >= top_k
     weights = ranked.exp().double().masked_fill(is_outside, 0.0)
     total = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
@@ -141,4 +168,4 @@ def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return on_device(torch.tensor(values, dtype=like.dtype), like.device)[:, None]

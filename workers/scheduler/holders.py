@@ -210,9 +210,9 @@ class PageHolders:
 
     def _withdraw(self, sequence: Sequence) -> list[int]:
         pages, sequence.pages = sequence.pages, []
-        if sequence.announced:
+        if sequence.told_step:
             self._releases.append(sequence.room)
-        sequence.announced = False
+        sequence.told_step = sequence.num_coming = 0
         sequence.num_announced_pages = sequence.num_shared_pages = 0
         sequence.computed_len = sequence.planned_len = 0
         return pages

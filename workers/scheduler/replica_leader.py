@@ -46,11 +46,14 @@ class ReplicaLeader:
         sizes: RankCoords,
         *,
         depth: int = 1,
+        num_ahead: int = 0,
         policy: DpPolicy = DpPolicy.LEAST_TOKENS,
     ) -> None:
-        """``leaders`` by DP rank; ``depth``: most steps under way."""
+        """``leaders`` by DP rank; ``depth``: most steps under way, of which the newest ``num_ahead`` follow others."""
         assert len(leaders) == sizes.dp, f"{len(leaders)} leaders for dp = {sizes.dp}"
         self._leaders, self._sizes, self._depth, self._policy = leaders, sizes, depth, policy
+        self.num_ahead = num_ahead
+        """Most steps that may be begun on a rank before the one before them has ended there."""
         self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
         """By DP rank: plans with rows whose outcome is not known."""
         self._homes: OrderedDict[Room, int] = OrderedDict()

@@ -51,8 +51,10 @@ class Sequence:
     """Leading pages that the ranks already know of; 0 again after a retraction."""
     num_shared_pages: int = 0
     """Leading pages that were left to the cache, or came from it, as far as it was told."""
-    announced: bool = False
-    """The ranks know this room."""
+    told_step: int = 0
+    """The step with which the ranks were told of this room; 0 while they do not know it."""
+    num_coming: int = 0
+    """Tokens that steps under way will draw, where the next step is planned before they are known."""
     timed: bool = False
     """The ranks keep a timeline of it."""
     is_restoring: bool = False
@@ -65,8 +67,11 @@ class Sequence:
 
     @property
     def pending_len(self) -> int:
-        """Tokens that no step has computed or is to compute."""
-        return len(self.tokens) - self.planned_len
+        """Tokens that no step has computed or is to compute; those that come count while more may follow them."""
+        num_tokens = len(self.tokens)
+        if self.num_coming and self.num_outputs + self.num_coming < self.stopping.max_tokens:
+            num_tokens = min(num_tokens + self.num_coming, self.max_len - 1)
+        return max(0, num_tokens - self.planned_len)
 
     @property
     def cached(self) -> CachedTokens:
@@ -76,8 +81,7 @@ class Sequence:
     @property
     def is_stream(self) -> bool:
         """It waits for one token that somebody is watching for."""
-        num_tokens = len(self.tokens)
-        return num_tokens - self.planned_len == 1 and num_tokens > self.prompt_len
+        return self.pending_len == 1 and len(self.tokens) + self.num_coming > self.prompt_len
 
     @property
     def num_outputs(self) -> int:

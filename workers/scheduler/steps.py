@@ -17,6 +17,9 @@ from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.turns import Budget, Chunk, Turn, turn
 
+_UNKNOWN = 0
+"""Stands for a token that has yet to be drawn."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
@@ -29,6 +32,8 @@ class StepLimits:
     """Part of a step's time that belongs to the oldest sequence."""
     depth: int = 1
     """Most steps under way at once, for pipeline stages that each compute another."""
+    runs_ahead: bool = False
+    """A step may follow tokens that the one before, which is under way, has yet to draw; ``depth`` is 2 then."""
 
 
 class StepScheduler:
@@ -118,12 +123,15 @@ class StepScheduler:
         if self.num_under_way == self._limits.depth:
             return None
         granted = self._grant()
-        admits: list[Admit] = []
-        rows = [_row(self._holders.running[room], count, admits) for room, count in granted.items()]
-        if not rows:
+        if not granted:
             return None
         self._step += 1
         self.num_under_way += 1
+        admits: list[Admit] = []
+        rows = [self._row(self._holders.running[room], count, admits) for room, count in granted.items()]
+        if self._runs_ahead:
+            for row in rows:
+                self._holders.running[row.room].num_coming += row.samples
         saves, loads = self._holders.keeper.take_copies()
         choice = self._choose([len(row.token_ids) for row in rows], [row.first_position for row in rows])
         return StepPlan(
@@ -147,7 +155,7 @@ class StepScheduler:
         advanced = []
         for row in plan.rows:
             sequence = self._holders.running.get(row.room)
-            if sequence is None or sequence.computed_len != row.first_position:
+            if sequence is None or not 0 < sequence.told_step <= plan.step:
                 continue
             sequence.computed_len += len(row.token_ids)
             if sequence.computed_len // self._limits.page_size > row.first_position // self._limits.page_size:
@@ -156,6 +164,7 @@ class StepScheduler:
                 drawn = sampled[row.room]
                 sequence.tokens.append(drawn.token_id)
                 sequence.is_whole = drawn.is_last
+                sequence.num_coming = max(0, sequence.num_coming - 1)
                 advanced.append(sequence)
         return advanced
 
@@ -235,7 +244,7 @@ class StepScheduler:
         """
         running = self._holders.running.values()
         streams = [sequence for sequence in running if sequence.is_stream]
-        if self._limits.depth > 1:
+        if self._limits.depth > 1 and not self._limits.runs_ahead:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
             streams = streams[:num_streams]
         for sequence in streams:
@@ -254,6 +263,33 @@ class StepScheduler:
             age_steps=self._step - sequence.first_step,
         )
 
+    @property
+    def _runs_ahead(self) -> bool:
+        """Where a draw depends on the tokens before it, these must be known; then all wait, so that none is put off."""
+        return self._limits.runs_ahead and not any(
+            sequence.sampling.looks_back for sequence in self._holders.running.values()
+        )
+
+    def _row(self, sequence: Sequence, count: int, admits: list[Admit]) -> Row:
+        if not sequence.told_step:
+            admits.append(_admit(sequence))
+            sequence.told_step = self._step
+        start, num_outputs = sequence.planned_len, sequence.num_outputs + sequence.num_coming
+        token_ids = sequence.tokens[start : start + count]
+        sequence.planned_len += count
+        new_pages = sequence.pages[sequence.num_announced_pages :]
+        sequence.num_announced_pages = len(sequence.pages)
+        return Row(
+            room=sequence.room,
+            first_position=start,
+            token_ids=token_ids or [_UNKNOWN],
+            follows=not token_ids,
+            new_pages=new_pages,
+            samples=sequence.planned_len == len(sequence.tokens) + sequence.num_coming,
+            output_position=num_outputs,
+            targets=[] if sequence.sampling.num_prompt_logprobs is None else _targets(sequence, start, count),
+        )
+
     def _keys_of_row(self, sequence: Sequence, budget: Budget) -> list[bytes]:
         """Keys of the pages that will be whole after this step and are not yet."""
         return self._keys_under_way(sequence, sequence.planned_len + budget.granted.get(sequence.room, 0))
@@ -263,26 +299,6 @@ class StepScheduler:
         if end == sequence.computed_len:
             return []
         return self._holders.keys(sequence, end)[sequence.computed_len // self._limits.page_size :]
-
-
-def _row(sequence: Sequence, count: int, admits: list[Admit]) -> Row:
-    if not sequence.announced:
-        admits.append(_admit(sequence))
-        sequence.announced = True
-    start = sequence.planned_len
-    token_ids = sequence.tokens[start : start + count]
-    sequence.planned_len += len(token_ids)
-    new_pages = sequence.pages[sequence.num_announced_pages :]
-    sequence.num_announced_pages = len(sequence.pages)
-    return Row(
-        room=sequence.room,
-        first_position=start,
-        token_ids=token_ids,
-        new_pages=new_pages,
-        samples=start + len(token_ids) == len(sequence.tokens),
-        output_position=sequence.num_outputs,
-        targets=[] if sequence.sampling.num_prompt_logprobs is None else _targets(sequence, start, count),
-    )
 
 
 def _targets(sequence: Sequence, start: int, count: int) -> list[int]:

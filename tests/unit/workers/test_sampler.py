@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import TopPLogitsWarper as TransformersTopP
 
 from cluster.spec.sampling import Sampling
 from workers.engine import sampler
-from workers.engine.sampler import draw, uniform
+from workers.engine.sampler import uniform
 
 VOCAB_SIZE = 40
 NUM_DRAWS = 4000
@@ -29,6 +30,11 @@ FILTERS = {
     "min-p": Sampling(temperature=1.5, min_p=0.2),
     "all": Sampling(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
 }
+
+
+def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
+    token_ids: list[int] = sampler.draw(logits, rows, positions).tolist()
+    return token_ids
 
 
 def some_logits(num_rows: int, seed: int = 0) -> Tensor:

@@ -1,6 +1,7 @@
 """The step scheduler against a model whose next token is a function of the whole sequence so far."""
 
 from collections import deque
+from collections.abc import Iterable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,20 +16,23 @@ from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
+MAX_LEN = 30
 
 
 def next_token(tokens: list[int]) -> int:
     return (sum(tokens) * 31 + len(tokens)) % 1009
 
 
-def sequence(room: int, prompt: list[int], max_tokens: int, owner_base: int = 0) -> Sequence:
+def sequence(
+    room: int, prompt: list[int], max_tokens: int, owner_base: int = 0, stops: Iterable[int] = (), penalty: float = 0.0
+) -> Sequence:
     return Sequence(
         room=Room(room),
         tokens=list(prompt),
         prompt_len=len(prompt),
-        sampling=Sampling(),
-        stopping=Stopping(max_tokens=max_tokens),
-        max_len=1000,
+        sampling=Sampling(frequency_penalty=penalty),
+        stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stops)),
+        max_len=MAX_LEN,
         owner_base=owner_base,
     )
 
@@ -39,6 +43,8 @@ class Ranks:
     def __init__(self) -> None:
         self.tokens: dict[Room, list[int]] = {}
         self.pages: dict[Room, list[int]] = {}
+        self.drawn: dict[Room, int] = {}
+        """In the newest step."""
 
     def execute(self, plan: StepPlan) -> dict[Room, Sampled]:
         for room in plan.releases:
@@ -46,16 +52,17 @@ class Ranks:
         for admit in plan.admits:
             assert admit.room not in self.tokens
             self.tokens[admit.room], self.pages[admit.room] = [], []
-        sampled = {}
+        sampled: dict[Room, Sampled] = {}
         for row in plan.rows:
             known = self.tokens[row.room]
             assert row.token_ids, "a row without tokens"
             assert row.first_position == len(known)
-            known += row.token_ids
+            known += [self.drawn[row.room]] if row.follows else row.token_ids
             self.pages[row.room] += row.new_pages
             assert len(self.pages[row.room]) * PAGE_SIZE >= len(known)
             if row.samples:
                 sampled[row.room] = Sampled(token_id=next_token(known))
+        self.drawn = {room: drawn.token_id for room, drawn in sampled.items()}
         in_step = [page for row in plan.rows for page in self.pages[row.room]]
         assert len(in_step) == len(set(in_step)), "two rows of a step share a page"
         return sampled
@@ -69,6 +76,9 @@ class Ranks:
     max_requests=st.integers(1, 4),
     num_owners=st.integers(1, 3),
     depth=st.integers(1, 3),
+    runs_ahead=st.booleans(),
+    stops=st.sampled_from([range(0), range(0, 1009, 5)]),
+    penalty=st.sampled_from([0.0, 0.0, 1.0]),
 )
 def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     prompts: list[list[int]],
@@ -78,14 +88,19 @@ def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     max_requests: int,
     num_owners: int,
     depth: int,
+    runs_ahead: bool,
+    stops: range,
+    penalty: float,
 ) -> None:
+    """Every third request looks back where there is a penalty."""
+    depth = 2 if runs_ahead else depth
     allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
-    limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth)
+    limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth, runs_ahead=runs_ahead)
     steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
     ranks = Ranks()
     under_way: deque[tuple[StepPlan, dict[Room, Sampled]]] = deque()
     for room, prompt in enumerate(prompts):
-        steps.add(sequence(room, prompt, max_tokens, owner_base=room % num_owners))
+        steps.add(sequence(room, prompt, max_tokens, room % num_owners, stops, 0.0 if room % 3 else penalty))
     finished: dict[int, list[int]] = {}
     for _ in range(5000):
         plan = steps.next_plan()
@@ -106,8 +121,10 @@ def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
         allocator.check_integrity(steps.held_pages)
     for room, prompt in enumerate(prompts):
         expected = list(prompt)
-        for _ in range(max_tokens):
+        for _ in range(min(max_tokens, MAX_LEN - len(prompt))):
             expected.append(next_token(expected))
+            if expected[-1] in stops:
+                break
         assert finished[room] == expected
     assert allocator.num_free == allocator.num_pages
 
@@ -184,4 +201,28 @@ def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
     assert len(pages) == 3
     allocator.check_integrity(pages)
     assert steps.commit(plan, {Room(0): Sampled(token_id=1)}) == []
+    assert not steps.has_work()
+
+
+def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back() -> None:
+    limits = StepLimits(PAGE_SIZE, 64, 8, depth=2, runs_ahead=True)
+    steps = StepScheduler(PageAllocator(64), limits, fixed(Strategy.NONE))
+    steps.add(sequence(0, [1, 2], 3))
+    first, second = steps.next_plan(), steps.next_plan()
+    assert first is not None
+    assert second is not None
+    assert [(row.follows, row.first_position, row.output_position) for row in second.rows] == [(True, 2, 1)]
+    assert steps.next_plan() is None
+    steps.commit(first, {Room(0): Sampled(token_id=3)})
+    steps.add(sequence(1, [1, 2], 3, penalty=1.0))
+    third = steps.next_plan()
+    assert third is not None
+    assert [(row.room, row.follows, row.samples) for row in third.rows] == [(0, True, True), (1, False, True)]
+    steps.commit(second, {Room(0): Sampled(token_id=4)})
+    assert not steps.has_work(), "the third token is the last, and the other request looks back"
+    steps.commit(third, {Room(room): Sampled(token_id=5) for room in (0, 1)})
+    steps.remove(Room(0))
+    fourth = steps.next_plan()
+    assert fourth is not None
+    assert [(row.room, row.token_ids) for row in fourth.rows] == [(1, [5])]
     assert not steps.has_work()

@@ -12,6 +12,7 @@ from workers.attention.pieces import visible_pieces
 from workers.attention.triton.tiling import Item, Segment, Tiling, cut, split_len
 from workers.context_parallel.merge import Partial, empty_partial
 from workers.context_parallel.runs import Run
+from workers.device import on_device
 from workers.kernels.attention import Blocks, attend, blocks_for
 from workers.kernels.merge import merge_places
 
@@ -117,7 +118,8 @@ class _Launch:
         self, tiling: Tiling, blocks: Blocks, tables: Tensor | None, page_size: int, device: torch.device
     ) -> None:
         self._tiles, self._segments, self._rows, self._counts = (
-            torch.from_numpy(array).to(device) for array in (tiling.tiles, tiling.segments, tiling.rows, tiling.counts)
+            on_device(torch.from_numpy(array), device)
+            for array in (tiling.tiles, tiling.segments, tiling.rows, tiling.counts)
         )
         self._tables = torch.zeros(1, dtype=torch.int64, device=device) if tables is None else tables.to(device)
         self._num_places, self._blocks, self._page_size = tiling.num_places, blocks, page_size

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workers.attention.triton.tiling import PROGRAMS
 from workers.context_parallel.merge import Partial
+from workers.device import on_device
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.merge import merge_places
 
@@ -51,9 +52,11 @@ class DecodeAttention:
         tiles = _columns(rows + zeros, is_used, zeros, segment, zeros + 1, rows + zeros, splits + zeros)
         segments = _columns(first_pages + zeros, zeros, begins, stops, lens[:, None] - 1 + zeros, zeros)
         counts = is_used.sum(axis=1, dtype=np.int32)
-        self._numbers.copy_(_sendable(np.concatenate([tiles, segments, counts]), self._numbers), non_blocking=True)
+        self._numbers.copy_(
+            on_device(torch.from_numpy(np.concatenate([tiles, segments, counts])), self._numbers.device)
+        )
         pages = np.concatenate(tables)
-        self._tables[: len(pages)].copy_(_sendable(pages, self._tables), non_blocking=True)
+        self._tables[: len(pages)].copy_(on_device(torch.from_numpy(pages), self._tables.device))
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
         """``query [requests, heads, D]`` over one layer's pages ``[page, H, slot, D]``; a new tensor like the query."""
@@ -83,9 +86,3 @@ class DecodeAttention:
 def _columns(*columns: NDArray[np.int32] | NDArray[np.bool_]) -> NDArray[np.int32]:
     """One row a split, of all requests, flat."""
     return np.stack([column.astype(np.int32) for column in columns], axis=-1).ravel()
-
-
-def _sendable(array: NDArray[np.int32] | NDArray[np.int64], like: Tensor) -> Tensor:
-    """Pinned for a GPU, so that the copy does not hold the host up; torch keeps it until the copy is done."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if like.is_cuda else tensor

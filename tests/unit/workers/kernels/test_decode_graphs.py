@@ -19,6 +19,7 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, build_step_batch
+from workers.engine.begun_step import Followed
 from workers.engine.contexts import make_context
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs, batch_sizes
 from workers.engine.weights import load_model
@@ -71,10 +72,17 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
         after, pool.data[:] = pool.data.clone(), before
         for rows, found in zip(steps, replayed, strict=True):
             torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
+        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", {"cpu"})
+        unknown = [row._replace(token_ids=[0]) for row in steps[0]]
+        followed = Followed(torch.tensor([0, 2]), torch.tensor([5, 9]))
+        hidden = graphs.run([unknown[0], steps[0][1], unknown[2]], followed)
+        assert hidden is not None
+        torch.testing.assert_close(hidden, replayed[0])
+        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", set())
     torch.testing.assert_close(after[:-1], pool.data[:-1], atol=1e-4, rtol=1e-4)
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
-    assert graphs.counts == {REPLAYED: 2, "prompt tokens": 1, "more requests than recorded": 1}
+    assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than recorded": 1}
 
 
 def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:

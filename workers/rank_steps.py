@@ -1,0 +1,49 @@
+"""The steps that one rank has begun and not ended; one at most, where its device does not go on by itself."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cluster.spec.clock import Clock
+from cluster.spec.ids import Room
+from cluster.spec.sampling import Sampled
+from cluster.spec.step_messages import StepPlan
+from workers.engine.begun_step import BegunStep
+from workers.kv_sender import KvSender
+from workers.rank import Rank
+
+
+class EndedStep(NamedTuple):
+    """A step that is over."""
+
+    plan: StepPlan
+    sampled: Mapping[Room, Sampled]
+    seconds: float
+    """Since it was begun."""
+
+
+class RankSteps:
+    """Steps end in the order in which they were begun."""
+
+    def __init__(self, rank: Rank, sender: KvSender, clock: Clock) -> None:
+        self._rank, self._sender, self._clock = rank, sender, clock
+        self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
+
+    @property
+    def num_begun(self) -> int:
+        """Those that have not ended."""
+        return len(self._begun)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begin this rank's part of a step; the KV that is there leaves."""
+        start_s = self._clock.now_s()
+        self._sender.before_step(plan)
+        with self._rank.step_recorder.step(plan):
+            self._begun.append((plan, self._rank.runner.begin(plan), start_s))
+
+    def end(self) -> EndedStep:
+        """Wait for what the oldest step has drawn; the KV that it has computed leaves."""
+        plan, step, start_s = self._begun.popleft()
+        sampled = step.wait()
+        self._sender.after_step(plan, step.requests)
+        return EndedStep(plan, sampled, self._clock.now_s() - start_s)
