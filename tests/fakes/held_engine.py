@@ -18,6 +18,7 @@ from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.worker_spec import WorkerSpec
 from workers import worker as worker_module
+from workers.kv_sender import KvSender
 from workers.scheduler.leader import Leader
 from workers.worker import Worker
 
@@ -92,6 +93,7 @@ class HeldEngine:
 
     def __init__(self, config: DeployConfig, model_folder: Path) -> None:
         self.leaders: dict[Role, HeldLeader] = {}
+        self._senders: dict[Role, KvSender] = {}
         self._workers = {role: Worker(_spec(config, role), model_folder, None) for role in Role}
         self._rows = {role: [worker.load(worker.open_store())] for role, worker in self._workers.items()}
         prefill = self._workers[Role.PREFILL]
@@ -107,7 +109,7 @@ class HeldEngine:
     @contextmanager
     def running(self) -> Iterator["HeldEngine"]:
         """Both workers work, and each knows the other."""
-        make = worker_module.make_leader
+        make, make_sender = worker_module.make_leader, worker_module.make_kv_sender
         come = threading.Semaphore(0)
 
         def make_held(spec: WorkerSpec, *args: Any) -> Leader:
@@ -115,7 +117,14 @@ class HeldEngine:
             come.release()
             return held
 
-        with patch.object(worker_module, "make_leader", make_held):
+        def make_known(spec: WorkerSpec, *args: Any) -> KvSender:
+            sender = self._senders[spec.role] = make_sender(spec, *args)
+            return sender
+
+        with (
+            patch.object(worker_module, "make_leader", make_held),
+            patch.object(worker_module, "make_kv_sender", make_known),
+        ):
             for thread in self._threads:
                 thread.start()
             for _ in self._threads:
@@ -163,14 +172,16 @@ class HeldEngine:
 
     @property
     def leftovers(self) -> str:
-        """What is left of any request on either side; empty for nothing."""
+        """What is left of any request on either side: pages, rooms, tickets, transfers; empty for nothing."""
         found = []
         for role, leader in self.leaders.items():
             allocator = leader.real._leaders[0]._allocator
             if allocator.num_free != allocator.num_pages:
                 found.append(f"{role} holds {allocator.num_pages - allocator.num_free} pages")
             if not leader.real._leaders[0].is_idle():
-                found.append(f"{role} knows {len(leader.requests)} requests")
+                found.append(f"{role} knows {len(leader.requests)} requests, or tickets without one")
+            if num_open := self._senders[role].num_open:
+                found.append(f"{role} has {num_open} open transfers")
         return ", ".join(found)
 
     def check_integrity(self) -> None:

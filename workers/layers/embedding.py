@@ -33,9 +33,10 @@ class Embedding(nn.Module):
         own = multiply(hidden, self.weight if self._packed is None else self._packed)
         if self._group.size == 1:
             return own
-        parts = own.new_empty(self._group.size * len(own), self._tokens.size)
+        size, num_tokens = self._group.size, self._tokens.size
+        parts = own.new_empty(size * len(own), num_tokens)
         self._group.all_gather(parts, own)
-        by_row = parts.view(self._group.size, len(own), -1).transpose(0, 1).reshape(len(own), -1)
+        by_row = parts.view(size, len(own), num_tokens).transpose(0, 1).reshape(len(own), size * num_tokens)
         return by_row[:, : self._tokens.whole].contiguous()
 
     def pack(self) -> None:

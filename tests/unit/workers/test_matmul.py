@@ -8,8 +8,21 @@ import torch
 from tests.fakes.checkpoints import make_checkpoint
 from workers.engine.weights import load_model
 from workers.layers.cut import uncut
+from workers.layers.embedding import Embedding
 from workers.layers.linear import FusedLinear
 from workers.layers.matmul import multiply, packed
+
+
+class Twin:
+    """The first of two TP ranks, of which the other has the same."""
+
+    rank, size = 0, 2
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        out.copy_(torch.cat([tensor, tensor]))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return 2 * tensor
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -46,3 +59,12 @@ def test_a_tied_table_is_read_and_multiplied_with(tmp_path: Path) -> None:
     token_ids = torch.arange(3)
     hidden = model.embed_tokens(token_ids)
     torch.testing.assert_close(model.logits(hidden), (hidden @ model.embed_tokens.weight.T).float())
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_ranks_score_as_many_rows_as_there_are(num_rows: int) -> None:
+    table = Embedding(7, 16, Twin())
+    table.weight = torch.nn.Parameter(draw(4, 16), requires_grad=False)
+    table.pack()
+    hidden = draw(num_rows, 16)
+    torch.testing.assert_close(table.scores(hidden), (hidden @ table.weight.T).repeat(1, 2)[:, :7])
