@@ -125,7 +125,9 @@ class LeaderProcess(RankProcess):
 
     def _close_turn(self) -> None:
         self._show_new()
-        self._load = self.leader.load()
+        self._load = load = self.leader.load()
+        if load.quarantined_pages > self.around.shape.quarantine_limit * load.total_pages:
+            self.around.was_quarantined = True
         outgoing, self.leader.outgoing, self._num_shown = self.leader.outgoing, [], 0
         for address, message in outgoing:
             if isinstance(message, MovePages) and address == self.address:

@@ -121,7 +121,8 @@ class Simulation:
 
     def _check_ends(self) -> None:
         scenario = self._scenario
-        if not scenario.is_mild:
+        # A pause elsewhere may cost a spared replica its pages.
+        if not scenario.is_mild or (self._around.was_quarantined and not scenario.is_calm):
             return
         why = "nothing went wrong" if scenario.is_calm else "a replica of each role was spared"
         for number, client in enumerate(self._clients):

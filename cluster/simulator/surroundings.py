@@ -31,6 +31,8 @@ class Surroundings:
     """Every request that was ever sent."""
     happened: Counter[str] = field(default_factory=Counter)
     """Faults and hazards that came true."""
+    was_quarantined: bool = False
+    """A replica took no requests for a while, since too many of its pages were not proven free."""
     moved: Counter[str] = field(default_factory=Counter)
     """Pages of the tiers' orders, by what became of them, once for each rank."""
 

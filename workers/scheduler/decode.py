@@ -58,6 +58,7 @@ class DecodeLeader(LeaderCore):
         self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
+        self._is_quarantined = False
         self._checks = PageChecks(settings.rank_addresses)
 
     def on_message(self, message: Message, now_s: float) -> None:
@@ -144,7 +145,7 @@ class DecodeLeader(LeaderCore):
             quarantined_pages=count_pages(self._quarantined()),
             wrong_pages=self._checks.num_wrong_pages,
             num_taken=self.num_taken,
-            draining=self.draining,
+            draining=self.draining or self._is_quarantined,
             dropped=dict(self.dropped),
             num_retracted=self._steps.num_retractions,
             num_kept=self._steps.num_kept,
@@ -350,12 +351,10 @@ class DecodeLeader(LeaderCore):
         return quarantined(self._requests.values(), self._now_s - self._settings.transfer_timeout_s)
 
     def _watch_quarantine(self) -> None:
-        """With too much of the pool in quarantine, take nothing more; at the end of what is at hand, begin anew."""
+        """With too much in quarantine, take nothing until less is; when nothing else is at hand, begin anew."""
         requests, num_pages = self._quarantined(), self._allocator.num_pages
-        if count_pages(requests) <= self._settings.quarantine_limit * num_pages:
-            return
-        self.draining = True
-        if len(requests) == len(self._requests):
+        self._is_quarantined = count_pages(requests) > self._settings.quarantine_limit * num_pages
+        if self._is_quarantined and len(requests) == len(self._requests):
             self.must_end = describe(requests, num_pages, self._settings.quarantine_limit)
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:

@@ -285,6 +285,23 @@ def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> 
     )
 
 
+def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again() -> None:
+    world = quiet_world(num_pages=10)
+    decode = world.leaders["decode/0"]
+    for _ in range(2):
+        world.submit([1] * 3 * PAGE_SIZE, 4)
+    first, second = world.queues[ROUTER, "decode/0"]
+    decode.on_message(first, 0.0)
+    decode.on_message(second, 0.0)
+    decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)
+    decode.tick(60.0)
+    assert decode.load().draining
+    reaped = {world.prefill_peer.replica: Incarnation(1)}
+    decode.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 61.0)
+    decode.tick(62.0)
+    assert (decode.load().quarantined_pages, decode.load().draining, decode.must_end) == (0, False, "")
+
+
 def test_messages_without_effect_are_counted_by_type() -> None:
     world = quiet_world()
     world.submit(PROMPT, 4)
