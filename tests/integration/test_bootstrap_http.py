@@ -19,7 +19,7 @@ from cluster.bootstrap.service import MAX_BODY_BYTES, BootstrapServer, create_ap
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.spec.clock import SystemClock
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
-from cluster.spec.ids import ReplicaId, router_names
+from cluster.spec.ids import Incarnation, ReplicaId, router_names
 from cluster.spec.registry import Heartbeat, ReplicaLoad, TableSnapshot
 from cluster.supervisor.router_watch import follow_router
 from cluster.supervisor.table_watch import follow_table
