@@ -4,15 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import PageFilter, RankRow
 from cluster.spec.strategy import CpMode
 from tests.fakes.checkpoints import SMALL, make_checkpoint
-from tests.fakes.local_engine import LocalEngine, Oracle, asked
+from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
 from tests.integration.test_engine_matrix import prompts_of
 from workers.local import RemoteError
 from workers.models.recall import build_recall_checkpoint
@@ -94,6 +95,28 @@ def test_a_ring_that_is_full_evicts_and_goes_on(folder: Path, oracle: Oracle, en
         for prompt in [*prompts, *prompts]:
             assert cluster.generate(asked([prompt], NUM_TOKENS)) == [oracle.tokens(prompt)]
         assert cluster.generate(asked(prompts, NUM_TOKENS)) == [oracle.tokens(prompt) for prompt in prompts]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(tmp_path: Path, engine: LocalEngine) -> None:
+    """To 1e-5, of the twenty likeliest tokens at each place; and the tokens are transformers'."""
+    length = 16_384
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3", seed=5, max_position_embeddings=2 * length)
+    (prompt,) = prompts_of((length,))
+    oracle = Oracle(folder, NUM_TOKENS)
+    found = {}
+    for cp, way in [(1, KvWay()), *((2, way) for way in KV_WAYS[1:] if way.page_filter is PageFilter.MODULAR)]:
+        prefill = {"parallel": {"cp": cp}, "mode": way.mode, "passing": way.passing, "chunk_tokens": 5000}
+        kv = {"page_size": 64, "memory_gib": 0.1}
+        with engine.running(folder, DeployConfig.model_validate({"kv": kv, "prefill": prefill})) as cluster:
+            (answer,) = cluster.answer(asked([prompt], NUM_TOKENS, NUM_LOGPROBS), timeout_s=1800)
+        oracle.check(prompt, answer, f"{cp} {way}")
+        found[cp, way] = torch.tensor([told.top_logprobs for told in answer.logprobs])
+    alone = found.pop((1, KvWay()))
+    assert len(found) == 3
+    for way, logprobs in found.items():
+        torch.testing.assert_close(logprobs, alone, atol=1e-5, rtol=0, msg=lambda text, way=way: f"{way}: {text}")
 
 
 @pytest.mark.full
