@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from cluster.grammar import Grammars
+from cluster.spec.config import DeployConfig
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, num_host_slots, pool_layout
@@ -90,17 +91,10 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     device = open_device(config.resources.device)
     draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
-    dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
-    geometry = KvGeometry(
-        model=config.model.name,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=dtype,
-        page_size=config.kv.page_size,
-    )
-    model = load_model(folder, dtype=torch_dtype(dtype), device=device, groups=groups.model)
-    attention = choose_backend(config.resources.attention, device, torch_dtype(dtype))
+    geometry = _geometry(config, model_config)
+    dtype = torch_dtype(geometry.dtype)
+    model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
+    attention = choose_backend(config.resources.attention, device, dtype)
     _log.info("attention by %s: %s", attention.name, attention.reason)
     memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
@@ -109,7 +103,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     on_gpu = device.type == "cuda"
-    pool = _make_pool(layout, torch_dtype(dtype), region, device)
+    pool = _make_pool(layout, dtype, region, device)
     staging = Staging(pool, region.buffer) if on_gpu else None
     host_pages = None if on_gpu else _make_host_pages(spec, layout, pool)
     runner = ModelRunner(
@@ -127,7 +121,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     is_alone = spec.sizes.pp == spec.sizes.dp == 1
     if on_gpu and attention.name == "triton" and spec.role is Role.DECODE and is_alone:
         runner.record_decode(config.decode.max_requests)
-    shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, dtype)
+    shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, geometry.dtype)
     return Rank(
         geometry=geometry,
         layout=layout,
@@ -145,6 +139,17 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         staging=staging,
         host_pages=host_pages,
         keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
+    )
+
+
+def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:
+    return KvGeometry(
+        model=config.model.name,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=model_config.dtype if config.model.dtype == "auto" else config.model.dtype,
+        page_size=config.kv.page_size,
     )
 
 
