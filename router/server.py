@@ -127,51 +127,8 @@ class RouterServer:
         if self._error is not None:
             raise self._error
 
-    def _serve(self, listener: socket.socket) -> None:
-        try:
-            uvloop.run(self._main(listener))
-        except BaseException as error:
-            self._error = error
-            if not self._running.done():
-                self._running.set_exception(error)
-        finally:
-            listener.close()
-
-    async def _main(self, listener: socket.socket) -> None:
-        outbox = Outbox(self._rendezvous.channel_key)
-        try:
-            async with AsyncInbox(self._host, self._rendezvous.channel_key) as inbox:
-                await self._serve_until_stopped(listener, inbox, outbox)
-        finally:
-            outbox.close()
-
-    async def _serve_until_stopped(self, listener: socket.socket, inbox: AsyncInbox, outbox: Outbox) -> None:
-        service = self._service(inbox, outbox)
-        server = uvicorn.Server(_uvicorn_config(service))
-        running = _Running(asyncio.get_running_loop(), service.relay)
-        parts = {
-            asyncio.create_task(_receive(inbox, service.relay)),
-            asyncio.create_task(self._follow_table(service.relay)),
-            *([] if service.siblings.is_alone else [asyncio.create_task(_look_at_siblings(service))]),
-            asyncio.create_task(running.stopped.wait()),
-        }
-        serving = asyncio.create_task(self._serve_http(server, listener, service))
-        self._running.set_result(running)
-        await asyncio.wait({*parts, serving}, return_when=asyncio.FIRST_COMPLETED)
-        service.relay.stop()
-        server.should_exit = True
-        await _settle(parts, serving)
-        service.grammars.close()
-        if service.tracing is not None:
-            await asyncio.to_thread(service.tracing.close)
-
-    async def _serve_http(self, server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
-        # Others on the port take requests already: this one joins them when it can as well.
-        while not service.siblings.is_alone and service.directory.snapshot is None and not server.should_exit:
-            await asyncio.sleep(TELL_S)
-        await server.serve(sockets=[listener])
-
-    def _service(self, inbox: AsyncInbox, outbox: Outbox) -> Service:
+    def service(self, inbox: AsyncInbox, outbox: Outbox) -> Service:
+        """What the HTTP routes stand on; belongs to the running event loop, like the inbox."""
         me = Peer(replica=self._place.name, incarnation=self._incarnation, address=inbox.address)
         config = self._config.router
         directory = Directory(grace_s=self._config.resources.lease_s)
@@ -205,6 +162,50 @@ class RouterServer:
             lambda: Figures(metrics.told(), list(service.recent.tell())),
         )
         return service
+
+    def _serve(self, listener: socket.socket) -> None:
+        try:
+            uvloop.run(self._main(listener))
+        except BaseException as error:
+            self._error = error
+            if not self._running.done():
+                self._running.set_exception(error)
+        finally:
+            listener.close()
+
+    async def _main(self, listener: socket.socket) -> None:
+        outbox = Outbox(self._rendezvous.channel_key)
+        try:
+            async with AsyncInbox(self._host, self._rendezvous.channel_key) as inbox:
+                await self._serve_until_stopped(listener, inbox, outbox)
+        finally:
+            outbox.close()
+
+    async def _serve_until_stopped(self, listener: socket.socket, inbox: AsyncInbox, outbox: Outbox) -> None:
+        service = self.service(inbox, outbox)
+        server = uvicorn.Server(_uvicorn_config(service))
+        running = _Running(asyncio.get_running_loop(), service.relay)
+        parts = {
+            asyncio.create_task(_receive(inbox, service.relay)),
+            asyncio.create_task(self._follow_table(service.relay)),
+            *([] if service.siblings.is_alone else [asyncio.create_task(_look_at_siblings(service))]),
+            asyncio.create_task(running.stopped.wait()),
+        }
+        serving = asyncio.create_task(self._serve_http(server, listener, service))
+        self._running.set_result(running)
+        await asyncio.wait({*parts, serving}, return_when=asyncio.FIRST_COMPLETED)
+        service.relay.stop()
+        server.should_exit = True
+        await _settle(parts, serving)
+        service.grammars.close()
+        if service.tracing is not None:
+            await asyncio.to_thread(service.tracing.close)
+
+    async def _serve_http(self, server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
+        # Others on the port take requests already: this one joins them when it can as well.
+        while not service.siblings.is_alone and service.directory.snapshot is None and not server.should_exit:
+            await asyncio.sleep(TELL_S)
+        await server.serve(sockets=[listener])
 
     async def _follow_table(self, relay: Relay) -> None:
         async for snapshot in self._watch(self._rendezvous.bootstrap_url, self._rendezvous.token):

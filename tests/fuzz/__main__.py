@@ -1,9 +1,13 @@
 """Feeds decoders mutated inputs for a time, in bounded memory: ``python -m tests.fuzz [TARGET ...] --seconds 600``.
 
-Without targets, all of them in turn. A find is told with the seed that makes it again and kept in a file; exit code 1.
+Without targets, all of them in turn. A find is told with the number that repeats it, and kept in a file; exit code 1.
+Finds are: another error than the promised one, an input that takes too long or too much memory, and memory that inputs
+leave behind.
 """
 
 import argparse
+import faulthandler
+import gc
 import random
 import resource
 import signal
@@ -11,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.fuzz.mutate import mutate
@@ -18,8 +23,11 @@ from tests.fuzz.targets import TARGETS
 
 MOST_BYTES = 3 << 30
 """Of address space beyond what the imports take."""
+MOST_LEFT_BYTES = 256 << 20
+"""Of resident memory that all inputs after the first ones may leave behind."""
+NUM_FIRST = 1000
 HANG_S = 20
-"""Longest time for one input."""
+"""Longest time for one input; compiled code that does not come back ends the process after as much again."""
 
 
 def main() -> None:
@@ -42,26 +50,45 @@ def run(name: str, seconds: float, first: int) -> bool:
     target = TARGETS[name]
     seeds = target.seeds()
     end_s = time.monotonic() + seconds
-    number = first
-    while time.monotonic() < end_s:
-        data = mutate(random.Random(number), seeds, target.codec)
-        signal.setitimer(signal.ITIMER_REAL, HANG_S)
-        try:
-            target.feed(data)
-        except BaseException as error:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            path = Path(tempfile.gettempdir(), f"baton-fuzz-{name}-{number}")
-            path.write_bytes(data)
-            traceback.print_exc()
-            print(f"{name}: find at --first {number}, kept as {path}")
-            return False
-        number += 1
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    number, before = first, 0
+    with tempfile.NamedTemporaryFile(prefix=f"baton-fuzz-{name}-", delete=False) as kept:
+        while time.monotonic() < end_s:
+            data = mutate(random.Random(number), seeds, target.codec)
+            if not _feed(target.feed, data, Path(kept.name)):
+                print(f"{name}: find at --first {number}, kept as {kept.name}")
+                return False
+            number += 1
+            if number == first + NUM_FIRST:
+                before = _resident_bytes()
+    Path(kept.name).unlink()
+    left = _resident_bytes() - before if before else 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(f"{name}: {number - first} inputs, no find; peak memory of the process {peak} MiB", flush=True)
+    told = f"{number - first} inputs, {left >> 20} MiB left behind, peak memory of the process {peak} MiB"
+    print(f"{name}: {told}", flush=True)
+    return left <= MOST_LEFT_BYTES
+
+
+def _feed(feed: Callable[[bytes], None], data: bytes, kept: Path) -> bool:
+    """One input, kept until it has come to a good end."""
+    kept.write_bytes(data)
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    faulthandler.dump_traceback_later(2 * HANG_S, exit=True)
+    try:
+        feed(data)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
     return True
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _bound_memory() -> None:

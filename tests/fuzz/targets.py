@@ -42,6 +42,7 @@ from router.api.requests import ChatRequest, CompletionRequest, TokensRequest
 from router.api.response_request import ResponseRequest
 from router.key_ring import read_keys
 from tests.fakes.rows import make_row, make_rows, sizes
+from tests.fuzz.http_surface import HTTP, requests, surface
 from tests.fuzz.mutate import Codec
 from tests.readme import ROOT
 from tests.unit.transfer.samples import PREFILL, ticket
@@ -247,6 +248,7 @@ TARGETS: dict[str, Target] = {
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),
+    "http": Target(requests, lambda data: surface().feed(data), HTTP),
     "orders": Target(
         lambda: [msgspec.json.encode(order) for order in (ScaleOrder(prefill=2), RestartOrder(is_rolling=True))],
         decode_order,

@@ -1,0 +1,189 @@
+"""The router's whole HTTP surface, from the bytes of a connection on: uvicorn's parser and our application, no socket.
+
+Replicas are there and never answer, so a request that is taken ends when its client leaves, which it does.
+"""
+
+import asyncio
+import atexit
+import json
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from cluster.spec.messages import Message
+from router.app import create_app
+from router.key_ring import read_keys
+from tests.fakes.bootstrap import FakeTable, entry_of, peer_of, table_of
+from tests.fakes.model_folder import write_model_folder
+from tests.fakes.router_cluster import config_of, make_server
+from tests.fuzz.mutate import Codec
+
+ANSWER_S = 0.02
+"""Time in which what is refused has been answered."""
+END_S = 10.0
+"""Longest time that a request may go on when its client has left."""
+ADMIN = "admin-key"
+_END = b"\r\n\r\n"
+
+
+class _Nowhere:
+    """An inbox that gets nothing, and an outbox whose messages are lost."""
+
+    address = "tcp://nowhere:1"
+
+    def __init__(self) -> None:
+        self.dropped = Counter[str]()
+
+    def send(self, address: str, message: Message) -> None:
+        """Lose it."""
+
+    def broadcast(self, addresses: list[str], message: Message) -> None:
+        """Lose it."""
+
+    def forget(self, address: str) -> None:
+        """Nobody is known."""
+
+
+class _Wire(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.written = bytearray()
+        self._is_closing = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+
+class HttpSurface:
+    """One router without sockets, in an event loop of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._state = ServerState()
+        self._loop.run_until_complete(self._build())
+
+    def feed(self, data: bytes) -> None:
+        """What a client sends before it leaves; AssertionError where the answer is our own fault, or does not end."""
+        self._loop.run_until_complete(self._feed(data))
+
+    def close(self) -> None:
+        """End its threads and its loop."""
+        self._service.grammars.close()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _build(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            server = make_server(write_model_folder(Path(folder)), FakeTable(), max_body_mib=1)
+            service = server.service(_Nowhere(), _Nowhere())
+        service = replace(service, keys=read_keys(config_of().router, {"BATON_ADMIN_KEY": ADMIN}))
+        service.relay.on_table(table_of(entry_of(peer_of("prefill-0")), entry_of(peer_of("decode-0"))))
+        self._service = service
+        self._config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, log_level="critical")
+        self._config.load()
+
+    async def _feed(self, data: bytes) -> None:
+        wire = _Wire()
+        protocol = HttpToolsProtocol(self._config, self._state, {}, asyncio.get_running_loop())
+        protocol.connection_made(wire)
+        protocol.data_received(data)
+        await self._settle(ANSWER_S)
+        protocol.connection_lost(None)
+        self._service.relay.resume()  # it may have been told to take no requests
+        await self._settle(END_S)
+        assert not self._state.tasks, "a request goes on without its client"
+        for answer in bytes(wire.written).split(b"HTTP/1.1 ")[1:]:
+            assert not answer.startswith(b"500"), answer
+
+    async def _settle(self, timeout_s: float) -> None:
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=timeout_s)
+
+
+@cache
+def surface() -> HttpSurface:
+    """The only one of this process."""
+    made = HttpSurface()
+    atexit.register(made.close)
+    return made
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    head, _, body = data.partition(_END)
+    line, *headers = head.decode().split("\r\n")
+    return {"line": line.split(" "), "headers": [header.split(": ", 1) for header in headers], "body": _body(body)}
+
+
+def _body(body: bytes) -> Any:
+    return json.loads(body) if body else None
+
+
+def _write(tree: Any) -> bytes:
+    body = b"" if tree.get("body") is None else json.dumps(tree["body"]).encode()
+    headers = [f"{header[0]}: {header[1]}" for header in tree["headers"] if header[0].lower() != "content-length"]
+    head = [" ".join(str(word) for word in tree["line"]), *headers, f"Content-Length: {len(body)}"]
+    return "\r\n".join(head).encode() + _END + body
+
+
+def _changed_tree_is_written(tree: Any) -> bytes:
+    """Where a change has left no request, there is nothing to write."""
+    try:
+        return _write(tree)
+    except (AttributeError, KeyError, IndexError) as error:
+        raise ValueError("no request") from error
+
+
+HTTP = Codec(_read, _changed_tree_is_written)
+
+
+def requests() -> list[bytes]:
+    """Good ones, to all sorts of routes."""
+    client = [["Host", "router"], ["Content-Type", "application/json"]]
+    admin = [*client, ["Authorization", f"Bearer {ADMIN}"]]
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    posts: list[tuple[str, list[list[str]], Any]] = [
+        ("/v1/completions", client, {"model": "echo", "prompt": ["a", "b"], "max_tokens": 3, "n": 2, "logprobs": 1}),
+        (
+            "/v1/completions",
+            [*client, ["X-data-parallel-rank", "0"]],
+            {"model": "echo", "prompt": [1, 2], "stream": True},
+        ),
+        ("/v1/chat/completions", [*client, ["traceparent", f"00-{'a' * 32}-{'b' * 16}-01"]], chat),
+        ("/v1/chat/completions", client, {**chat, "tools": tools, "tool_choice": "auto"}),
+        ("/v1/responses", client, {"model": "echo", "input": "hello", "reasoning": {"effort": "low"}}),
+        ("/generate", client, {"prompt_ids": [1, 2, 3], "max_tokens": 4}),
+        ("/tokenize", client, {"model": "echo", "prompt": "hello"}),
+        ("/detokenize", client, {"model": "echo", "tokens": [1, 2]}),
+        ("/admin/drain", admin, {"replica": "decode-0"}),
+        ("/admin/flush_cache", admin, {}),
+    ]
+    gets = [("/metrics", client), ("/v1/models", client), ("/cluster", client), ("/admin/load", admin)]
+    return [
+        *(_write({"line": ["POST", path, "HTTP/1.1"], "headers": head, "body": body}) for path, head, body in posts),
+        *(_write({"line": ["GET", path, "HTTP/1.1"], "headers": head}) for path, head in gets),
+    ]
