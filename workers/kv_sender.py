@@ -11,7 +11,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
-from cluster.spec.step_messages import Admit, DropSend, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, SendReport, StepPlan, Target
 from cluster.spec.timeline import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
@@ -130,6 +130,13 @@ class KvSender:
             )
             self._outbox.send(self._prefill.address, report)
 
+    def forget(self, message: ForgetPeer) -> None:
+        """Let go of the memory of a decode replica that is gone, which else stays as long as we have it open."""
+        with self._lock:
+            known = self._targets.get(message.replica)
+            if known is not None and known.decode.incarnation <= message.incarnation:
+                self._forget(self._targets.pop(message.replica))
+
     def close(self) -> None:
         """Stop the writer; what is queued is not written."""
         self._writer.close()
@@ -171,9 +178,13 @@ class KvSender:
         """Let go of the memory of a decode replica's earlier start."""
         known = self._targets.get(target.decode.replica)
         if known is None or known.decode.incarnation < target.decode.incarnation:
-            for row in known.rows if known else ():
-                self._writer.forget(row.endpoint)
+            if known is not None:
+                self._forget(known)
             self._targets[target.decode.replica] = target
+
+    def _forget(self, target: Target) -> None:
+        for row in target.rows:
+            self._writer.forget(row.endpoint)
 
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
         """The spans to every decode rank that gets some of the heads and layers we hold from us."""

@@ -23,7 +23,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError, QuarantineError
 from cluster.spec.messages import Drain, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
-from cluster.spec.step_messages import DropSend, GiveTimeline, Shutdown, StepPlan, StepResult
+from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown, StepPlan, StepResult
 from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
@@ -183,6 +183,8 @@ class Worker:
                 going_on = False
             elif isinstance(message, DropSend):
                 sender.drop(message)
+            elif isinstance(message, ForgetPeer):
+                sender.forget(message)
             elif isinstance(message, CheckPages):
                 self._check_pages(message)
             elif isinstance(message, GiveTimeline):
@@ -232,6 +234,8 @@ class Worker:
                     mover.take(message)
                 elif isinstance(message, DropSend):
                     sender.drop(message)
+                elif isinstance(message, ForgetPeer):
+                    sender.forget(message)
                 elif isinstance(message, CheckPages):
                     self._check_pages(message)
                 elif isinstance(message, GiveTimeline):

@@ -13,7 +13,7 @@ from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import Message, Output, TableUpdate
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
-from cluster.spec.step_messages import DropSend, StepPlan
+from cluster.spec.step_messages import DropSend, ForgetPeer, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import Ticket
@@ -97,6 +97,8 @@ class LeaderProcess(RankProcess):
             message = self._inbox.popleft()
             if isinstance(message, DropSend):
                 self.sender.drop(message)
+            elif isinstance(message, ForgetPeer):
+                self.sender.forget(message)
             else:
                 self.leader.on_message(message, self.around.now_s())
                 self._show_new()

@@ -14,7 +14,7 @@ from cluster.spec.config import TransferConfig
 from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
-from cluster.spec.step_messages import DropSend, StepPlan
+from cluster.spec.step_messages import DropSend, ForgetPeer, StepPlan
 from cluster.spec.tiers import MovePages
 from workers.cache.page_allocator import PageAllocator
 from workers.kv_sender import KvSender
@@ -101,6 +101,8 @@ class Follower(RankProcess):
                 self.mover.take(message)
             elif isinstance(message, DropSend):
                 self.sender.drop(message)
+            elif isinstance(message, ForgetPeer):
+                self.sender.forget(message)
 
     def _end_step(self, plan: StepPlan) -> None:
         self.device.end(plan)

@@ -8,7 +8,16 @@ from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
-from cluster.spec.step_messages import DropSend, ExpertWork, GiveTimeline, SendReport, Shutdown, StepPlan, StepResult
+from cluster.spec.step_messages import (
+    DropSend,
+    ExpertWork,
+    ForgetPeer,
+    GiveTimeline,
+    SendReport,
+    Shutdown,
+    StepPlan,
+    StepResult,
+)
 from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, Tier, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
 from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
@@ -171,6 +180,7 @@ Message = (
     | Drained
     | StepPlan
     | DropSend
+    | ForgetPeer
     | CheckPages
     | GiveTimeline
     | MovePages

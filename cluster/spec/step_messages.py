@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from cluster.spec.ids import Room
+from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled, Sampling
@@ -96,6 +96,13 @@ class DropSend(Tagged, frozen=True):
 
     room: Room
     generation: int
+
+
+class ForgetPeer(Tagged, frozen=True):
+    """This start of a decode replica, and all before it, are proven gone: keep nothing of their memory open."""
+
+    replica: ReplicaId
+    incarnation: Incarnation
 
 
 class GiveTimeline(Tagged, frozen=True):

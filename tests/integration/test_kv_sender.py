@@ -16,7 +16,7 @@ from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, Row, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Admit, ForgetPeer, Row, SendReport, StepPlan, Target
 from cluster.spec.strategy import Strategy
 from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendState
 from tests.fakes.loopback import Loopback
@@ -151,6 +151,20 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
     assert report.state is SendState.SENT
     written = {page: value for page in range(NUM_PAGES + 1) if (value := page_value(target, NUM_PAGES, page))}
     assert written == {target_page: 1 + page for page, target_page in zip(PAGES[HELD:], TICKETED, strict=True)}
+
+
+def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go(decode: Inbox, leader: Inbox) -> None:
+    backend = Loopback()
+    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
+    admit = admit_to(decode, target)
+    with closing(sender_of(mine, leader, source, backend)) as sender:
+        sender.before_step(plan_of(admit, PAGES))
+        sender.after_step(plan_of(admit, PAGES), {ROOM: Known(admit, PAGES)})
+        messages(decode, 1)
+        for incarnation in (0, 1, 2):
+            sender.forget(ForgetPeer(replica=admit.target.decode.replica, incarnation=Incarnation(incarnation)))
+    assert backend.forgotten == [target.endpoint.session]
 
 
 def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) -> None:

@@ -13,7 +13,7 @@ from cluster.spec.messages import Cancel, Drain, FollowPages, Message, Resume, S
 from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import DropSend, SendReport, StepPlan, Target
+from cluster.spec.step_messages import DropSend, ForgetPeer, SendReport, StepPlan, Target
 from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, UseStorage
 from cluster.spec.transfer_messages import Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
@@ -200,9 +200,13 @@ class PrefillLeader(LeaderCore):
             self._schedule(request)
 
     def _on_table(self, table: TableSnapshot) -> None:
-        """Start what waited for its decode ranks to appear; give up what waits in vain."""
+        """Start what waited for its decode ranks to appear; give up what waits in vain; let go of who is gone."""
         self.reporter.on_table(table)
+        known = self._table.reaped if self._table else {}
         self._table = table
+        for replica, incarnation in table.reaped.items():
+            if incarnation > known.get(replica, 0):
+                self._tell_ranks(ForgetPeer(replica=replica, incarnation=incarnation))
         for request in list(self._requests.values()):
             self._schedule(request)
             decode = request.submit.decode
@@ -338,8 +342,11 @@ class PrefillLeader(LeaderCore):
 
     def _drop_sends(self, request: PrefillRequest) -> None:
         assert request.ticket is not None
+        self._tell_ranks(DropSend(room=request.submit.room, generation=request.ticket.generation))
+
+    def _tell_ranks(self, message: Message) -> None:
         for address in self._settings.rank_addresses:
-            self.send(address, DropSend(room=request.submit.room, generation=request.ticket.generation))
+            self.send(address, message)
 
     def _give_up(
         self,

@@ -9,6 +9,7 @@ from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.messages import Cancel, TableUpdate
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.sampling import FinishReason
+from cluster.spec.step_messages import ForgetPeer
 from cluster.spec.transfer_messages import Drained, Ticket
 from tests.fakes.handoff import Client, World
 from tests.fakes.paged_ranks import PAGE_SIZE, next_token, sampled_of
@@ -248,6 +249,16 @@ def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:
     decode.tick(1.0)
     assert decode.is_idle()
     decode.check_integrity()
+
+
+def test_ranks_hear_once_of_a_decode_replica_that_is_gone() -> None:
+    world = quiet_world()
+    prefill = world.leaders["prefill/0"]
+    for _ in range(2):
+        reaped = {world.decode_peer.replica: Incarnation(1)}
+        prefill.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 0.0)
+    told = [message for _, message in prefill.outgoing if isinstance(message, ForgetPeer)]
+    assert told == [ForgetPeer(replica=world.decode_peer.replica, incarnation=Incarnation(1))] * world.cp
 
 
 def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> None:
