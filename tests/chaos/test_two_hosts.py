@@ -23,7 +23,7 @@ pytestmark = [
 CLIENTS = 4
 NUM_TOKENS = 300
 BEGIN_S = 300.0
-LONG_S = 4.0
+LONG_S, SILENCE = 4.0, "resources.silence_s=15"
 """Longer than a lease, and too short to be taken for a lost host, though the first repeated packets come later."""
 
 
@@ -35,7 +35,7 @@ def nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="module")
 def cluster(nodes: RayNodes) -> Iterator[RunningCluster]:
-    deploy, settings = "deploy/local-cpu-mooncake.yaml", ["resources.cpus_per_worker=1", "kv.memory_gib=0.25"]
+    deploy, settings = "deploy/local-cpu-mooncake.yaml", ["resources.cpus_per_worker=1", "kv.memory_gib=0.25", SILENCE]
     arguments, env = ["--address", nodes.address], {"RAY_AUTH_MODE": "disabled"}
     with running_cluster(deploy, "test-two-hosts", *settings, arguments=arguments, env=env) as running:
         yield running
