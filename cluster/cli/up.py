@@ -119,9 +119,10 @@ def _supervise(
 
     def on_up() -> None:
         _announce(launcher, config, note, progress)
-        follow_router(
-            launcher.router_url, supervisor.saw_router, config.resources.lease_s, config.resources.heartbeat_s
-        )
+        if config.router.processes > 1:
+            return  # nobody can say which of them answers at the port that they share
+        resources = config.resources
+        follow_router(launcher.router_url, supervisor.saw_router, resources.lease_s, resources.heartbeat_s)
 
     supervisor = Supervisor(
         config.resources.restart_backoff_s,

@@ -6,7 +6,7 @@ until every rank has reported that it will not read them again.
 
 from collections.abc import Mapping, Sequence
 
-from cluster.spec.ids import Room
+from cluster.spec.ids import Room, is_router
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import Cancel, Drain, FollowPages, Message, Resume, Submit, TableUpdate
@@ -205,7 +205,7 @@ class PrefillLeader(LeaderCore):
         known = self._table.reaped if self._table else {}
         self._table = table
         for replica, incarnation in table.reaped.items():
-            if incarnation > known.get(replica, 0):
+            if incarnation > known.get(replica, 0) and not is_router(replica):
                 self._tell_ranks(ForgetPeer(replica=replica, incarnation=incarnation))
         for request in list(self._requests.values()):
             self._schedule(request)
