@@ -69,8 +69,8 @@ def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
         before = Before(cluster, "decode-0")
         with cut() as proof:
             detection_s = before.wait_detected()
-            time.sleep(max(0.0, 10.0 - before.passed_s))
-    recovery_s = before.wait_recovered(is_new=False)
+            time.sleep(max(0.0, LONG_S - before.passed_s))
+        recovery_s = before.wait_recovered(is_new=False)
     line = before.line(f"cut between hosts, {LONG_S:g} s", crowd, proof, detection_s, recovery_s)
     assert (line.hung, line.leaked_pages) == (0, 0)
     assert line.success + line.failed == CLIENTS
