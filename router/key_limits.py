@@ -31,6 +31,9 @@ class Limit:
     tokens_per_minute: int | None
 
 
+NO_LIMIT = Limit(None, None)
+
+
 def limit_of(config: RouterConfig, key: ApiKey | None) -> tuple[str, Limit]:
     """The account of a key, and what it may; those who need no key share one."""
     if key is None:
@@ -71,12 +74,12 @@ class KeyLimits:
             self._accounts[name] = _Account(0, known.spent, known.as_of_s, num_elsewhere=known.num_tokens)
         account = self._accounts[name]
         # Told before it is checked: of two processes that let the last one in at once, neither does.
-        self._open(account, 1)
+        self._open(account, 1, limit)
         try:
             self._check(account, name, limit)
             yield
         finally:
-            self._open(account, -1)
+            self._open(account, -1, limit)
 
     def spend(self, name: str, limit: Limit, num_tokens: int) -> None:
         """An open request of a key has used tokens."""
@@ -93,9 +96,10 @@ class KeyLimits:
             for name, account in self._accounts.items()
         }
 
-    def _open(self, account: _Account, change: int) -> None:
+    def _open(self, account: _Account, change: int, limit: Limit) -> None:
         account.num_open += change
-        self._siblings.tell()
+        if limit != NO_LIMIT:
+            self._siblings.tell()
 
     def _check(self, account: _Account, name: str, limit: Limit) -> None:
         if limit.max_requests is not None:

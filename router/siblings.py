@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.spec.clock import Clock, SystemClock
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.worker_spec import RouterPlace
 from router.board import Board
@@ -15,6 +16,8 @@ from router.policies.candidate import Load
 LoadKey = tuple[ReplicaId, Incarnation]
 TELL_S = 0.02
 """Between two looks at what has changed elsewhere."""
+_SILENT_S = 3.0
+"""Without a word, after which a process counts as gone."""
 _LOOKS_PER_ACCOUNT = 25
 """Figures for people and Prometheus are told so much less often."""
 
@@ -54,8 +57,9 @@ _figures_decoder = msgspec.msgpack.Decoder(Figures)
 class Siblings:
     """The other router processes of the cluster; a router alone has none, and tells nobody anything."""
 
-    def __init__(self, place: RouterPlace) -> None:
+    def __init__(self, place: RouterPlace, clock: Clock | None = None) -> None:
         num = place.num_processes
+        self._clock = clock or SystemClock()
         self._index = place.index
         self._others = [index for index in range(num) if index != place.index]
         self._num = num
@@ -64,6 +68,10 @@ class Siblings:
         self._is_paused = False
         self._seen: dict[int, tuple[int, Now]] = {}
         self._loads: dict[LoadKey, Load] = {}
+        self._beats: dict[int, tuple[int, float]] = {}
+        """The number of each page, and since when."""
+        self._silent: set[int] = set()
+        """Those that do not write any more: what they had open is as lost as they are."""
         self._tell_now: Callable[[], Now] = Now
         self._tell_figures: Callable[[], Figures] = Figures
         self._looks = itertools.count()
@@ -95,10 +103,22 @@ class Siblings:
             self._board.write(self._index, _encoder.encode(self._tell_now()))
 
     def look(self) -> None:
-        """Tell everything that is due; called every ``TELL_S``."""
+        """Tell everything that is due, and see who lives; called every ``TELL_S``."""
         self.tell()
-        if self._board is not None and next(self._looks) % _LOOKS_PER_ACCOUNT == 0:
+        if self._board is None:
+            return
+        if next(self._looks) % _LOOKS_PER_ACCOUNT == 0:
             self._board.write(self._num + self._index, _encoder.encode(self._tell_figures()))
+        now_s = self._clock.now_s()
+        for index in self._others:
+            number = self._board.number(index)
+            before, since_s = self._beats.get(index, (None, now_s))
+            if number != before:
+                self._beats[index] = number, now_s
+                self._silent.discard(index)
+            elif now_s - since_s > _SILENT_S and index not in self._silent:
+                self._silent.add(index)
+                self._forget(index)
 
     @property
     def loads(self) -> Mapping[LoadKey, Load]:
@@ -136,6 +156,8 @@ class Siblings:
         has_changed = False
         for index in self._others:
             assert self._board is not None
+            if index in self._silent:
+                continue
             number = self._board.number(index)
             if self._seen.get(index, (0, None))[0] == number or (content := self._board.read(index)) is None:
                 continue
@@ -144,6 +166,10 @@ class Siblings:
         if has_changed:
             self._loads = _sum_of(now for _, now in self._seen.values())
         return [now for _, now in self._seen.values()]
+
+    def _forget(self, index: int) -> None:
+        if self._seen.pop(index, None) is not None:
+            self._loads = _sum_of(now for _, now in self._seen.values())
 
 
 def _sum_of(all_nows: Iterator[Now]) -> dict[LoadKey, Load]:

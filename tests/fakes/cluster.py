@@ -120,12 +120,20 @@ def free_port() -> int:
 
 def listener_pid(address: str) -> int:
     """The process of this machine that listens at ``tcp://host:port``, from the kernel's socket table."""
-    (inode,) = _listening_inodes(address)
+    pids = listener_pids(address)
+    assert pids, f"nobody listens at {address}"
+    return min(pids)
+
+
+def listener_pids(address: str) -> set[int]:
+    """Every process of this machine that listens there."""
+    names = {f"socket:[{inode}]" for inode in _listening_inodes(address)}
+    pids = set()
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with suppress(OSError):
-            if any(link.readlink().name == f"socket:[{inode}]" for link in folder.iterdir()):
-                return int(folder.parent.name)
-    raise AssertionError(f"nobody listens at {address}")
+            if any(link.readlink().name in names for link in folder.iterdir()):
+                pids.add(int(folder.parent.name))
+    return pids
 
 
 def is_listened(address: str) -> bool:

@@ -33,7 +33,7 @@ class Process:
     """The parts of a router process that share."""
 
     def __init__(self, place: RouterPlace, clock: Clock) -> None:
-        self.siblings = Siblings(place)
+        self.siblings = Siblings(place, clock)
         self.load = LoadBook(lambda: self.siblings.loads)
         self.limits = KeyLimits(clock, self.siblings)
         self.num_waiting = 0
@@ -121,6 +121,28 @@ def test_tokens_of_a_key_count_wherever_they_were_used(board: str, processes: li
     for each in (processes[0], latest):
         with each.limits.open("ann", limit):
             pass
+
+
+def test_what_a_dead_process_had_open_does_not_count_for_ever(processes: list[Process], clock: Clock) -> None:
+    ours, theirs = processes
+    limit = Limit(1, None)
+    with theirs.limits.open("ann", limit):
+        theirs.load.add(PEER, 5)
+        theirs.siblings.look()
+        ours.siblings.look()
+        clock.time_s += 2.9
+        ours.siblings.look()
+        with pytest.raises(KeyLimitError), ours.limits.open("ann", limit):
+            pass
+        assert ours.load.of(PEER).num_tokens == 5
+        clock.time_s += 0.2
+        ours.siblings.look()
+        with ours.limits.open("ann", limit):
+            pass
+        assert ours.load.of(PEER) == Load()
+        theirs.siblings.look()
+        ours.siblings.look()
+        assert ours.load.of(PEER).num_tokens == 5, "it only stood still"
 
 
 def test_an_order_to_pause_holds_for_all_and_for_those_that_come_later(
