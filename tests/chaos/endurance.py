@@ -1,7 +1,8 @@
 """Mixed traffic with random faults for a long time: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
 
 Prints one JSON object: requests by outcome, faults, what every long-lived process gains in memory, and what is held in
-the end as against the beginning. Exit code 1 where something was wrong, hung, leaked or grew.
+the end as against the beginning. Exit code 1 where something was wrong, hung, leaked or grew; in less than some ten
+minutes processes have not got as large as they will be, which shows as growth.
 """
 
 import argparse
