@@ -35,8 +35,8 @@ def test_a_line_for_every_tier_and_hit() -> None:
 
 @pytest.mark.integration
 def test_conversations_find_in_lower_tiers_what_an_endless_cache_would_have() -> None:
-    memory = ["--kv-gib", "0.012", "--host-gib", "0.025"]
-    lines = lines_of("--conversations", "24", "--turns", "3", "--prompt-len", "768", *memory)
+    memory = ["--kv-gib", "0.0125", "--host-gib", "0.0375"]
+    lines = lines_of("--conversations", "12", "--turns", "4", "--prompt-len", "2048", *memory)
     assert [line["lowest_tier"] for line in lines] == list(Tier)
     device, host, storage = lines
     assert device["hit_rate"] < host["hit_rate"] < storage["hit_rate"]

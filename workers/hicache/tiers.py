@@ -58,6 +58,8 @@ class Tiers:
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
         """A request has come that will begin with these pages: have them read from storage, as far as that helps."""
+        # What is fetched for this request and others must not push out what it will find here.
+        self.host.touch([key for key in keys if key in self.host])
         if not self._is_attached:
             return
         num_here = self._tree.count(keys)

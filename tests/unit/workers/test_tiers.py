@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
+from cluster.spec.page_key import page_keys
 from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import MoveKind, PagesMoved, TierPage
-from tests.fakes.tier_world import TierWorld
+from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from workers.hicache.host_index import HostIndex
 from workers.hicache.orders import Orders, Outcome
 from workers.hicache.prefetcher import PATIENCE_S
@@ -240,6 +241,19 @@ def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
     world.now_s += 100.0
     world.submit([8] * 8)
     assert world.tiers.is_waiting(Room(5), world.now_s)
+
+
+def test_what_a_request_will_find_in_host_memory_is_not_given_up_for_others() -> None:
+    world = world_of(backend="files")
+    for tokens in ([0] * 8, [1] * 8):
+        world.submit(tokens)
+        world.drain()
+        world.finish(0)
+    assert world.tiers.host.num_used == world.tiers.host.num_pages
+    keys = page_keys([0] * 8, PAGE_SIZE)
+    world.tiers.expect(Room(9), keys, world.now_s)
+    assert world.tiers.host.reserve(b"another", 0) is not None
+    assert len(world.tiers.host.find(keys)) == 4
 
 
 def test_detached_storage_is_neither_asked_nor_given_anything() -> None:
