@@ -1,0 +1,72 @@
+"""A dispatch with pairs at hand, and the messages that reach it."""
+
+import itertools
+from collections.abc import Sequence
+
+from cluster.spec.config import RouterConfig
+from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.messages import Cancel, Failure, Output
+from cluster.spec.peer import Peer
+from cluster.spec.sampling import FinishReason, Sampling, Stopping
+from router.actions import Action, Send
+from router.breaker import Breakers
+from router.dispatch import Dispatch
+from router.flight import Ask, Pair
+from router.load import LoadBook
+from tests.fakes.bootstrap import peer_of
+
+PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
+ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://router:1")
+NOW = 5.0
+ASK = Ask(prompt_ids=[1, 2, 3], sampling=Sampling(), stopping=Stopping(max_tokens=4))
+
+
+def make(*pairs: Pair | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> Dispatch:
+    """The attempts run on these pairs, and then always on the same; ``avoided`` is told whom each should not get."""
+    rooms, coming = itertools.count(1), iter(pairs)
+
+    def pick(_ask: Ask, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Pair | None:
+        if avoided is not None:
+            avoided.append(shunned)
+        return next(coming, Pair(prefill=PREFILL, decode=DECODE))
+
+    config = RouterConfig(max_retries=max_retries, retry_backoff_s=2.0, breaker_failures=2)
+    breakers = Breakers(config.breaker_failures, config.breaker_s)
+    return Dispatch(ME, config, LoadBook(), breakers, pick, draw=lambda: Room(next(rooms)))
+
+
+def opened(dispatch: Dispatch, deadline_s: float = 100.0) -> Room:
+    room, _ = dispatch.open(ASK, deadline_s, NOW)
+    return room
+
+
+def output(room: Room, first: int, *tokens: int, peer: Peer = DECODE, finish: FinishReason | None = None) -> Output:
+    return Output(
+        room=room,
+        replica=peer.replica,
+        incarnation=peer.incarnation,
+        first_index=first,
+        token_ids=list(tokens),
+        finish=finish,
+    )
+
+
+def failure(room: Room, peer: Peer, retryable: bool = True) -> Failure:
+    return Failure(
+        room=room, replica=peer.replica, incarnation=peer.incarnation, reason="no memory", retryable=retryable
+    )
+
+
+def cancel(room: Room, peer: Peer) -> Send:
+    return Send(address=peer.address, message=Cancel(room=room, incarnation=peer.incarnation))
+
+
+def sends_of(actions: Sequence[Action]) -> list[Send]:
+    return [action for action in actions if isinstance(action, Send)]
+
+
+def assert_empty(dispatch: Dispatch) -> None:
+    dispatch.check_integrity()
+    assert dispatch.num_open == 0
+    assert dispatch.load.lines() == {}
+    assert dispatch.next_deadline_s is None

@@ -1,0 +1,67 @@
+"""A launcher over fake processes, and a supervisor in a thread."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from cluster.launch.launcher import Launcher
+from cluster.spec.config import (
+    DecodeConfig,
+    DeployConfig,
+    ParallelConfig,
+    PrefillConfig,
+    ResourcesConfig,
+)
+from cluster.spec.ids import Incarnation
+from cluster.supervisor.loop import Supervisor
+from tests.fakes.ray import World
+
+CONFIG = DeployConfig(
+    prefill=PrefillConfig(parallel=ParallelConfig(cp=2)),
+    decode=DecodeConfig(replicas=2),
+    resources=ResourcesConfig(restart_backoff_s=0.01, start_timeout_s=10.0, heartbeat_s=0.01),
+)
+ONE = Incarnation(1)
+WAIT_S = 60.0
+
+
+class Driver:
+    """A launcher, and a supervisor in a thread."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.lines: list[str] = []
+        self.announced = threading.Event()
+        self.supervisor = Supervisor(0.01, self.announced.set, self.lines.append)
+        self.launcher = Launcher(world.tools(), CONFIG, "model", "token", self.supervisor.failed)
+        self.ended: Future[None] = Future()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.supervisor.run(self.launcher)
+        except BaseException as error:
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+
+def start_all(launcher: Launcher) -> None:
+    threads = [threading.Thread(target=launcher.start, args=(name, ONE)) for name in launcher.names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def make_launcher(world: World, ended: list[str] | None = None) -> Launcher:
+    told = [] if ended is None else ended
+    return Launcher(world.tools(), CONFIG, "model", "token", lambda name, _, error: told.append(f"{name}: {error}"))
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.002)

@@ -1,0 +1,196 @@
+"""The driver's loop over fake processes: what is replaced, ordered, killed and placed anew."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from cluster.actors import Machine
+from cluster.launch.launcher import Launcher
+from cluster.spec.config import (
+    DecodeConfig,
+    TransferBackendName,
+    TransferConfig,
+)
+from cluster.spec.errors import BatonError, ConfigError
+from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.registry import ReplicaEntry
+from cluster.supervisor.events import Outcome
+from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
+from cluster.supervisor.table_watch import follow_table
+from tests.fakes.launching import CONFIG, ONE, WAIT_S, Driver, make_launcher, wait_until
+from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
+
+
+def test_killed_rank_brings_a_whole_new_gang() -> None:
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    old = world.system.living("prefill-0")
+    old[1].die()
+    wait_until(lambda: any("running, incarnation" in line for line in driver.lines))
+    fresh = world.system.living("prefill-0")
+    assert len(fresh) == len(old) == 2
+    assert not set(fresh) & set(old)
+    assert len(world.system.living("decode-")) == 2
+    snapshot = world.table.snapshot(0.0)
+    entry = snapshot.find(ReplicaId("prefill-0"))
+    assert entry is not None
+    assert entry.ready
+    assert snapshot.reaped[ReplicaId("prefill-0")] < entry.incarnation
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_gang_that_fails_again_is_tried_again() -> None:
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    world.load_errors["decode-1", 0] = BatonError("no memory")
+    world.system.living("decode-1")[0].die()
+    wait_until(lambda: any("failed 3 times in a row" in line for line in driver.lines))
+    assert any(line.endswith("decode-1 rank 0: no memory") for line in driver.lines)
+    del world.load_errors["decode-1", 0]
+    wait_until(lambda: any("decode-1: running, incarnation" in line for line in driver.lines))
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    workers = world.system.living("prefill") + world.system.living("decode") + world.system.living("router")
+    world.system.living("bootstrap")[0].die()
+    wait_until(lambda: any("bootstrap: running, incarnation" in line for line in driver.lines))
+    assert all(actor.alive for actor in workers)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
+    world = World()
+    world.bootstrap_up = False
+    following = threading.Thread(
+        target=follow_table, args=(FakeTable(world), lambda _: None, lambda: None), daemon=True
+    )
+    following.start()
+    world.table.request_stop()
+    following.join(0.05)
+    assert following.is_alive()
+    world.bootstrap_up = True
+    following.join(WAIT_S)
+    assert not following.is_alive()
+
+
+def test_orders_reach_the_replicas_and_the_table_shows_them() -> None:
+    driver = Driver(World())
+    assert driver.announced.wait(WAIT_S)
+    table, system = driver.world.table, driver.world.system
+
+    def give(order: Order) -> tuple[Outcome, str]:
+        *_, last = driver.supervisor.give(order)
+        return last.outcome, last.line
+
+    def entries() -> dict[str, ReplicaEntry]:
+        return {entry.replica: entry for entry in table.snapshot(0.0).replicas}
+
+    assert give(DrainOrder(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
+    assert entries()["decode-1"].load.draining
+    assert give(ResumeOrder(replica=ReplicaId("decode-1")))[0] is Outcome.DONE
+    wait_until(lambda: not entries()["decode-1"].load.draining)
+    before = {name: entry.incarnation for name, entry in entries().items()}
+    assert give(RestartOrder(replicas=(ReplicaId("decode-0"), ReplicaId("decode-1")), is_rolling=True)) == (
+        Outcome.DONE,
+        "restarted",
+    )
+    assert {name for name, entry in entries().items() if entry.incarnation > before[name]} == {"decode-0", "decode-1"}
+    assert give(ScaleOrder(prefill=2, decode=1)) == (Outcome.DONE, "prefill: 2, decode: 1")
+    assert entries().keys() == {"prefill-0", "prefill-1", "decode-0"}
+    assert len(system.living("prefill-1")) == 2
+    assert system.living("decode-1") == []
+    assert len(system.reserved) == 3
+    outcome, line = give(ScaleOrder(prefill=40))
+    assert (outcome, "room for" in line) == (Outcome.REFUSED, True)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_a_replica_that_stays_busy_is_given_its_grace_and_no_more() -> None:
+    driver = Driver(World())
+    assert driver.announced.wait(WAIT_S)
+    driver.world.num_open = 1
+    (answer,) = driver.supervisor.give(DrainOrder(replica=ReplicaId("decode-1"), grace_s=0.1))
+    assert answer.outcome is Outcome.FAILED
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    launcher.start("prefill-0", ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        assert not launcher.end("prefill-0", ONE)
+        assert not launcher.prove("prefill-0", ONE)
+    assert world.system.reserved == [], "its seats are for the next start"
+    launcher.start("prefill-0", Incarnation(2))
+    assert launcher.prove("prefill-0", ONE)
+    assert len(world.system.reserved) == 1
+    assert len(world.system.living("prefill-0")) == 2
+
+
+def test_a_replica_of_a_lost_machine_is_placed_anew_on_another() -> None:
+    away = [Machine(node_id=name, address=f"10.0.0.{name}", cpus=2, gpus=0) for name in ("2", "3")]
+    home = Machine(node_id="home", address="10.0.0.1", cpus=0, gpus=0)
+    world = World(FakeSystem([home, *away]))
+    config = CONFIG.model_copy(
+        update={"transfer": TransferConfig(backend=TransferBackendName.MOONCAKE), "decode": DecodeConfig()}
+    )
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    launcher.start("bootstrap", ONE)
+    launcher.start("prefill-0", ONE)
+    first = {seat.node_id for seat in world.system.reserved[0].seats}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        assert not launcher.end("prefill-0", ONE)
+    launcher.start("prefill-0", Incarnation(2))
+    second = {seat.node_id for seat in world.system.reserved[0].seats}
+    assert (len(first), len(second), first & second) == (1, 1, set())
+    assert launcher.prove("prefill-0", ONE)
+    assert launcher.end("prefill-0", Incarnation(2))
+    launcher.start("prefill-0", Incarnation(3))
+    assert {seat.node_id for seat in world.system.reserved[0].seats} == second, "it stays where it is"
+
+
+def test_without_another_machine_a_lost_one_is_told_and_waited_for() -> None:
+    away = Machine(node_id="2", address="10.0.0.2", cpus=64, gpus=0)
+    world = World(FakeSystem([replace(HOME, cpus=0), away]))
+    config = CONFIG.model_copy(update={"transfer": TransferConfig(backend=TransferBackendName.MOONCAKE)})
+    launcher = Launcher(world.tools(), config, "model", "token", lambda *_: None)
+    launcher.start("bootstrap", ONE)
+    launcher.start("decode-0", ONE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        assert not launcher.end("decode-0", ONE)
+    with pytest.raises(ConfigError, match="room for 0 workers"):
+        launcher.start("decode-0", Incarnation(2))
+    assert launcher.prove("decode-0", ONE)
+    launcher.start("decode-0", Incarnation(3))
+
+
+def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor.loop._PROVE_S", 0.01)
+    world = World()
+    driver = Driver(world)
+    assert driver.announced.wait(WAIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.system, "kill", lambda *_: False)
+        world.system.living("prefill-0")[0].die()
+        wait_until(lambda: any("running, incarnation" in line for line in driver.lines))
+        assert ReplicaId("prefill-0") not in world.table.snapshot(0.0).reaped
+    wait_until(lambda: ReplicaId("prefill-0") in world.table.snapshot(0.0).reaped)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)

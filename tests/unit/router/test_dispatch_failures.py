@@ -1,0 +1,193 @@
+"""What a failing leg does to a request: its other leg is ended, and it is tried again while it may be."""
+
+import msgspec
+import pytest
+
+from cluster.spec.ids import Room
+from cluster.spec.messages import Submit
+from cluster.spec.peer import Peer
+from cluster.spec.sampling import FinishReason
+from cluster.spec.tiers import CachedTokens
+from router.actions import Action, Cause, Emit, Fail, Place, Wait
+from router.breaker import BreakerState
+from router.flight import Pair
+from router.policies.candidate import Load
+from tests.fakes.bootstrap import peer_of
+from tests.fakes.dispatching import (
+    ASK,
+    DECODE,
+    NOW,
+    PREFILL,
+    assert_empty,
+    cancel,
+    failure,
+    make,
+    opened,
+    output,
+    sends_of,
+)
+
+
+class TestFailures:
+    @pytest.mark.parametrize(("failed", "other"), [(PREFILL, DECODE), (DECODE, PREFILL)])
+    def test_the_other_leg_is_cancelled(self, failed: Peer, other: Peer) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        reason = f"{failed.replica}: no memory"
+        expected: list[Action] = [cancel(room, other), Fail(room=room, cause=Cause.REPLICA_FAILED, reason=reason)]
+        assert dispatch.on_failure(failure(room, failed), NOW) == expected
+        assert_empty(dispatch)
+
+    def test_what_another_attempt_would_not_mend(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        fail = dispatch.on_failure(failure(room, DECODE, retryable=False), NOW)[-1]
+        assert isinstance(fail, Fail)
+        assert fail.cause is Cause.REFUSED
+
+    def test_of_another_start_of_the_replica(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        assert dispatch.on_failure(failure(room, peer_of("decode-0", 2)), NOW) == []
+        assert dispatch.dropped == {"foreign": 1}
+
+    def test_of_a_prefill_that_is_done(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        dispatch.on_output(output(room, 0, 9), NOW)
+        assert dispatch.on_failure(failure(room, PREFILL), NOW) == []
+        assert dispatch.on_lost(PREFILL, NOW) == []
+        assert dispatch.is_open(room)
+
+    @pytest.mark.parametrize("lost", [PREFILL, DECODE])
+    def test_a_lost_replica(self, lost: Peer) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        assert dispatch.on_lost(peer_of(lost.replica, 7), NOW) == []
+        actions = dispatch.on_lost(lost, NOW)
+        assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
+        reason = f"{lost.replica} was lost before the answer was whole"
+        assert actions[2] == Fail(room=room, cause=Cause.REPLICA_LOST, reason=reason)
+        assert_empty(dispatch)
+
+    def test_a_submit_that_cannot_be_sent(self) -> None:
+        dispatch = make()
+        room = opened(dispatch)
+        assert dispatch.on_unreachable(room, DECODE.address, "queue full", NOW)[-1] == Fail(
+            room=room, cause=Cause.REPLICA_LOST, reason="queue full"
+        )
+        assert dispatch.on_unreachable(room, DECODE.address, "queue full", NOW) == []
+        assert_empty(dispatch)
+
+    def test_deadlines(self) -> None:
+        dispatch = make()
+        late, early = opened(dispatch, 20.0), opened(dispatch, 10.0)
+        assert dispatch.next_deadline_s == 10.0
+        assert dispatch.expire(9.9) == []
+        fail = dispatch.expire(10.0)[-1]
+        assert isinstance(fail, Fail)
+        assert (fail.room, fail.cause) == (early, Cause.TIMED_OUT)
+        assert dispatch.is_open(late)
+        assert dispatch.next_deadline_s == 20.0
+
+    def test_stop_fails_all(self) -> None:
+        dispatch = make()
+        rooms = {opened(dispatch), opened(dispatch)}
+        failed = {action.room for action in dispatch.stop() if isinstance(action, Fail)}
+        assert failed == rooms
+        assert_empty(dispatch)
+
+
+class TestAnotherAttempt:
+    def test_a_failed_leg_is_avoided_and_the_other_cancelled(self) -> None:
+        avoided: list[frozenset[Peer]] = []
+        dispatch = make(max_retries=1, avoided=avoided)
+        room = opened(dispatch)
+        first, place, *submits = dispatch.on_failure(failure(room, PREFILL), NOW)
+        assert first == cancel(room, DECODE)
+        assert place == Place(room=room, attempt=Room(2), pair=Pair(prefill=PREFILL, decode=DECODE))
+        assert [(send.message.room, send.message.num_given) for send in sends_of(submits)] == [(2, 0), (2, 0)]
+        assert avoided == [frozenset(), {PREFILL}]
+        assert (dispatch.num_retries, dispatch.num_continuations) == (1, 0)
+        dispatch.check_integrity()
+
+    def test_it_goes_on_behind_the_tokens_that_the_client_has(self) -> None:
+        other = peer_of("decode-1")
+        dispatch = make(Pair(prefill=PREFILL, decode=DECODE), Pair(prefill=PREFILL, decode=other), max_retries=1)
+        room = opened(dispatch)
+        dispatch.on_output(output(room, 0, 9, 8), NOW)
+        actions = dispatch.on_lost(DECODE, NOW)
+        assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
+        submit = sends_of(actions[3:])[0].message
+        assert isinstance(submit, Submit)
+        assert (submit.room, submit.prompt_ids, submit.num_given) == (2, [1, 2, 3, 9, 8], 2)
+        assert (submit.sampling, submit.stopping, submit.decode) == (ASK.sampling, ASK.stopping, other)
+        assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=5)
+        last = msgspec.structs.replace(output(Room(2), 2, 7, peer=other), cached=CachedTokens(total=4))
+        assert dispatch.on_output(last, NOW) == [Emit(room=room, token_ids=[7], finish=None)]
+        end = output(Room(2), 3, 6, peer=other, finish=FinishReason.LENGTH)
+        assert dispatch.on_output(end, NOW) == [Emit(room=room, token_ids=[6], finish=FinishReason.LENGTH)]
+        assert (dispatch.num_retries, dispatch.num_continuations) == (0, 1)
+        assert_empty(dispatch)
+
+    def test_what_the_earlier_attempt_still_says_is_late(self) -> None:
+        dispatch = make(max_retries=1)
+        room = opened(dispatch)
+        dispatch.on_failure(failure(room, PREFILL), NOW)
+        assert dispatch.on_output(output(room, 0, 9), NOW) == []
+        assert dispatch.on_failure(failure(room, DECODE), NOW) == []
+        assert dispatch.dropped == {"late": 2}
+        assert dispatch.is_open(room)
+        assert not dispatch.is_under_way(room)
+
+    def test_a_fault_of_either_leg_speaks_against_both(self) -> None:
+        dispatch = make(max_retries=3)
+        room = opened(dispatch)
+        mutual = msgspec.structs.replace(failure(room, DECODE), mutual=True)
+        dispatch.on_failure(mutual, NOW)
+        dispatch.on_failure(failure(Room(2), DECODE), NOW)
+        assert dispatch.breakers.state(DECODE, NOW) is BreakerState.OPEN
+        assert dispatch.breakers.state(PREFILL, NOW) is BreakerState.CLOSED
+
+    def test_the_second_one_waits_and_the_third_twice_as_long(self) -> None:
+        dispatch = make(max_retries=3)
+        room = opened(dispatch)
+        dispatch.on_failure(failure(room, DECODE), NOW)
+        assert dispatch.on_failure(failure(Room(2), DECODE), 10.0)[-1] == Wait(until_s=12.0)
+        dispatch.check_integrity()
+        assert dispatch.load.lines() == {}
+        assert dispatch.expire(11.9) == []
+        assert dispatch.expire(12.0)[0] == Place(room=room, attempt=Room(3), pair=Pair(prefill=PREFILL, decode=DECODE))
+        assert dispatch.on_failure(failure(Room(3), DECODE), 20.0)[-1] == Wait(until_s=24.0)
+        dispatch.expire(24.0)
+        (*_, fail) = dispatch.on_failure(failure(Room(4), DECODE), 30.0)
+        assert fail == Fail(room=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
+        assert_empty(dispatch)
+
+    def test_what_ends_while_it_waits_has_nobody_to_cancel(self) -> None:
+        dispatch = make(max_retries=3)
+        rooms = [opened(dispatch, 11.0) for _ in range(2)]
+        for room in (*rooms, Room(3), Room(4)):
+            dispatch.on_failure(failure(room, DECODE), 10.0)
+        assert dispatch.on_client_left(rooms[0]) == []
+        (fail,) = dispatch.expire(11.0)
+        assert isinstance(fail, Fail)
+        assert fail.cause is Cause.TIMED_OUT
+        assert_empty(dispatch)
+
+    def test_the_last_replica_of_a_role_takes_the_request_with_it(self) -> None:
+        dispatch = make(Pair(prefill=PREFILL, decode=DECODE), None, max_retries=3)
+        room = opened(dispatch)
+        reason = "no replica is ready to go on: decode-0 was lost before the answer was whole"
+        assert dispatch.on_lost(DECODE, NOW)[-1] == Fail(room=room, cause=Cause.NO_REPLICA, reason=reason)
+        assert (dispatch.num_retries, dispatch.num_continuations) == (0, 0)
+        assert_empty(dispatch)
+
+    def test_a_lost_output_is_computed_anew(self) -> None:
+        dispatch = make(max_retries=1)
+        room = opened(dispatch)
+        dispatch.on_output(output(room, 0, 9), NOW)
+        sends = sends_of(dispatch.on_output(output(room, 2, 7), NOW))
+        assert sends[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
+        assert isinstance(sends[2].message, Submit)
+        assert sends[2].message.prompt_ids == [1, 2, 3, 9]
