@@ -75,5 +75,7 @@ class Faults:
         self._order("restart", self._draw.choice(MORTAL))
 
     def _order(self, *words: str) -> None:
+        """The driver may refuse it, where a replica that is ready again is not yet taken for running."""
         done = subprocess.run([*BATON, *words, "--cluster", self._name], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"baton {' '.join(words)}: {done.stderr}"
+        if done.returncode:
+            self.counts[f"{words[0]} not done: {done.stderr.strip().splitlines()[-1]}"] += 1
