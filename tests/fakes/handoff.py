@@ -117,33 +117,12 @@ class World:
         steps = {
             role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE), keeper=keepers[role]) for role in Role
         }
-        first = self.prefill_rows[0]
-        prefill = PrefillSettings(
-            me=Peer(replica=first.replica, incarnation=first.incarnation, address=first.address),
-            row=self.prefill_rows[0],
-            rank_addresses=tuple(rank_row.address for rank_row in self.prefill_rows),
-            ticket_timeout_s=30.0,
-            request_timeout_s=600.0,
-            settle_s=0.5,
-        )
-        self.decode_peer = Peer(replica=self.decode_row.replica, incarnation=Incarnation(1), address="decode/0")
-        decode = DecodeSettings(
-            me=self.decode_peer,
-            geometry=GEOMETRY,
-            layout=self.decode_row.layout,
-            page_bytes=self.decode_row.layout.page_bytes,
-            transfer_timeout_s=60.0,
-            quarantine_limit=0.25,
-            rank_addresses=(self.decode_row.address,),
-            verify=verify,
-            request_timeout_s=600.0,
-            settle_s=0.5,
-        )
+        prefill, decode = _prefill_settings(self.prefill_rows), _decode_settings(self.decode_row, verify)
+        self.prefill_peer, self.decode_peer = prefill.me, decode.me
         self.leaders: dict[str, Leader] = {
             "prefill/0": PrefillLeader(prefill, steps[Role.PREFILL], allocators[Role.PREFILL]),
             "decode/0": DecodeLeader(decode, steps[Role.DECODE], allocators[Role.DECODE]),
         }
-        self.prefill_peer = prefill.me
         for address in self.leaders:
             self.queues["bootstrap", address].append(TableUpdate(snapshot=self.table()))
 
@@ -364,3 +343,30 @@ class World:
         outgoing, leader.outgoing = leader.outgoing, []
         for target, message in outgoing:
             self.queues[address, target].append(message)
+
+
+def _prefill_settings(rows: list[RankRow]) -> PrefillSettings:
+    first = rows[0]
+    return PrefillSettings(
+        me=Peer(replica=first.replica, incarnation=first.incarnation, address=first.address),
+        row=first,
+        rank_addresses=tuple(rank_row.address for rank_row in rows),
+        ticket_timeout_s=30.0,
+        request_timeout_s=600.0,
+        settle_s=0.5,
+    )
+
+
+def _decode_settings(row: RankRow, verify: Verify) -> DecodeSettings:
+    return DecodeSettings(
+        me=Peer(replica=row.replica, incarnation=row.incarnation, address=row.address),
+        geometry=GEOMETRY,
+        layout=row.layout,
+        page_bytes=row.layout.page_bytes,
+        transfer_timeout_s=60.0,
+        quarantine_limit=0.25,
+        rank_addresses=(row.address,),
+        verify=verify,
+        request_timeout_s=600.0,
+        settle_s=0.5,
+    )

@@ -9,8 +9,8 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Failure
 from cluster.spec.registry import PageFilter, TransferMode
 from tests.fakes.handoff import World
+from tests.fakes.handoff_checks import check
 from tests.fakes.paged_ranks import PAGE_SIZE
-from tests.unit.workers.test_leaders import check
 
 
 def world_of(seed: int = 0, num_pages: int = 40, *, prefix_cache: bool = True) -> World:

@@ -10,8 +10,8 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.step_messages import HostCopy
 from tests.fakes.handoff import World
+from tests.fakes.handoff_checks import check
 from tests.fakes.paged_ranks import PAGE_SIZE
-from tests.unit.workers.test_leaders import check
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.scheduler.keeping import HostKeeper, KeepCost

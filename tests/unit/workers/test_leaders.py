@@ -1,50 +1,15 @@
 """Both leaders together: whatever the order of messages and steps, tokens are right and every page comes back."""
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
-from cluster.spec.messages import Cancel, TableUpdate
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
-from cluster.spec.sampling import FinishReason
-from cluster.spec.step_messages import ForgetPeer
-from cluster.spec.transfer_messages import Drained, Ticket
-from tests.fakes.handoff import Client, World
-from tests.fakes.paged_ranks import PAGE_SIZE, next_token, sampled_of
-
-SENDING = [
-    *((KvOwnership.REPLICATED, mode, page_filter) for mode in TransferMode for page_filter in PageFilter),
-    (KvOwnership.SHARDED, TransferMode.ALL_RANKS, PageFilter.MODULAR),
-]
-"""Where a prefill rank's KV lives, and what of it a rank sends."""
-
-
-def answer_of(client: Client, num_pages: int) -> list[int]:
-    """The tokens that the fake model gives, as far as a pool of so many pages lets it; the first needs no room."""
-    tokens = list(client.prompt)
-    for _ in range(client.max_tokens - client.num_given):
-        tokens.append(next_token(tokens))
-    return tokens[len(client.prompt) : max(num_pages * PAGE_SIZE, len(client.prompt) + 1)]
-
-
-def check(world: World, num_pages: int) -> None:
-    """Every client has its tokens, and nothing is held."""
-    for client in world.clients.values():
-        wanted = answer_of(client, num_pages)
-        if client.cancelled:
-            assert client.tokens == wanted[: len(client.tokens)]
-        else:
-            assert client.failure is None, client.failure
-            assert client.tokens == wanted
-            assert client.finish is FinishReason.LENGTH
-        assert client.logprobs == [sampled_of(token_id).logprobs for token_id in client.tokens]
-        assert client.cached_tokens in range(0, len(client.prompt), PAGE_SIZE)
-    for leader in world.leaders.values():
-        assert leader.is_idle()
-        load = leader.load()
-        assert load.free_pages == load.total_pages == num_pages
+from cluster.spec.transfer_messages import Drained
+from tests.fakes.handoff import World
+from tests.fakes.handoff_checks import PROMPT, SENDING, answer_of, check, quiet_world
+from tests.fakes.paged_ranks import PAGE_SIZE, next_token
 
 
 @given(
@@ -149,21 +114,6 @@ def test_prompts_that_begin_alike_share_pages_and_nothing_else(
     check(world, num_pages)
 
 
-def quiet_world(num_pages: int = 40, ownership: KvOwnership = KvOwnership.REPLICATED) -> World:
-    return World(
-        seed=1,
-        cp=2,
-        ownership=ownership,
-        mode=TransferMode.ALL_RANKS,
-        page_filter=PageFilter.MODULAR,
-        num_pages=num_pages,
-        chunk_tokens=16,
-    )
-
-
-PROMPT = list(range(1, 4 * PAGE_SIZE + 1))
-
-
 @pytest.mark.parametrize("ownership", KvOwnership)
 @pytest.mark.parametrize(
     ("prompt", "cached_pages", "sent_pages"),
@@ -217,91 +167,6 @@ def test_decode_also_keeps_the_answer() -> None:
     assert world.num_pages_sent - sent_before == 1
 
 
-@given(seed=st.integers(0, 2**32), moment=st.integers(0, 120), num_requests=st.integers(1, 5))
-def test_requests_of_a_lost_router_are_given_up(seed: int, moment: int, num_requests: int) -> None:
-    world = World(
-        seed=seed,
-        cp=2,
-        mode=TransferMode.ALL_RANKS,
-        page_filter=PageFilter.MODULAR,
-        num_pages=60,
-        chunk_tokens=8,
-    )
-    for number in range(num_requests):
-        world.submit([number, *PROMPT], 40)
-    for _ in range(moment):
-        world.act()
-    world.lose_router()
-    world.run()
-    check(world, 60)
-
-
-def test_pages_come_back_when_router_and_prefill_are_both_proven_gone() -> None:
-    world = quiet_world()
-    world.submit(PROMPT, 4)
-    decode = world.leaders["decode/0"]
-    decode.on_message(world.queues[ROUTER, "decode/0"].popleft(), 0.0)
-    reaped = {ROUTER: Incarnation(1)}
-    decode.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 0.0)
-    assert not decode.is_idle(), "prefill has a ticket and may write"
-    reaped[world.prefill_peer.replica] = Incarnation(1)
-    decode.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 0.0)
-    decode.tick(1.0)
-    assert decode.is_idle()
-    decode.check_integrity()
-
-
-def test_ranks_hear_once_of_a_decode_replica_that_is_gone() -> None:
-    world = quiet_world()
-    prefill = world.leaders["prefill/0"]
-    for _ in range(2):
-        reaped = {world.decode_peer.replica: Incarnation(1)}
-        prefill.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 0.0)
-    told = [message for _, message in prefill.outgoing if isinstance(message, ForgetPeer)]
-    assert told == [ForgetPeer(replica=world.decode_peer.replica, incarnation=Incarnation(1))] * world.cp
-
-
-def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> None:
-    """Prefill never answers the Revoke: time alone frees nothing, but in the end there are new pages elsewhere."""
-    world = quiet_world(num_pages=10)
-    decode = world.leaders["decode/0"]
-    for _ in range(2):
-        world.submit([1] * 3 * PAGE_SIZE, 4)
-    submits = list(world.queues[ROUTER, "decode/0"])
-    for submit in submits:
-        decode.on_message(submit, 0.0)
-    decode.on_message(Cancel(room=submits[0].room, incarnation=Incarnation(1)), 0.0)
-    decode.tick(59.0)
-    assert (decode.load().quarantined_pages, decode.load().draining) == (0, False)
-    decode.tick(60.0)
-    assert (decode.load().quarantined_pages, decode.load().draining, decode.must_end) == (3, True, "")
-    decode.on_message(Cancel(room=submits[1].room, incarnation=Incarnation(1)), 60.0)
-    decode.tick(61.0)
-    assert decode.must_end == ""
-    decode.tick(120.0)
-    assert decode.must_end == (
-        "6 of 10 pages are in quarantine, more than 0.25 of them (transfer.quarantine_limit): "
-        "prefill-0 did not say that it writes no more"
-    )
-
-
-def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again() -> None:
-    world = quiet_world(num_pages=10)
-    decode = world.leaders["decode/0"]
-    for _ in range(2):
-        world.submit([1] * 3 * PAGE_SIZE, 4)
-    first, second = world.queues[ROUTER, "decode/0"]
-    decode.on_message(first, 0.0)
-    decode.on_message(second, 0.0)
-    decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)
-    decode.tick(60.0)
-    assert decode.load().draining
-    reaped = {world.prefill_peer.replica: Incarnation(1)}
-    decode.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 61.0)
-    decode.tick(62.0)
-    assert (decode.load().quarantined_pages, decode.load().draining, decode.must_end) == (0, False, "")
-
-
 def test_messages_without_effect_are_counted_by_type() -> None:
     world = quiet_world()
     world.submit(PROMPT, 4)
@@ -311,17 +176,6 @@ def test_messages_without_effect_are_counted_by_type() -> None:
     for message in (submit, submit, foreign, foreign):
         decode.on_message(message, 0.0)
     assert decode.load().dropped == {"Submit": 1, "Drained": 2}
-
-
-def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:
-    world = quiet_world(num_pages=300)
-    room = world.submit(PROMPT, 1000)
-    while len(world.clients[room].tokens) < 3:
-        world.act()
-    world.lose_router()
-    world.run()
-    check(world, 300)
-    assert len(world.clients[room].tokens) < 100
 
 
 @given(seed=st.integers(0, 2**32), moment=st.integers(0, 60))
@@ -355,110 +209,6 @@ def test_what_is_cached_gives_way_to_what_is_needed(ownership: KvOwnership) -> N
         world.submit(list(range(first, first + 7 * PAGE_SIZE)), 4)
         world.run()
         check(world, 8)
-
-
-@pytest.mark.parametrize(
-    ("mode", "page_filter", "words"),
-    [
-        (TransferMode.RANK0, PageFilter.MODULAR, "transfer mode rank0 and sharded KV, which only all_ranks can send"),
-        (
-            TransferMode.ALL_RANKS,
-            PageFilter.CONTIGUOUS,
-            "page filter contiguous and sharded KV, which only modular can send",
-        ),
-    ],
-)
-def test_sharded_kv_that_cannot_be_sent_is_refused_when_the_pair_meets(
-    mode: TransferMode, page_filter: PageFilter, words: str
-) -> None:
-    world = World(
-        seed=0,
-        cp=2,
-        ownership=KvOwnership.SHARDED,
-        mode=mode,
-        page_filter=page_filter,
-        num_pages=8,
-        chunk_tokens=8,
-    )
-    room = world.submit(PROMPT, 4)
-    world.run()
-    assert (world.clients[room].failure or "").endswith(f"prefill-0 has {words}")
-    assert all(leader.is_idle() for leader in world.leaders.values())
-
-
-def test_a_prompt_larger_than_the_pool_is_refused_in_words() -> None:
-    world = World(
-        seed=0, cp=2, mode=TransferMode.ALL_RANKS, page_filter=PageFilter.MODULAR, num_pages=4, chunk_tokens=8
-    )
-    room = world.submit([1] * 17, 4)
-    world.run()
-    assert world.clients[room].failure in (
-        "the prompt needs 5 pages, prefill-0 has 4",
-        "the prompt needs 5 pages, decode-0 has 4",
-    )
-    assert all(leader.is_idle() for leader in world.leaders.values())
-
-
-def tickets_of(world: World) -> list[Room]:
-    """Rooms that the decode leader has sent a ticket for, in order; Submits are delivered and nothing else happens."""
-    tickets = []
-    for message in world.queues[ROUTER, "decode/0"]:
-        leader = world.leaders["decode/0"]
-        leader.on_message(message, 0.0)
-        tickets += [sent.room for _, sent in leader.outgoing if isinstance(sent, Ticket)]
-        leader.outgoing.clear()
-    world.queues[ROUTER, "decode/0"].clear()
-    return tickets
-
-
-def decode_only(num_pages: int) -> World:
-    return World(
-        seed=0,
-        cp=1,
-        mode=TransferMode.RANK0,
-        page_filter=PageFilter.MODULAR,
-        num_pages=num_pages,
-        chunk_tokens=16,
-        prefix_cache=False,
-    )
-
-
-def test_short_prompts_pass_a_long_one_that_waits_for_decode_pages_until_as_many_passed_as_it_wants() -> None:
-    world = decode_only(20)
-    world.submit([1] * 10 * PAGE_SIZE, 1)
-    world.submit([2] * 12 * PAGE_SIZE, 1)
-    assert len(tickets_of(world)) == 1
-    for _ in range(6):
-        short = world.submit([3] * 2 * PAGE_SIZE, 1)
-        assert tickets_of(world) == [short]
-        drain(world, short)
-        world.leaders["decode/0"].outgoing.clear()
-    world.submit([3] * 2 * PAGE_SIZE, 1)
-    assert tickets_of(world) == []
-
-
-def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_put_off_for_ever() -> None:
-    world = decode_only(10)
-    first = world.submit([1] * 10 * PAGE_SIZE, 1)
-    assert tickets_of(world) == [first]
-    usual, urgent = world.submit([2] * 8 * PAGE_SIZE, 1), world.submit([3] * 8 * PAGE_SIZE, 1, priority=-1)
-    others = [world.submit([4] * 8 * PAGE_SIZE, 1, priority=-1) for _ in range(2)]
-    order = tickets_of(world)
-    world.queues[ROUTER, "prefill/0"].clear()
-    leader = world.leaders["decode/0"]
-    for ended in (first, urgent, usual):
-        drain(world, ended)
-        order += [sent.room for _, sent in leader.outgoing if isinstance(sent, Ticket)]
-        leader.outgoing.clear()
-    assert order == [urgent, usual, others[0]]
-
-
-def drain(world: World, room: Room) -> None:
-    """The request is cancelled, and prefill says that it writes no more."""
-    leader = world.leaders["decode/0"]
-    leader.on_message(Cancel(room=room, incarnation=Incarnation(1)), 0.0)
-    drained = Drained(room=room, generation=1, prefill=world.prefill_peer, decode_incarnation=Incarnation(1))
-    leader.on_message(drained, 0.0)
 
 
 @given(
