@@ -68,9 +68,12 @@ def test_what_one_replica_has_computed_the_other_reads(cluster: RunningCluster, 
     cluster.wait_until(lambda: len(stored_bytes(tmp_path)) == NUM_PAGES, 60)
     page_bytes = stored_bytes(tmp_path)[0]
     assert ask(cluster) == {"cached_tokens": NUM_PAGES * PAGE_SIZE, "storage_tokens": NUM_PAGES * PAGE_SIZE}
-    cluster.wait_until(lambda: len(moved_bytes(cluster, MoveKind.FETCH)) == 2, 60)
+    half = NUM_PAGES // 2 * page_bytes
+
+    def halves(kind: MoveKind) -> bool:
+        return list(moved_bytes(cluster, kind).values()) == [half, half]
+
+    cluster.wait_until(lambda: halves(MoveKind.STORE) and halves(MoveKind.FETCH), 60)
     stored, fetched = (moved_bytes(cluster, kind) for kind in (MoveKind.STORE, MoveKind.FETCH))
     assert {replica for replica, _ in stored}.isdisjoint(replica for replica, _ in fetched)
-    half = NUM_PAGES // 2 * page_bytes
-    assert list(stored.values()) == list(fetched.values()) == [half, half]
     assert stored_bytes(tmp_path) == [page_bytes] * NUM_PAGES, "a page is stored twice"
