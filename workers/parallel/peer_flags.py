@@ -65,7 +65,7 @@ class PeerFlags:
         return RuntimeError(reason)
 
     def _wait_slowly(self, place: int, peer: int, number: int) -> None:
-        """Let others run: yield at first, then sleep a tenth of the time waited so far."""
+        """Let others run: yield at first, then sleep a fortieth of the time waited so far."""
         begin_s = time.monotonic()
         for turn in count():
             if self._flags[place] >= number:
@@ -78,7 +78,7 @@ class PeerFlags:
                 self._check(place, number)
             if waited_s > self._timeout_s:
                 raise self.failure(f"{self._described(peer)} did not answer in {self._timeout_s} s")
-            time.sleep(min(waited_s / 10, _LONGEST_PAUSE_S))
+            time.sleep(min(waited_s / 40, _LONGEST_PAUSE_S))
 
     def _check(self, place: int, number: int) -> None:
         """RuntimeError if a peer has left, unless what is awaited came before that."""
