@@ -19,16 +19,16 @@ from torch import Tensor
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import ROUTER, Incarnation, draw_room, replica_id
+from cluster.spec.ids import ROUTER, Incarnation, draw_room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Outputs, Submit
 from cluster.spec.peer import Peer
-from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.worker_specs import lone_worker
 from workers.local import HOST, WorkerProcess
 from workers.models.interface import AttentionContext
 from workers.worker import Worker
@@ -94,18 +94,7 @@ def spec_of() -> WorkerSpec:
     config = DeployConfig.model_validate(
         {"kv": {"page_size": 16, "memory_gib": 0.1}, "decode": {"max_requests": 1024, "chunk_tokens": 16384}}
     )
-    sizes = sizes_of(config.decode.parallel)
-    return WorkerSpec(
-        config=config,
-        role=Role.DECODE,
-        replica=replica_id(Role.DECODE, 0),
-        incarnation=Incarnation(1),
-        coords=coords_of(0, sizes),
-        sizes=sizes,
-        global_rank=0,
-        world_size=1,
-        host=HOST,
-    )
+    return lone_worker(config, Role.DECODE)
 
 
 class Bench:

@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 from cluster.channel import Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import Incarnation, Room, replica_id
+from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Message, TableUpdate
-from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.worker_spec import WorkerSpec
+from tests.fakes.worker_specs import lone_worker
 from workers import worker as worker_module
 from workers.kv_sender import KvSender
 from workers.scheduler.leader import Leader
@@ -94,7 +94,7 @@ class HeldEngine:
     def __init__(self, config: DeployConfig, model_folder: Path) -> None:
         self.leaders: dict[Role, HeldLeader] = {}
         self._senders: dict[Role, KvSender] = {}
-        self._workers = {role: Worker(_spec(config, role), model_folder, None) for role in Role}
+        self._workers = {role: Worker(lone_worker(config, role), model_folder, None) for role in Role}
         self._rows = {role: [worker.load(worker.open_store())] for role, worker in self._workers.items()}
         prefill = self._workers[Role.PREFILL]
         assert prefill._rank is not None
@@ -188,18 +188,3 @@ class HeldEngine:
         """Of both leaders, while nothing happens."""
         for leader in self.leaders.values():
             leader.real._leaders[0].check_integrity()
-
-
-def _spec(config: DeployConfig, role: Role) -> WorkerSpec:
-    sizes = sizes_of((config.prefill if role is Role.PREFILL else config.decode).parallel)
-    return WorkerSpec(
-        config=config,
-        role=role,
-        replica=replica_id(role, 0),
-        incarnation=Incarnation(1),
-        coords=coords_of(0, sizes),
-        sizes=sizes,
-        global_rank=0,
-        world_size=1,
-        host=_HOST,
-    )

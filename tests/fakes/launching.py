@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from cluster.launch.launcher import Launcher
+from cluster.launch.tools import Tools
 from cluster.spec.config import (
     DecodeConfig,
     DeployConfig,
@@ -29,12 +30,11 @@ WAIT_S = 60.0
 class Driver:
     """A launcher, and a supervisor in a thread."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, tools: Tools, config: DeployConfig = CONFIG, model: str = "model") -> None:
         self.lines: list[str] = []
         self.announced = threading.Event()
-        self.supervisor = Supervisor(0.01, self.announced.set, self.lines.append)
-        self.launcher = Launcher(world.tools(), CONFIG, "model", "token", self.supervisor.failed)
+        self.supervisor = Supervisor(config.resources.restart_backoff_s, self.announced.set, self.lines.append)
+        self.launcher = Launcher(tools, config, model, "token-of-the-test", self.supervisor.failed)
         self.ended: Future[None] = Future()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -45,6 +45,14 @@ class Driver:
             self.ended.set_exception(error)
         else:
             self.ended.set_result(None)
+
+
+class FakeDriver(Driver):
+    """Over fake processes."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        super().__init__(world.tools())
 
 
 def start_all(launcher: Launcher) -> None:

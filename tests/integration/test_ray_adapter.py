@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ import pytest
 from cluster.actors import Seat
 from cluster.bootstrap.client import BootstrapClient
 from cluster.launch.kinds import ActorKinds
-from cluster.launch.launcher import Launcher
 from cluster.launch.tools import Tools
 from cluster.processes import ProcessId, is_alive, this_process, wait_gone
 from cluster.ray_environ import set_for_own_cluster
@@ -22,7 +20,7 @@ from cluster.spec.config import DeployConfig, ParallelConfig, PrefillConfig, Res
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
 from cluster.spec.registry import ReplicaEntry
-from cluster.supervisor.loop import Supervisor
+from tests.fakes.launching import Driver
 from tests.fakes.members import QuietRouter, QuietWorker
 
 if TYPE_CHECKING:
@@ -143,25 +141,8 @@ def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system:
     assert wanted_row == [ray_system.home.address, "64", "2", "0", "0"]
 
 
-class Driver:
-    """A supervised cluster in a thread."""
-
-    def __init__(self, system: "RaySystem", model: str) -> None:
-        self.lines: list[str] = []
-        self.announced = threading.Event()
-        self.supervisor = Supervisor(CONFIG.resources.restart_backoff_s, self.announced.set, self.lines.append)
-        tools = Tools(system=system, progress=lambda *_: None, kinds=KINDS)
-        self.launcher = Launcher(tools, CONFIG, model, "token-of-the-test", self.supervisor.failed)
-        self.ended: Future[None] = Future()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.supervisor.run(self.launcher)
-        except BaseException as error:
-            self.ended.set_exception(error)
-        else:
-            self.ended.set_result(None)
+def drive(system: "RaySystem", model: str) -> Driver:
+    return Driver(Tools(system=system, progress=lambda *_: None, kinds=KINDS), CONFIG, model)
 
 
 def _prefill(table: BootstrapClient) -> ReplicaEntry:
@@ -171,7 +152,7 @@ def _prefill(table: BootstrapClient) -> ReplicaEntry:
 
 
 def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_system: "RaySystem") -> None:
-    driver = Driver(ray_system, "model")
+    driver = drive(ray_system, "model")
     assert driver.announced.wait(WAIT_S), driver.lines
     meeting = driver.launcher.rendezvous.result()
     table = BootstrapClient(meeting.bootstrap_url, meeting.token)
@@ -197,7 +178,7 @@ def test_killed_rank_is_replaced_with_its_gang_and_the_end_leaves_nothing(ray_sy
 
 
 def test_first_error_of_a_rank_is_told_and_the_gang_torn_down(ray_system: "RaySystem") -> None:
-    driver = Driver(ray_system, "broken")
+    driver = drive(ray_system, "broken")
     with pytest.raises(BatonError) as caught:
         driver.ended.result(WAIT_S)
     assert str(caught.value) == "prefill-0 rank 1: ValueError: rank 1 cannot load, store 127.0.0.1"

@@ -12,15 +12,14 @@ import pytest
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import ROUTER, Incarnation, Room, replica_id
+from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Output, Outputs, Submit
 from cluster.spec.peer import Peer
-from cluster.spec.ranks import coords_of, sizes_of
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.step_messages import Shutdown, StepPlan
-from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.worker_specs import lone_worker
 from workers.worker import Worker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -113,19 +112,7 @@ class Decode:
 def decode(folder: Path, *, is_asynchronous: bool) -> Iterator[Decode]:
     kv = {"page_size": PAGE_SIZE, "memory_gib": (NUM_PAGES + 1) * PAGE_BYTES / 2**30, "prefix_cache": False}
     config = DeployConfig.model_validate({"kv": kv})
-    sizes = sizes_of(config.decode.parallel)
-    spec = WorkerSpec(
-        config=config,
-        role=Role.DECODE,
-        replica=replica_id(Role.DECODE, 0),
-        incarnation=Incarnation(1),
-        coords=coords_of(0, sizes),
-        sizes=sizes,
-        global_rank=0,
-        world_size=1,
-        host=HOST,
-    )
-    worker, inbox, outbox = Worker(spec, folder, None), Inbox(HOST), Outbox()
+    worker, inbox, outbox = Worker(lone_worker(config, Role.DECODE), folder, None), Inbox(HOST), Outbox()
     row = worker.load(worker.open_store())
     assert row.layout.num_pages == NUM_PAGES
     assert worker._rank is not None

@@ -15,7 +15,7 @@ from cluster.spec.config import (
 )
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.ids import Incarnation
-from tests.fakes.launching import CONFIG, ONE, WAIT_S, Driver, make_launcher, start_all, wait_until
+from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, start_all, wait_until
 from tests.fakes.ray import HOME, FakeSystem, World
 
 
@@ -184,7 +184,7 @@ def test_cpu_workers_and_services_see_no_gpu() -> None:
 
 
 def test_cluster_comes_up_is_drained_and_stops() -> None:
-    driver = Driver(World())
+    driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
@@ -194,7 +194,7 @@ def test_cluster_comes_up_is_drained_and_stops() -> None:
 
 
 def test_workers_end_by_themselves_before_they_are_killed() -> None:
-    driver = Driver(World())
+    driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     driver.supervisor.request_stop("SIGINT")
     driver.ended.result(WAIT_S)
@@ -206,7 +206,7 @@ def test_workers_end_by_themselves_before_they_are_killed() -> None:
 def test_requests_that_do_not_end_do_not_hold_up_the_end() -> None:
     world = World()
     world.drains = False
-    driver = Driver(world)
+    driver = FakeDriver(world)
     assert driver.announced.wait(WAIT_S)
     driver.supervisor.request_stop("SIGTERM")
     driver.ended.result(WAIT_S)
@@ -216,7 +216,7 @@ def test_requests_that_do_not_end_do_not_hold_up_the_end() -> None:
 def test_first_load_error_ends_the_start_and_is_told_in_one_line() -> None:
     world = World()
     world.load_errors["prefill-0", 1] = UserError("model 'x' is no folder")
-    driver = Driver(world)
+    driver = FakeDriver(world)
     with pytest.raises(UserError, match=r"^prefill-0 rank 1: model 'x' is no folder$"):
         driver.ended.result(WAIT_S)
     assert world.system.living("") == []

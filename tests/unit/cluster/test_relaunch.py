@@ -18,13 +18,13 @@ from cluster.spec.registry import ReplicaEntry
 from cluster.supervisor.events import Outcome
 from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
 from cluster.supervisor.table_watch import follow_table
-from tests.fakes.launching import CONFIG, ONE, WAIT_S, Driver, make_launcher, wait_until
+from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, wait_until
 from tests.fakes.ray import HOME, FakeSystem, FakeTable, World
 
 
 def test_killed_rank_brings_a_whole_new_gang() -> None:
     world = World()
-    driver = Driver(world)
+    driver = FakeDriver(world)
     assert driver.announced.wait(WAIT_S)
     old = world.system.living("prefill-0")
     old[1].die()
@@ -44,7 +44,7 @@ def test_killed_rank_brings_a_whole_new_gang() -> None:
 
 def test_gang_that_fails_again_is_tried_again() -> None:
     world = World()
-    driver = Driver(world)
+    driver = FakeDriver(world)
     assert driver.announced.wait(WAIT_S)
     world.load_errors["decode-1", 0] = BatonError("no memory")
     world.system.living("decode-1")[0].die()
@@ -58,7 +58,7 @@ def test_gang_that_fails_again_is_tried_again() -> None:
 
 def test_lost_bootstrap_is_replaced_and_nothing_else() -> None:
     world = World()
-    driver = Driver(world)
+    driver = FakeDriver(world)
     assert driver.announced.wait(WAIT_S)
     workers = world.system.living("prefill") + world.system.living("decode") + world.system.living("router")
     world.system.living("bootstrap")[0].die()
@@ -84,7 +84,7 @@ def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
 
 
 def test_orders_reach_the_replicas_and_the_table_shows_them() -> None:
-    driver = Driver(World())
+    driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     table, system = driver.world.table, driver.world.system
 
@@ -117,7 +117,7 @@ def test_orders_reach_the_replicas_and_the_table_shows_them() -> None:
 
 
 def test_a_replica_that_stays_busy_is_given_its_grace_and_no_more() -> None:
-    driver = Driver(World())
+    driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     driver.world.num_open = 1
     (answer,) = driver.supervisor.give(DrainOrder(replica=ReplicaId("decode-1"), grace_s=0.1))
@@ -184,7 +184,7 @@ def test_without_another_machine_a_lost_one_is_told_and_waited_for() -> None:
 def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.supervisor.loop._PROVE_S", 0.01)
     world = World()
-    driver = Driver(world)
+    driver = FakeDriver(world)
     assert driver.announced.wait(WAIT_S)
     with monkeypatch.context() as patch:
         patch.setattr(world.system, "kill", lambda *_: False)
