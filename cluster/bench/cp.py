@@ -10,7 +10,8 @@ from typing import Any
 
 from cluster.bench.cp_result import CpResult, summarize
 from cluster.spec.errors import UserError
-from cluster.spec.kv import DTYPE_BYTES
+from cluster.spec.kv import KvGeometry
+from cluster.spec.pool import GIB
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
 from transfer.backends.shared_memory import available_bytes
 from workers.bench_step import StepLens, Way
@@ -19,7 +20,6 @@ from workers.models.config import ModelConfig
 
 _RANK = "workers.bench_rank:BenchRank"
 DTYPES = ("bfloat16", "float32")
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +129,15 @@ def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
 
 def _check_memory(bench: CpBench, max_len: int) -> None:
     model, num_ranks = bench.model, max(bench.cps)
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE_BYTES[model.dtype]
-    wanted, available = num_ranks * max_len * token_bytes, available_bytes()
+    geometry = KvGeometry(
+        model="random",
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+        page_size=1,
+    )
+    wanted, available = num_ranks * max_len * geometry.bytes_per_token, available_bytes()
     if wanted > available:
         raise UserError(
             f"--prompt-len: got {max_len} tokens, whose KV takes {wanted / GIB:.3g} GiB in {num_ranks} processes; "
