@@ -1,11 +1,14 @@
 # One command a job. The first run of any of them makes $(VENV); a second one starts at once.
 VENV   ?= .venv
 TORCH  ?= 2.13.0+cpu
+JOBS   ?= 2
 DEPLOY ?= deploy/local-cpu.yaml
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(name))))
 
 SHELL := /bin/bash
+# Files side by side, in order: the clusters, which take longest, come first and after one another.
+PYTEST = $(VENV)/bin/pytest -n $(JOBS) --no-loadscope-reorder
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH_INDEX = https://download.pytorch.org/whl/cpu
 EXTRAS_serve = $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),mooncake)
@@ -31,10 +34,10 @@ serve: $(VENV)/.serve
 venv: $(VENV)/.dev
 
 test: $(VENV)/.dev
-	@$(VENV)/bin/pytest -m "not full"
+	@$(PYTEST) -m "not full"
 
 test-full: $(VENV)/.dev
-	@$(VENV)/bin/pytest -m "full or not full"
+	@$(PYTEST) -m "full or not full"
 
 chaos: $(VENV)/.dev
 	@$(VENV)/bin/python -m tests.chaos

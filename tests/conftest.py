@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Generator, Iterator
+from typing import Any
 
 # Before torch is imported anywhere: the suite shares few cores with the processes it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,15 +15,15 @@ from cluster.cli.check_install import installed_version, missing_mooncake_packag
 from tests.leftovers import Before, find_leftovers
 from workers.attention.native.compile import CannotCompileError, find_compiler
 
-REQUIRE_MOONCAKE = "BATON_REQUIRE_MOONCAKE"
-"""Set by CI: tests of the mooncake backend must run, a skip of one is a failure."""
+REQUIRE = "BATON_REQUIRE"
+"""Set by CI: marks, with commas between. Tests of each must run, a skip of one is a failure."""
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
 settings.register_profile("dev", deadline=None, max_examples=60)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 _left_out = pytest.StashKey[dict[str, int]]()
-_mooncake_passed = pytest.StashKey[int]()
+_LEFT_OUT = "left_out"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,13 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
     config.stash[_left_out] = {}
-    config.stash[_mooncake_passed] = 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say what would make it run."""
+    assert len({item.nodeid for item in items}) == len(items), "of tests of one name `pytest -n` runs one"
     missing = {"mooncake": _mooncake_missing(items), "native": _native_missing(items), "gpu": _gpu_missing(items)}
-    missing["chromium"] = None if shutil.which("chromium") else "apt-get install -y chromium"
+    missing["chromium"] = None if shutil.which("chromium") else "apt-get install -y --no-install-recommends chromium"
     for mark, reason in missing.items():
         if reason is None:
             continue
@@ -49,11 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if item.get_closest_marker("mooncake"):
-        if report.skipped and os.environ.get(REQUIRE_MOONCAKE):
-            report.outcome = "failed"
-            report.longrepr = f"skipped, but {REQUIRE_MOONCAKE} is set: {report.longrepr}"
-        item.config.stash[_mooncake_passed] += report.when == "call" and report.passed
+    required = [mark for mark in _required() if item.get_closest_marker(mark)]
+    if required and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but {REQUIRE} names {', '.join(required)}: {report.longrepr}"
     return report
 
 
@@ -63,12 +63,31 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
         full[0].config.stash[_left_out]["full: the rest of the matrix; `make test-full` runs it"] = len(full)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.side_by_side import OneClusterAtATime
+
+    return OneClusterAtATime(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker of `pytest -n` has looked at all tests, and has run some."""
+    node.config.stash[_left_out].update(node.workeroutput.get(_LEFT_OUT, {}))
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A session that must test mooncake but held no such test has failed too."""
-    required = os.environ.get(REQUIRE_MOONCAKE) and not session.config.option.collectonly
-    if required and exitstatus == pytest.ExitCode.OK and not session.config.stash[_mooncake_passed]:
-        session.config.stash[_left_out][f"mooncake: {REQUIRE_MOONCAKE} is set, but no such test passed"] = 0
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    """A session that must test something but held no such test has failed too."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[_LEFT_OUT] = config.stash[_left_out]
+        return
+    if exitstatus != pytest.ExitCode.OK or config.option.collectonly:
+        return
+    for mark in _required():
+        if not _has_tested(config, mark):
+            config.stash[_left_out][f"{mark}: {REQUIRE} names it, but no such test passed"] = 0
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -86,6 +105,15 @@ def nothing_left_behind() -> Iterator[None]:
     leftovers = find_leftovers(before)
     if leftovers:
         pytest.fail("left behind by this session:\n" + "\n".join(leftovers), pytrace=False)
+
+
+def _required() -> list[str]:
+    return [mark for mark in os.environ.get(REQUIRE, "").split(",") if mark]
+
+
+def _has_tested(config: pytest.Config, mark: str) -> bool:
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    return any(report.when == "call" and mark in report.keywords for report in reporter.getreports("passed"))
 
 
 def _mooncake_missing(items: list[pytest.Item]) -> str | None:

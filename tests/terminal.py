@@ -57,7 +57,9 @@ class Terminal:
         """Wait; AssertionError with the output if the time is over or the command has ended before."""
         deadline_s = time.monotonic() + timeout_s
         while not condition():
-            assert self._reader.is_alive(), f"the command has ended:\n{self.output}"
+            has_ended = not self._reader.is_alive()
+            # Its last words may have come since.
+            assert not has_ended or condition(), f"the command has ended:\n{self.output}"
             assert time.monotonic() < deadline_s, f"not within {timeout_s} s:\n{self.output}"
             time.sleep(0.05)
 

@@ -4,9 +4,10 @@ python -m workers.local deploy/local-cpu.yaml "The launch code is tango seven\nT
 """
 
 import multiprocessing
+import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,7 +23,7 @@ from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, Message, Output, Outputs, Submit, TableUpdate
+from cluster.spec.messages import Failure, Inquire, Message, Output, Outputs, Submit, TableUpdate
 from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
@@ -38,6 +39,11 @@ _CONSEQUENCE = "CollectiveError"
 """How the error of a rank begins that another one has left; its class is not imported, since it brings torch along."""
 
 
+_context = multiprocessing.get_context("forkserver")
+# What takes workers seconds to import, torch above all, is imported once, by the process that they are forked from.
+_context.set_forkserver_preload([WORKER.partition(":")[0]])
+
+
 class RemoteError(BatonError):
     """A worker process answered a call with an error, or died."""
 
@@ -49,9 +55,8 @@ class WorkerProcess:
     """
 
     def __init__(self, worker: str = WORKER) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, worker), daemon=True)
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(theirs, worker, dict(os.environ)), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -84,8 +89,11 @@ class WorkerProcess:
             self._process.join()
 
 
-def _serve(pipe: Connection, name: str) -> None:
+def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:
     """The worker process: answer calls until the pipe closes. ``make`` replaces the worker by a new one."""
+    # What it is forked from has the environment of long ago.
+    os.environ.clear()
+    os.environ.update(environ)
     # Ctrl-C reaches the whole terminal; the caller ends this process by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, attribute = name.partition(":")
@@ -354,9 +362,13 @@ class LocalCluster:
 
 
 def _apart(messages: Iterable[Message]) -> Iterator[Output | Failure]:
+    """What leaders ask about requests that take long needs no answer: here nobody leaves one."""
     for message in messages:
-        assert isinstance(message, Outputs | Failure), message
-        yield from message.outputs if isinstance(message, Outputs) else [message]
+        assert isinstance(message, Outputs | Failure | Inquire), message
+        if isinstance(message, Outputs):
+            yield from message.outputs
+        elif isinstance(message, Failure):
+            yield message
 
 
 def main(deploy_file: str, text: str) -> None:

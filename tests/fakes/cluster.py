@@ -3,8 +3,9 @@
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,14 @@ def listener_pid(address: str) -> int:
 def listener_pids(address: str) -> set[int]:
     """Every process of this machine that listens there."""
     names = {f"socket:[{inode}]" for inode in _listening_inodes(address)}
-    pids = set()
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        with suppress(OSError):
-            if any(link.readlink().name in names for link in folder.iterdir()):
-                pids.add(int(folder.parent.name))
-    return pids
+    return {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if names & _open_files(int(folder.name))}
+
+
+def listened_hosts(pids: Iterable[int]) -> set[str]:
+    """The addresses at which any of these processes listens, by IPv4 or IPv6."""
+    files = {name for pid in pids for name in _open_files(pid)}
+    ends = [fields[1] for fields in _listening() if f"socket:[{fields[9]}]" in files]
+    return {_host(end.partition(":")[0]) for end in ends}
 
 
 def is_listened(address: str) -> bool:
@@ -143,5 +146,26 @@ def is_listened(address: str) -> bool:
 
 def _listening_inodes(address: str) -> set[str]:
     port = f"{int(address.rpartition(':')[2]):04X}"
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {fields[9] for fields in lines if fields[1].endswith(f":{port}") and fields[3] == "0A"}
+    return {fields[9] for fields in _listening() if fields[1].endswith(f":{port}")}
+
+
+def _listening() -> list[list[str]]:
+    """The rows of the kernel's socket tables."""
+    lines = [line for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+    return [fields for fields in map(str.split, lines) if fields[3] == "0A"]
+
+
+def _open_files(pid: int) -> set[str]:
+    names = set()
+    with suppress(OSError):  # it has ended, or is another account's
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                names.add(str(link.readlink()))
+    return names
+
+
+def _host(words: str) -> str:
+    """An address of the tables: words of 32 bits, each in this machine's order."""
+    packed = b"".join(int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
+    address = ip_address(packed)
+    return str(getattr(address, "ipv4_mapped", None) or address)

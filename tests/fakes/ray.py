@@ -133,6 +133,8 @@ class World:
         """Whether the router's open requests end in time."""
         self.num_open = 0
         """Requests that a replica shows when it is told to drain."""
+        self.num_told = self.num_lost = 0
+        """Times that replicas were told whether to take requests, of which the first are lost."""
         self.beats: dict[str, Heartbeat] = {}
         """Of each replica that runs, by its leader's address."""
         self.rendezvous: list[Rendezvous] = []
@@ -154,6 +156,9 @@ class World:
     def tell(self, addresses: Sequence[str], message: Message) -> None:
         for address in addresses:
             if address in self.beats and isinstance(message, Drain | Resume):
+                self.num_told += 1
+                if self.num_told <= self.num_lost:
+                    continue
                 load = ReplicaLoad(draining=isinstance(message, Drain), num_running=self.num_open)
                 self.table.heartbeat(replace(self.beats[address], load=load), now_s=0.0)
             else:

@@ -11,7 +11,14 @@ from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "file", ["local-cpu", "local-cpu-tp", "local-cpu-dp", pytest.param("local-cpu-pp", marks=pytest.mark.full)]
+    "file",
+    [
+        "local-cpu",
+        "local-cpu-tp",
+        "local-cpu-dp",
+        "local-cpu-moe",
+        pytest.param("local-cpu-pp", marks=pytest.mark.full),
+    ],
 )
 def test_the_engine_answers_in_plain_processes(file: str) -> None:
     command = [sys.executable, "-m", "workers.local", f"deploy/{file}.yaml", DEMO_PROMPT]

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from importlinter.cli import lint_imports
 
+from tests.fakes.checkpoints import make_checkpoint
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cluster", "workers", "transfer", "router")
 ON_GPUS = (
@@ -27,6 +29,14 @@ for name in sys.argv[1:]:
 print(json.dumps(sorted(set(sys.modules) & {heavy})))
 """
 
+AFTER_LOADING = """
+import json, sys
+from pathlib import Path
+from workers.engine.weights import load_model
+load_model(Path(sys.argv[1]))
+print(json.dumps(sorted(set(sys.modules) & {"sympy", "transformers"})))
+"""
+
 
 def modules_under(package: str) -> list[str]:
     """Every module of a package, by its dotted name; leaves out scripts that run when imported."""
@@ -37,7 +47,12 @@ def modules_under(package: str) -> list[str]:
 
 def heavy_modules_loaded(modules: list[str], heavy: set[str]) -> str:
     """Which of the heavy modules a fresh process has loaded after importing some modules, as a JSON list."""
-    command = [sys.executable, "-c", LOADED.format(heavy=heavy), *modules]
+    return printed_by(LOADED.format(heavy=heavy), *modules)
+
+
+def printed_by(script: str, *arguments: str) -> str:
+    """What a fresh process prints."""
+    command = [sys.executable, "-c", script, *arguments]
     run = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
     )
@@ -104,3 +119,8 @@ def _uses_torch_distributed(file: Path) -> bool:
             case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
                 return True
     return False
+
+
+def test_a_worker_that_has_loaded_a_model_has_no_more_than_it_needs(tmp_path: Path) -> None:
+    """Each of them would take every worker of a machine a second or more to start."""
+    assert printed_by(AFTER_LOADING, str(make_checkpoint(tmp_path, "qwen3_moe"))) == "[]"

@@ -13,10 +13,10 @@ from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 EXECUTED_IN = {
     "sudo apt-get install": ".ci/run",
     "make test": ".ci/run",
-    "make serve": "tests/integration/test_readme.py",
-    "curl": "tests/integration/test_readme.py",
-    ".venv/bin/baton": "tests/integration/test_readme.py",
-    "ray job": "tests/integration/test_readme.py",
+    "make serve": "tests/integration/clusters/test_readme.py",
+    "curl": "tests/integration/clusters/test_readme.py",
+    ".venv/bin/baton": "tests/integration/clusters/test_readme.py",
+    "ray job": "tests/integration/clusters/test_readme.py",
 }
 """What executes a command, by how the command begins."""
 
@@ -70,7 +70,7 @@ def _row(config: DeployConfig) -> str:
 
 
 def _sizes(parallel: ParallelConfig) -> str:
-    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp", "ep")}
     return "".join(f", {axis}={size}" for axis, size in sizes.items() if size > 1)
 
 

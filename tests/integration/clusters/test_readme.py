@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ URL = "http://127.0.0.1:8000"
 CTRL_C = b"\x03"
 START_S = 120.0
 STOP_S = 60.0
+NO_AGENT = "No available agent to submit job"
 
 
 @pytest.fixture(scope="class")
@@ -103,13 +105,23 @@ def test_ray_job(short_folder: str) -> None:
     head = "ray start --head --block --port=6399 --dashboard-port=8299 --num-cpus=4 --disable-usage-stats"
     with Terminal(shlex.split(head), env) as ray_head:
         ray_head.wait_until(lambda: answers("http://127.0.0.1:8299/api/version"), START_S)
-        with Terminal(shlex.split(readme.command("ray job submit")), env) as job:
-            job.wait_until(_is_ready, START_S)
+        with _submitted(env) as job:
             _shell(readme.command("ray job stop"), env)
             assert not answers(f"{URL}/health")
             job.wait(STOP_S)
         ray_head.press(CTRL_C)
         ray_head.wait(STOP_S)
+
+
+@contextmanager
+def _submitted(env: Mapping[str, str]) -> Iterator[Terminal]:
+    """The job, once it runs. Ray's head answers before it can take one, and says then to come again."""
+    while True:
+        with Terminal(shlex.split(readme.command("ray job submit")), env) as job:
+            job.wait_until(lambda job=job: _is_ready() or NO_AGENT in job.output, START_S)
+            if NO_AGENT not in job.output:
+                yield job
+                return
 
 
 def _is_ready() -> bool:

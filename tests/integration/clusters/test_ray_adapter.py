@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from cluster.spec.config import DeployConfig, ParallelConfig, PrefillConfig, Res
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 from cluster.spec.ids import ReplicaId
 from cluster.spec.registry import ReplicaEntry
+from tests.fakes.cluster import listened_hosts
 from tests.fakes.launching import Driver
 from tests.fakes.members import QuietRouter, QuietWorker
 
@@ -107,12 +110,23 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def test_ray_can_be_reached_by_this_machine_and_account_only(ray_system: "RaySystem") -> None:
+    actor = ray_system.start(Plain, ["hello"], name="listening", seat=None)
+    ray_system.call(actor, "process").result(WAIT_S)
+    assert listened_hosts({process.pid for process in _children()}) == {"127.0.0.1"}
+    assert ray_system.temp_dir is not None
+    assert ray_system.temp_dir.stat().st_mode & 0o777 == 0o700
+    assert [folder.name for folder in ray_system.temp_dir.iterdir()] == ["ray"]
+    ray_system.kill([actor], WAIT_S)
+
+
 def test_plain_class_runs_in_a_process_of_its_own(ray_system: "RaySystem") -> None:
     actor = ray_system.start(Plain, ["hello"], name="plain", seat=None)
     assert ray_system.call(actor, "greet", "you").result(WAIT_S) == "hello you"
     process = ray_system.call(actor, "process").result(WAIT_S)
     assert process.pid != os.getpid()
     assert is_alive(process)
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
     assert ray_system.taken_names() == ["plain"]
     blocked = ray_system.call(actor, "block")
     assert ray_system.kill([actor], WAIT_S)
@@ -131,6 +145,28 @@ def test_errors_come_back_as_they_were_raised(ray_system: "RaySystem") -> None:
     with pytest.raises(UserError, match=r"^greeting: got ''"):
         ray_system.call(broken, "greet", "you").result(WAIT_S)
     ray_system.kill([actor, broken], WAIT_S)
+
+
+LATE = """
+from cluster import ray_adapter
+from cluster.spec.errors import BatonError
+
+def late(*_):
+    raise Exception("The current node timed out.\\nMore.")
+
+ray_adapter._init = late
+try:
+    ray_adapter.RaySystem("baton-late", None, num_cpus=1, worker_logs=False)
+except BatonError as error:
+    print(error)
+"""
+
+
+def test_a_start_that_takes_too_long_is_told_in_one_line() -> None:
+    """In a process of its own, since what did not start is shut down."""
+    said = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True, timeout=WAIT_S)
+    advice = "try again when this machine has less to do; `baton doctor` says what may be wrong with it"
+    assert said.stdout == f"Ray did not start in 0 s (The current node timed out.); {advice}\n"
 
 
 def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system: "RaySystem") -> None:

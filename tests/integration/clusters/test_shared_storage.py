@@ -36,6 +36,22 @@ def cluster(tmp_path: Path) -> Iterator[RunningCluster]:
         yield running
 
 
+def test_what_waits_to_be_stored_is_stored_before_a_cluster_ends(tmp_path: Path) -> None:
+    settings = {
+        "kv.memory_gib": 0.05,
+        "hicache.host_gib": 0.05,
+        "hicache.storage.backend": "files",
+        "hicache.storage.folder": tmp_path,
+        "hicache.storage.write_mib_s": 0.25,
+        "resources.cpus_per_worker": 0.25,
+    }
+    changes = [f"{key}={value}" for key, value in settings.items()]
+    with running_cluster("deploy/local-cpu.yaml", "test-stored-at-end", *changes) as cluster:
+        assert ask(cluster) == {"cached_tokens": 0}
+        num_before = len(stored_bytes(tmp_path))
+    assert num_before < NUM_PAGES == len(stored_bytes(tmp_path))
+
+
 def ask(cluster: RunningCluster) -> dict[str, int]:
     """Where the prompt's pages came from; the answer leads through every one of them."""
     body = {"model": "recall", "prompt": PROMPT, "max_tokens": NUM_PAGES, "temperature": 0, "return_token_ids": True}

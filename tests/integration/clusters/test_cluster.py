@@ -20,6 +20,8 @@ from cluster.cli.running import find_running
 from cluster.spec.messages import Drain
 from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import RunningCluster, is_ready, listener_pid, running_cluster
+from tests.fakes.openai_forms import check_forms
+from tests.fakes.openai_halves import done
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 from tests.fakes.traces import write_trace
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
@@ -35,7 +37,8 @@ NAME = "test-endpoint"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
     # Room for more replicas, however few cores the machine has.
-    with running_cluster("deploy/local-cpu.yaml", NAME, "resources.cpus_per_worker=0.25") as running:
+    settings = ("resources.cpus_per_worker=0.25", "router.tool_parser=llama3")
+    with running_cluster("deploy/local-cpu.yaml", NAME, *settings) as running:
         yield running
 
 
@@ -51,6 +54,14 @@ def test_the_openai_client_works_unchanged(cluster: RunningCluster) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == DEMO_ANSWER
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 1
+
+
+@pytest.mark.parametrize("half", [openai.OpenAI, openai.AsyncOpenAI])
+async def test_every_form_of_the_openai_client(cluster: RunningCluster, half: Any) -> None:
+    client = half(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0)
+    await check_forms(client)
+    await done(client.close())
+    cluster.wait_until(cluster.is_empty, 60)
 
 
 def test_strangers_at_a_leader_are_counted(cluster: RunningCluster) -> None:
@@ -161,8 +172,9 @@ def test_the_time_of_each_phase_is_told(cluster: RunningCluster) -> None:
     assert list(times) == ["queue", "decode-queue", "bootstrap", "prefill", "transfer"]
     assert min(times.values()) >= 0
     assert times["prefill"] > 0
-    sent = 'baton_kv_transfer_bytes_total{rank="1",replica="prefill-0"}'
-    cluster.wait_until(lambda: sent in httpx.get(f"{cluster.url}/metrics", timeout=60).text, 60)
+    for name in ("kv_transfer_bytes", "rank_step_seconds"):
+        line = f'baton_{name}_total{{rank="1",replica="prefill-0"}}'
+        cluster.wait_until(lambda line=line: line in httpx.get(f"{cluster.url}/metrics", timeout=60).text, 60)
 
 
 def test_a_replayed_trace_hits_as_often_as_an_endless_cache_would(cluster: RunningCluster, tmp_path: Path) -> None:
