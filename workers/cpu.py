@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+from functools import cache
 
 import torch
 
@@ -23,3 +24,13 @@ def use_cpu(num_threads: int) -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether torch has products of bf16 by this processor's own instructions; else those of fp32 are faster."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if platform.machine() in ("aarch64", "arm64"):
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

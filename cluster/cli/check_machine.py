@@ -5,7 +5,7 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.cli.finding import Finding, Status
@@ -27,10 +27,11 @@ def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
     return Finding("port", Status.OK, f"{address[0]}:{address[1]} is free")
 
 
-def check_attention(find: Callable[[], str] = find_compiler) -> Finding:
+def check_attention() -> Finding:
     """Whether bf16 attention on the CPU can be native; without it all works, at half the speed."""
     try:
-        return Finding("attention", Status.OK, f"native for bf16, compiled by {find()}")
+        path, kind = find_compiler()
+        return Finding("attention", Status.OK, f"native for bf16 with {kind.name}, compiled by {path}")
     except CannotCompileError as error:
         status = Status.WARN if error.mend else Status.OK
         mend = error.mend and f"for twice the speed in bf16: {error.mend}"
@@ -47,13 +48,21 @@ def check_cores(num_cores: int | None = None) -> Finding:
 
 def check_memory(meminfo: str | None = None) -> Finding:
     """Memory that can be had without swapping."""
-    text = Path("/proc/meminfo").read_text() if meminfo is None else meminfo
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    free_bytes = int(available[1]) * 1024 if available else 0
-    found = f"{free_bytes / GIB:.1f} GiB available"
-    if free_bytes < 4 * GIB:
+    available_gib = memory_gib("MemAvailable", meminfo)
+    found = f"{available_gib:.1f} GiB available"
+    if available_gib < 4:
         return Finding("memory", Status.WARN, found, "free at least 4 GiB, or lower kv.memory_gib in the deploy file")
     return Finding("memory", Status.OK, found)
+
+
+def memory_gib(kind: str, meminfo: str | None = None) -> float:
+    """Memory of this machine as the kernel counts it under a name of /proc/meminfo; 0 where it does not."""
+    text = meminfo
+    if text is None:
+        source = Path("/proc/meminfo")
+        text = source.read_text() if source.exists() else ""
+    found = re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 / GIB if found else 0.0
 
 
 def check_model_cache(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:

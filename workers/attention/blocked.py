@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.context_parallel.merge import Partial
+from workers.cpu import multiplies_bf16
 
 MIN_PRODUCTS = 1 << 23
 """Multiplications of queries with keys for each kv head; below it torch's own kernel is as fast."""
@@ -33,7 +34,7 @@ _FAR = 2.0**32
 def is_worthwhile(query: Tensor, num_keys: int) -> bool:
     """Whether ``attend_blocked`` beats torch's own kernel on queries ``[H, G, T, D]``."""
     is_much = query[0].numel() * num_keys >= MIN_PRODUCTS or num_keys >= MANY_KEYS
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and is_much
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and is_much and multiplies_bf16()
 
 
 def attend_blocked(query: Tensor, key: Tensor, value: Tensor, ahead: int | None) -> Partial | None:

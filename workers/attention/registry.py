@@ -9,7 +9,7 @@ import torch
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from workers.attention.interface import AttentionBackend
-from workers.attention.native.compile import CannotCompileError
+from workers.attention.native.compile import CannotCompileError, find_compiler
 
 BACKENDS = {
     "flash_attn": "workers.attention.flash_attn_backend:FlashAttention",
@@ -73,7 +73,7 @@ def _fastest(device: torch.device, dtype: torch.dtype) -> Choice:
     if dtype != torch.bfloat16:
         return Choice("torch", load_backend("torch"), "the CPU, in fp32")
     try:
-        return Choice("native", load_backend("native"), "the CPU, in bf16")
+        return Choice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")
     except CannotCompileError as error:
         level = logging.WARNING if error.mend else logging.INFO
         _log.log(level, "attention in plain torch, at half the speed: %s%s", error, error.mend and f"; {error.mend}")

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from workers.attention.paged import PlacedRun, flash, gather_pages, page_rows
 from workers.context_parallel.merge import Partial
+from workers.cpu import multiplies_bf16
 
 BLOCK_SLOTS = 1 << 13
 """Keys copied out of the pages at once: they are used while the copy is still in a cache."""
@@ -54,7 +55,9 @@ class SingleBatch:
         folded = query[self.rows].view(len(self.rows), key_pages.shape[1], -1, query.shape[2])
         min_slots = MIN_SLOTS_FP32 if query.dtype == torch.float32 else MIN_SLOTS
         is_short = self.tables.numel() * key_pages.shape[2] < min_slots
-        attend = self._attend_flash if is_short else self._attend_folded
+        # One query a kv head is where torch's own kernel is worst in bf16, also beside products that are slow.
+        is_slow = query.dtype == torch.bfloat16 and folded.shape[2] > 1 and not multiplies_bf16()
+        attend = self._attend_flash if is_short or is_slow else self._attend_folded
         out, lse = attend(folded, key_pages, value_pages)
         result.out[self.rows] = out.flatten(1, 2).to(query.dtype)
         result.lse[self.rows] = lse.flatten(1, 2)

@@ -1,26 +1,47 @@
-"""Products with weights. In bf16 on a CPU they are packed: rearranged once, as oneDNN else does for every product."""
+"""Products with weights, as fast as a CPU can: bf16 weights are rearranged once, or become fp32 part by part."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from workers.cpu import multiplies_bf16
+
+_FEW_ROWS = 2
+"""A CPU that multiplies in fp32 only: so many rows are fastest one by one."""
+_MANY_ROWS = 16
+"""From here on it pays there to make the weight fp32, since torch's own bf16 product has a quarter of the speed."""
+_PART = 1 << 20
+"""Numbers of a weight that are fp32 at once: their product is done while they are in a cache."""
+
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias; the same bits whether the weight is packed or not."""
+    """x [R, inputs] @ weight.T + bias: sums in fp32, rounded once, whatever the way."""
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
-    return functional.linear(x, weight, bias)
+    if _is_fast(x):
+        return functional.linear(x, weight, bias)
+    if len(x) <= _FEW_ROWS and bias is None:
+        return torch.stack([torch.mv(weight, row) for row in x]) if len(x) else x.new_empty(0, len(weight))
+    return functional.linear(x, weight, bias) if len(x) < _MANY_ROWS else _multiply_in_fp32(x, weight, bias)
 
 
 def packed(weight: Tensor) -> Tensor:
-    """The weight [outputs, inputs] as ``multiply`` likes it: a copy, or itself. With few rows that halves the time."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not _has_bf16():
+    """The weight [outputs, inputs] as ``multiply`` likes it: rearranged as oneDNN else does each time, or itself."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not multiplies_bf16():
         return weight.detach()
     rearranged: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return rearranged
 
 
-def _has_bf16() -> bool:
-    is_built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return is_built_in and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _is_fast(x: Tensor) -> bool:
+    return x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bf16()
+
+
+def _multiply_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide, out = x.float(), x.new_empty(len(x), len(weight))
+    step = max(_PART // weight.shape[1], 1)
+    for begin in range(0, len(weight), step):
+        part = slice(begin, begin + step)
+        out[:, part] = functional.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return out

@@ -14,6 +14,12 @@ from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
 
 
+@pytest.fixture(autouse=True)
+def fast_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr(blocked, "multiplies_bf16", lambda: True)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_ROWS": 64, "_KEYS": 24, "_DIAGONAL": 12, "_SAMPLE": 4, "MIN_PRODUCTS": 1}.items():
@@ -93,7 +99,7 @@ def test_runs_of_any_start_and_step_over_pages(run: Run) -> None:
     np.testing.assert_allclose(result.out.float().numpy(), expected([request], [run]), atol=0.04)
 
 
-def test_it_is_for_much_work_in_bf16() -> None:
+def test_it_is_for_much_work_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     query = draw(0, 1, 2, 128, 64)
     num_keys = blocked.MIN_PRODUCTS // query.numel()
     assert is_worthwhile(query, num_keys)
@@ -102,3 +108,5 @@ def test_it_is_for_much_work_in_bf16() -> None:
     assert not is_worthwhile(query, num_keys - 1)
     assert is_worthwhile(query[:, :, :1], blocked.MANY_KEYS)
     assert not is_worthwhile(query[:, :, :1], blocked.MANY_KEYS - 1)
+    monkeypatch.setattr(blocked, "multiplies_bf16", lambda: False)
+    assert not is_worthwhile(query, num_keys)

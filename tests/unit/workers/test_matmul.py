@@ -1,12 +1,14 @@
-"""Packed weights give the very products that plain ones do, however they are asked for."""
+"""Packed weights, and products in fp32, give what plain ones do, however they are asked for."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.fakes.checkpoints import make_checkpoint
 from workers.engine.weights import load_model
+from workers.layers import matmul
 from workers.layers.cut import uncut
 from workers.layers.embedding import Embedding
 from workers.layers.linear import FusedLinear
@@ -29,13 +31,27 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 300])
+@pytest.fixture(params=[True, False], ids=["bf16", "fp32"], autouse=True)
+def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A processor that multiplies bf16, as far as oneDNN does on this one, and one that does not."""
+    has_bf16 = request.param and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    monkeypatch.setattr(matmul, "multiplies_bf16", lambda: has_bf16)
+    return has_bf16
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 64, 300])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_packed_weight_gives_the_same_product(num_rows: int, has_bias: bool) -> None:
+def test_every_way_gives_the_same_product(
+    num_rows: int, has_bias: bool, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "_PART", 160 * 20)
     weight, bias, x = draw(96, 160), draw(96) if has_bias else None, draw(num_rows, 2, 160)[:, 1]
     kept = packed(weight)
-    assert kept.is_mkldnn == bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    torch.testing.assert_close(multiply(x, kept, bias), multiply(x, weight, bias))
+    assert kept.is_mkldnn == has_bf16
+    product = multiply(x, kept, bias)
+    torch.testing.assert_close(product, functional.linear(x, weight, bias))
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-4)
 
 
 def test_fp32_stays_as_it_is() -> None:
@@ -61,10 +77,19 @@ def test_a_tied_table_is_read_and_multiplied_with(tmp_path: Path) -> None:
     torch.testing.assert_close(model.logits(hidden), (hidden @ model.embed_tokens.weight.T).float())
 
 
+def test_a_table_that_nobody_reads_is_kept_once(tmp_path: Path, has_bf16: bool) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, tie_word_embeddings=False))
+    assert model.lm_head.weight.is_mkldnn == has_bf16
+    assert [name for name, value in vars(model.lm_head).items() if isinstance(value, torch.Tensor)] == []
+    hidden, head = draw(3, model.config.hidden_size), model.lm_head.weight
+    plain = head.to_dense() if has_bf16 else head
+    torch.testing.assert_close(model.logits(hidden), (hidden @ plain.T).float())
+
+
+@pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 3])
-def test_ranks_score_as_many_rows_as_there_are(num_rows: int) -> None:
-    table = Embedding(7, 16, Twin())
-    table.weight = torch.nn.Parameter(draw(4, 16), requires_grad=False)
-    table.pack()
-    hidden = draw(num_rows, 16)
-    torch.testing.assert_close(table.scores(hidden), (hidden @ table.weight.T).repeat(1, 2)[:, :7])
+def test_ranks_score_as_many_rows_as_there_are(num_rows: int, is_read: bool) -> None:
+    table, weight, hidden = Embedding(7, 16, Twin()), draw(4, 16), draw(num_rows, 16)
+    table.weight = torch.nn.Parameter(weight, requires_grad=False)
+    table.pack(is_read=is_read)
+    torch.testing.assert_close(table.scores(hidden), (hidden @ weight.T).repeat(1, 2)[:, :7])

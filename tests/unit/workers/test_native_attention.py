@@ -1,4 +1,7 @@
-"""The native backend against attention by definition in float64: any shapes, strides, pages and runs."""
+"""The native backend against attention by definition in float64: any shapes, strides, pages and runs.
+
+For each kind of processor that this one can run.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.workers.test_row_attention import check, masked_attention, rank_pairs, seen_by_definition, tensors
 from workers.attention.interface import AttentionBackend
-from workers.attention.registry import load_backend
+from workers.attention.native.backend import NativeAttention
+from workers.attention.native.compile import Compiler, find_compiler, runnable_kinds
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
@@ -18,9 +22,14 @@ pytestmark = pytest.mark.native
 OUT_TOLERANCE, LSE_TOLERANCE = 0.02, 1e-3
 
 
+@pytest.fixture(scope="module", params=runnable_kinds(), ids=lambda kind: kind.name)
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    return Compiler(find_compiler().path, request.param)
+
+
 @pytest.fixture(scope="module")
-def native() -> AttentionBackend:
-    return load_backend("native")
+def native(compiler: Compiler) -> AttentionBackend:
+    return NativeAttention(compiler)
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -122,13 +131,15 @@ def test_rows_whose_pieces_meet_in_one_query(native: AttentionBackend, case: tup
     check(result, masked_attention(query, key, value, seen), atol=0.02)
 
 
-def test_many_tiles_and_threads_find_the_same(native: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tiles_and_threads_find_the_same(
+    native: AttentionBackend, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     pages = Pages([900, 700], 2, 64, 64, 0, 1)
     runs, query = [Run(0, 0, 900, 1), Run(1, 699, 1, 1)], draw(2, 901, 8, 64)
     of_one, of_three = (
         backend.prepare(runs, pages.tables, 64).attend(query, *pages.views)
-        for backend in (native, load_backend("native"))
+        for backend in (native, NativeAttention(compiler))
     )
     assert torch.equal(of_one.out, of_three.out)
     assert torch.equal(of_one.lse, of_three.lse)

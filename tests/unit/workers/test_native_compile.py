@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from cluster.cli.check_machine import check_attention
 from cluster.cli.finding import Status
 from workers.attention import registry
 from workers.attention.native import compile as native
-from workers.attention.native.compile import CannotCompileError, compiled_library, find_compiler
+from workers.attention.native.compile import CannotCompileError, Kind, compiled_library, find_compiler, runnable_kinds
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 
@@ -24,10 +25,10 @@ sleep 0.2
 echo code > "$2"
 echo "$2" >> "$(dirname "$0")/compiled"
 """
+KIND = Kind("any", (), ())
 BUILD = """
-from workers.attention.native import compile
-compile.CPU_FLAGS = ()
-print(compile.compiled_library())
+from workers.attention.native.compile import Compiler, Kind, compiled_library
+print(compiled_library(Compiler("c++", Kind("any", (), ()))))
 """
 
 
@@ -39,7 +40,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     set_compiler(folder, COMPILER)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "CPU_FLAGS", ())
+    monkeypatch.setattr(native, "KINDS", (KIND,))
     monkeypatch.setattr(registry._log, "disabled", False)  # import-linter switches off loggers that it finds
     return folder
 
@@ -55,9 +56,9 @@ def num_compiled(tools: Path) -> int:
 
 
 def test_it_is_compiled_once(tools: Path) -> None:
-    path = compiled_library()
+    path = compiled_library(find_compiler())
     assert path.read_bytes().startswith(b"code\n")
-    assert compiled_library() == path
+    assert compiled_library(find_compiler()) == path
     assert num_compiled(tools) == 1
 
 
@@ -72,27 +73,29 @@ def test_processes_that_start_at_once_compile_once(tools: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"code\n", b"x" * 100])
 def test_a_broken_file_is_compiled_again(damage: bytes, tools: Path) -> None:
-    path = compiled_library()
+    path = compiled_library(find_compiler())
     whole = path.read_bytes()
     path.write_bytes(damage)
-    assert compiled_library().read_bytes() == whole
+    assert compiled_library(find_compiler()).read_bytes() == whole
     assert num_compiled(tools) == 2
 
 
-def test_another_source_or_compiler_is_another_library(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {compiled_library()}
+def test_another_source_compiler_or_option_is_another_library(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {compiled_library(find_compiler())}
     set_compiler(tools, COMPILER.replace("echo 1", "echo 2"))
-    paths.add(compiled_library())
+    paths.add(compiled_library(find_compiler()))
     (tools / "other.cpp").write_text("other")
+    monkeypatch.setattr(native, "KINDS", (Kind("any", (), ("-O1",)),))
+    paths.add(compiled_library(find_compiler()))
     monkeypatch.setattr(native, "SOURCES", (tools / "other.cpp",))
-    paths.add(compiled_library())
-    assert len(paths) == 3
+    paths.add(compiled_library(find_compiler()))
+    assert len(paths) == 4
 
 
 def test_nothing_half_made_stays(tools: Path) -> None:
     set_compiler(tools, "#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'x.cpp:1: error: no' >&2; exit 1\n")
     with pytest.raises(CannotCompileError, match=r"c\+\+ failed: x.cpp:1: error: no") as failure:
-        compiled_library()
+        compiled_library(find_compiler())
     assert failure.value.mend == "apt-get install -y g++"
     folder = tools.parent / "cache" / "native"
     assert [path.name for path in folder.iterdir()] == ["lock"]
@@ -102,13 +105,13 @@ def test_a_cache_that_cannot_be_written_is_a_reason(tools: Path) -> None:
     (tools.parent / "cache").mkdir()
     (tools.parent / "cache" / "native").write_text("in the way")
     with pytest.raises(CannotCompileError, match="native"):
-        compiled_library()
+        compiled_library(find_compiler())
 
 
 def test_another_users_code_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(CannotCompileError, match="belongs to another user"):
-        compiled_library()
+        compiled_library(find_compiler())
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,15 +131,33 @@ def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> No
     assert "at half the speed: cannot load /" in caplog.text
 
 
-def test_on_a_cpu_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "kinds"),
+    [
+        ("fpu avx2", []),
+        ("fpu avx2 fma", ["AVX2"]),
+        ("fma avx2 avx512f avx512bw avx512vl avx512dq", ["AVX512", "AVX2"]),
+        ("fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16", ["AVX512-BF16", "AVX512", "AVX2"]),
+    ],
+)
+def test_the_fastest_of_what_the_cpu_has(
+    flags: str, kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw\n")
-    monkeypatch.setattr(native, "CPU_FLAGS", ("avx512f", "avx512_bf16"))
-    with pytest.raises(CannotCompileError, match=r"the CPU has no avx512_bf16$"):
-        find_compiler(info)
-    with pytest.raises(CannotCompileError, match="the CPU has no avx512f, avx512_bf16"):
-        find_compiler(tmp_path / "absent")
-    finding = check_attention(lambda: find_compiler(info))
+    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert [kind.name for kind in runnable_kinds(info)] == kinds
+    assert runnable_kinds(tmp_path / "absent") == []
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert [kind.name for kind in runnable_kinds(tmp_path / "absent")] == ["NEON"]
+
+
+def test_on_a_cpu_of_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "KINDS", (Kind("this", ("that",), ()), Kind("other", ("that",), ())))
+    with pytest.raises(CannotCompileError, match=r"the CPU has none of this, other$"):
+        find_compiler()
+    finding = check_attention()
     assert (finding.status, finding.mend) == (Status.OK, "")
 
 

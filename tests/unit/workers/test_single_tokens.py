@@ -17,6 +17,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_tokens, "MIN_SLOTS_FP32", 1)
     monkeypatch.setattr(single_tokens, "BLOCK_SLOTS", 24)
     monkeypatch.setattr(single_tokens, "_SAMPLE", 3)
+    monkeypatch.setattr(single_tokens, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(torch_backend, "_MAX_BATCH_SLOTS", 200)
 
 

@@ -1,11 +1,15 @@
-// Attention of bf16 queries over bf16 keys and values that lie in pages, for CPUs with AVX512-BF16.
+// Attention of bf16 queries over bf16 keys and values that lie in pages, on a CPU.
 //
 // A tile is some query rows (query by query, the G heads that share a kv head) and one kv head. It goes through its keys
-// block by block; a large one packs each block for all its rows, a small one has it rearranged in registers.
+// block by block; a large one rearranges each block for all its rows, a small one reads it where it lies.
 //
 // Strides and offsets are in elements.
 
-#include "block.h"
+#ifdef __AVX512BF16__
+#include "block_bf16.h"
+#else
+#include "block_fp32.h"
+#endif
 
 namespace {
 
@@ -60,20 +64,14 @@ class Cursor {
 };
 
 // Merge a finished row with what the output holds, at first (0, -inf).
-void write_row(const Scratch& s, int64_t row, int64_t head_dim, bf16* out, float* lse) {
-  const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sums + row * kLanes));
-  const float found = (s.reference[row] + std::log2(sum)) * float(M_LN2);
+void write_row(const Found& row, int64_t head_dim, bf16* out, float* lse) {
+  const float found = (row.reference + std::log2(row.sum)) * float(M_LN2);
   const float top = std::max(found, *lse);
   const float merged = top + std::log(std::exp(found - top) + std::exp(*lse - top));
-  const float mine = std::exp(found - merged) / sum, theirs = std::exp(*lse - merged);
-  for (int64_t d = 0; d < head_dim; d += kLanes) {
-    const __mmask16 mask = lanes16(head_dim - d);
-    __m512 x = _mm512_mul_ps(_mm512_load_ps(s.out + row * s.width + d), _mm512_set1_ps(mine));
-    if (theirs > 0) {
-      const __m512i held = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, out + d));
-      x = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(held, 16)), _mm512_set1_ps(theirs), x);
-    }
-    _mm256_mask_storeu_epi16(out + d, mask, (__m256i)_mm512_cvtneps_pbh(x));
+  const float mine = std::exp(found - merged) / row.sum, theirs = std::exp(*lse - merged);
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const float held = theirs > 0 ? as_float(out[d]) * theirs : 0.0f;
+    out[d] = rounded(row.out[d] * mine + held);
   }
   *lse = merged;
 }
@@ -83,11 +81,10 @@ class Tile {
  public:
   Tile(const Attention& a, const Item& item, int64_t head, int64_t first_row, int64_t num_rows, const Scratch& s)
       : a_(a), item_(item), s_(s), head_(head), first_row_(first_row), num_rows_(num_rows),
-        padded_(num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows) {}
+        padded_(padded(num_rows)) {}
 
   void attend() {
     read_queries();
-    const float scale = float(M_LOG2E) / std::sqrt(float(a_.head_dim));
     Cursor cursor(a_, item_, head_);
     Block blocks[2];
     cursor.next(blocks[0]);
@@ -96,11 +93,11 @@ class Tile {
       cursor.next(blocks[(number + 1) % 2]);
       int seen[kTileRows];
       for (int64_t row = 0; row < padded_; ++row) seen[row] = int(std::clamp<int64_t>(seen_[row] - begin, 0, kBlock));
-      attend_block(blocks[number % 2], blocks[(number + 1) % 2], seen, scale);
+      attend_block(s_, padded_, blocks[number % 2], blocks[(number + 1) % 2], seen);
     }
     for (int64_t row = 0; row < num_rows_; ++row) {
       const int64_t to = token(row) * a_.kv_heads * a_.groups + query_head(row);
-      write_row(s_, row, a_.head_dim, a_.out + to * a_.head_dim, a_.lse + to);
+      write_row(found(s_, row, padded_), a_.head_dim, a_.out + to * a_.head_dim, a_.lse + to);
     }
   }
 
@@ -109,30 +106,14 @@ class Tile {
   int64_t query_head(int64_t row) const { return head_ * a_.groups + (first_row_ + row) % a_.groups; }
 
   void read_queries() {
+    clear(s_, padded_);
     for (int64_t row = 0; row < padded_; ++row) {
       const bf16* from = kZeros;
       if (row < num_rows_) from = a_.query + token(row) * a_.query_stride + query_head(row) * a_.query_head_stride;
-      for (int64_t d = 0; d < a_.head_dim; d += 32)
-        _mm512_store_si512(s_.query + row * s_.width + d, _mm512_maskz_loadu_epi16(lanes32(a_.head_dim - d), from + d));
-      s_.reference[row] = s_.limit[row] = kUnset;
+      read_query(s_, row, padded_, from);
       const int64_t query = token(std::min(row, num_rows_ - 1)) - item_.first_query;
       seen_[row] = std::min(item_.num_keys, item_.ahead + query * item_.step + 1);
     }
-    std::fill_n(s_.out, padded_ * s_.width, 0.0f);
-    std::fill_n(s_.sums, padded_ * kLanes, 0.0f);
-  }
-
-  void attend_block(const Block& block, const Block& next, const int* seen, float scale) {
-    switch (padded_) {
-      case 1: return attend_few<1>(s_, block, next, a_.head_dim, seen, scale);
-      case 2: return attend_few<2>(s_, block, next, a_.head_dim, seen, scale);
-      case 4: return attend_few<4>(s_, block, next, a_.head_dim, seen, scale);
-      case kFewRows: return attend_few<kFewRows>(s_, block, next, a_.head_dim, seen, scale);
-    }
-    pack_keys(block, a_.head_dim, s_.keys);
-    pack_values(block, *std::max_element(seen, seen + padded_), a_.head_dim, s_.width, s_.values);
-    prefetch_block(next, a_.head_dim);
-    for (int64_t row = 0; row < padded_; row += kRows) attend_packed<kRows>(s_, row, a_.head_dim, seen + row, scale);
   }
 
   const Attention& a_;

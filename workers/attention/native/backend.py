@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import RowAttention, StepAttention
-from workers.attention.native.compile import CannotCompileError, compiled_library
+from workers.attention.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
 from workers.attention.native.library import Library
 from workers.attention.pieces import visible_pieces
 from workers.context_parallel.merge import Partial
@@ -39,9 +39,9 @@ class _Item(NamedTuple):
 class NativeAttention:
     """Copies no keys and needs no merge within a run; stateless, on as many threads as torch has."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiler: Compiler | None = None) -> None:
         """Compile the library if this machine has none yet; CannotCompileError says why there is none."""
-        path = compiled_library()
+        path = compiled_library(compiler or find_compiler())
         try:
             self._library = Library(path, torch.get_num_threads())
         except OSError as error:

@@ -3,20 +3,44 @@
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from cluster.spec.env import CACHE_DIR
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "block.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("attention.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
+)
 """The first is compiled, and includes the rest."""
-CPU_FLAGS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
-"""What the processor must have, as Linux names it in /proc/cpuinfo."""
-_OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-shared", *(f"-m{flag.replace('_', '')}" for flag in CPU_FLAGS))
+
+
+class Kind(NamedTuple):
+    """Processors that one library is for."""
+
+    name: str
+    """Of their instructions."""
+    flags: tuple[str, ...]
+    """What they have, as Linux names it in /proc/cpuinfo."""
+    options: tuple[str, ...]
+    """What the compiler is told."""
+
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+KINDS = (
+    Kind("AVX512-BF16", (*_AVX512, "avx512_bf16"), (*(f"-m{flag}" for flag in _AVX512), "-mavx512bf16")),
+    Kind("AVX512", _AVX512, ("-mfma", *(f"-m{flag}" for flag in _AVX512))),
+    Kind("AVX2", ("avx2", "fma"), ("-mavx2", "-mfma")),
+    Kind("NEON", ("asimd",), ()),
+)
+"""The fastest first. All but the first multiply in fp32."""
+_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 _TIMEOUT_S = 120.0
 _MEND = "apt-get install -y g++"
 
@@ -29,23 +53,35 @@ class CannotCompileError(Exception):
         self.mend = mend
 
 
-def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """The C++ compiler, on a machine that can run what it makes; raises CannotCompileError."""
-    flags = _cpu_flags(cpu_info)
-    if lacking := [flag for flag in CPU_FLAGS if flag not in flags]:
-        raise CannotCompileError(f"the CPU has no {', '.join(lacking)}")
-    compiler = shutil.which("c++")
-    if compiler is None:
+class Compiler(NamedTuple):
+    """A C++ compiler, and what it compiles for."""
+
+    path: str
+    kind: Kind
+
+
+def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
+    """The compiler for the fastest kind that this machine runs; raises CannotCompileError."""
+    kinds = runnable_kinds(cpu_info)
+    if not kinds:
+        raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
+    path = shutil.which("c++")
+    if path is None:
         raise CannotCompileError("no C++ compiler", _MEND)
-    return compiler
+    return Compiler(path, kinds[0])
 
 
-def compiled_library() -> Path:
+def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
+    """What this machine's processor can run, the fastest first."""
+    flags = _cpu_flags(cpu_info)
+    return [kind for kind in KINDS if flags.issuperset(kind.flags)]
+
+
+def compiled_library(compiler: Compiler) -> Path:
     """The library; compiles it if this machine has none that is whole. Raises CannotCompileError.
 
     Of several processes that ask at once, one compiles.
     """
-    compiler = find_compiler()
     try:
         folder = CACHE_DIR.get() / "native"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,27 +97,30 @@ def compiled_library() -> Path:
 
 
 def _cpu_flags(cpu_info: Path) -> set[str]:
+    if platform.machine() in ("aarch64", "arm64"):
+        return {"asimd"}  # All of them have it, and macOS has no such file.
     if not cpu_info.is_file():
         return set()
     lines = cpu_info.read_text(errors="replace").splitlines()
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: Compiler) -> str:
     """Of everything that the library is made from."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
-    parts = (*(source.read_bytes() for source in SOURCES), version, *(option.encode() for option in _OPTIONS))
+    version = subprocess.run([compiler.path, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
+    options = " ".join((*_OPTIONS, *compiler.kind.options)).encode()
+    parts = (*(source.read_bytes() for source in SOURCES), version, options)
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: Compiler, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *_OPTIONS, "-o", str(made), str(SOURCES[0])]
+        command = [compiler.path, *_OPTIONS, *compiler.kind.options, "-o", str(made), str(SOURCES[0])]
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if result.returncode:
             message = next((line for line in result.stderr.splitlines() if "error" in line), "no message")
-            raise CannotCompileError(f"{compiler} failed: {message}", _MEND)
+            raise CannotCompileError(f"{compiler.path} failed: {message}", _MEND)
         # Loading a file that was cut short can end the process, so that it must be known whole before.
         code = made.read_bytes()
         made.write_bytes(code + hashlib.sha256(code).digest())

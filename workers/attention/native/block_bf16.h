@@ -1,4 +1,4 @@
-// What is done with one block of keys and values: rearranging, scores, weights, weighted sums.
+// What is done with one block of keys and values on a CPU with AVX512-BF16: rearranging, scores, weights, weighted sums.
 //
 // A block is rearranged so that each instruction multiplies pairs of 16 keys (scores) or of 16 dims (values) with one
 // pair of a row. Exponentials are taken against a reference of each row that follows its largest score with slack, so
@@ -10,33 +10,19 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <utility>
+#include "common.h"
 
 namespace {
 
-using bf16 = uint16_t;
-
 constexpr int kLanes = 16;
-constexpr int kBlock = 64;                   // Keys of a block.
-constexpr int kVectors = kBlock / kLanes;    // Vectors of a row's scores.
-constexpr int kRows = 6;                     // Rows at once: 24 sums, and registers for their factors.
-constexpr int kFewRows = 8;                  // A tile of so few reads keys and values where they lie.
-constexpr int kTileRows = 384;               // Their queries and sums stay in the second cache.
-constexpr int kMostDims = 1024;              // Of a head.
-constexpr float kSlack = 40.0f;              // Scores may pass their reference by this, in powers of two.
-constexpr float kHidden = -1e30f;            // A score that is not seen.
-constexpr float kUnset = -1e38f;             // The reference of a row before its first block.
+constexpr int kVectors = kBlock / kLanes;  // Vectors of a row's scores.
+constexpr int kRows = 6;                   // Rows at once: 24 sums, and registers for their factors.
+constexpr int kFewRows = 8;                // A tile of so few reads keys and values where they lie.
 
 inline __m512bh pairs(const void* p) { return (__m512bh)_mm512_load_si512(p); }
 inline __m512bh repeated_pair(const bf16* p) { return (__m512bh)_mm512_set1_epi32(*(const int*)p); }
 inline __mmask32 lanes32(int64_t n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
 inline __mmask16 lanes16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
-inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // 2^x, with a relative error below 1e-4; bf16 keeps 4e-3.
 inline __m512 exp2(__m512 x) {
@@ -45,22 +31,6 @@ inline __m512 exp2(__m512 x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69646607f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.99989510f));
   return _mm512_scalef_ps(p, x);
-}
-
-// Where the keys and values of one block lie; what is past the last key is zeros.
-struct Block {
-  const bf16 *key[kBlock], *value[kBlock];
-};
-
-alignas(64) const bf16 kZeros[kMostDims] = {};
-
-// Fetch 32 dims from d of a row to the second cache: the next block, while this one is worked on. Pages are so short
-// that the processor's own prefetching has hardly begun when they end.
-inline void prefetch(const bf16* row, int64_t d) { _mm_prefetch((const char*)(row + d), _MM_HINT_T1); }
-
-inline void prefetch_block(const Block& next, int64_t head_dim) {
-  for (int i = 0; i < kBlock; ++i)
-    for (int64_t d = 0; d < head_dim; d += 32) prefetch(next.key[i], d), prefetch(next.value[i], d);
 }
 
 // 16 rows of 16 pairs to 16 rows of one pair each.
@@ -139,31 +109,52 @@ void pack_values(const Block& block, int num_keys, int64_t head_dim, int64_t wid
   }
 }
 
-// What a tile works on; freed at the end.
+// What a tile works on.
 struct Scratch {
-  int64_t width;  // Head dim in whole vectors of 32.
+  int64_t head_dim, width;  // Width: head dim in whole vectors of 32.
+  float scale;
+  Memory memory;
   bf16 *query, *keys, *values, *weights;
   float *out, *sums, *reference, *limit;
-  std::unique_ptr<void, decltype(&std::free)> memory{nullptr, &std::free};
 
-  explicit Scratch(int64_t head_dim) : width(round_up(head_dim, 32)) {
-    const int64_t sizes[] = {kTileRows * width * 2, kBlock * width * 2, kBlock * width * 2, kFewRows * kBlock * 2,
-                             kTileRows * width * 4, kTileRows * kLanes * 4, kTileRows * 4, kTileRows * 4};
-    int64_t total = 0;
-    for (int64_t size : sizes) total += size;
-    memory.reset(std::aligned_alloc(64, total));
-    char* at = static_cast<char*>(memory.get());
-    if (!at) return;
-    auto take = [&at](int64_t size) { return std::exchange(at, at + size); };
-    query = (bf16*)take(sizes[0]), keys = (bf16*)take(sizes[1]), values = (bf16*)take(sizes[2]);
-    weights = (bf16*)take(sizes[3]), out = (float*)take(sizes[4]), sums = (float*)take(sizes[5]);
-    reference = (float*)take(sizes[6]), limit = (float*)take(sizes[7]);
+  explicit Scratch(int64_t dims)
+      : head_dim(dims), width(round_up(dims, 32)), scale(float(M_LOG2E) / std::sqrt(float(dims))),
+        memory(2 * (kTileRows * width + 2 * kBlock * width + kFewRows * kBlock) +
+               4 * kTileRows * (width + kLanes + 2)) {
+    if (!memory) return;
+    query = memory.take<bf16>(kTileRows * width), weights = memory.take<bf16>(kFewRows * kBlock);
+    keys = memory.take<bf16>(kBlock * width), values = memory.take<bf16>(kBlock * width);
+    out = memory.take<float>(kTileRows * width), sums = memory.take<float>(kTileRows * kLanes);
+    reference = memory.take<float>(kTileRows), limit = memory.take<float>(kTileRows);
   }
 };
 
+// The rows that these functions make of so many; those that are too many are zeros.
+inline int64_t padded(int64_t num_rows) {
+  return num_rows > kFewRows ? round_up(num_rows, kRows) : num_rows > 4 ? kFewRows : num_rows == 3 ? 4 : num_rows;
+}
+
+// Begin a tile of `num_rows` rows, padded.
+void clear(const Scratch& s, int64_t num_rows) {
+  std::fill_n(s.out, num_rows * s.width, 0.0f);
+  std::fill_n(s.sums, num_rows * kLanes, 0.0f);
+  std::fill_n(s.reference, num_rows, kUnset);
+  std::fill_n(s.limit, num_rows, kUnset);
+}
+
+void read_query(const Scratch& s, int64_t row, int64_t, const bf16* from) {
+  for (int64_t d = 0; d < s.head_dim; d += 32)
+    _mm512_store_si512(s.query + row * s.width + d, _mm512_maskz_loadu_epi16(lanes32(s.head_dim - d), from + d));
+}
+
+Found found(const Scratch& s, int64_t row, int64_t) {
+  const float sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sums + row * kLanes));
+  return {s.out + row * s.width, sum, s.reference[row]};
+}
+
 // Move the reference of a row to its largest score in this block.
-void rebase(const Scratch& s, int64_t row, __m512 scores, float scale) {
-  const float top = _mm512_reduce_max_ps(scores) * scale;
+void rebase(const Scratch& s, int64_t row, __m512 scores) {
+  const float top = _mm512_reduce_max_ps(scores) * s.scale;
   if (top <= s.reference[row] + kSlack) return;
   const __m512 factor = exp2(_mm512_set1_ps(s.reference[row] - top));
   float* sums = s.sums + row * kLanes;
@@ -171,7 +162,7 @@ void rebase(const Scratch& s, int64_t row, __m512 scores, float scale) {
   for (float *out = s.out + row * s.width, *end = out + s.width; out < end; out += kLanes)
     _mm512_store_ps(out, _mm512_mul_ps(_mm512_load_ps(out), factor));
   s.reference[row] = top;
-  s.limit[row] = (top + kSlack) / scale;
+  s.limit[row] = (top + kSlack) / s.scale;
 }
 
 template <int R>
@@ -179,14 +170,14 @@ using Scores = __m512[R][kVectors];
 
 // Scores of R rows with a block's packed keys.
 template <int R>
-inline void score(const Scratch& s, int64_t row, int64_t head_dim, Scores<R>& x) {
+inline void score(const Scratch& s, int64_t row, Scores<R>& x) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) x[r][c] = _mm512_setzero_ps();
   const bf16* query = s.query + row * s.width;
   const bf16* keys = s.keys;
-  for (int64_t d = 0; d < head_dim; d += 2, query += 2, keys += 2 * kBlock) {
+  for (int64_t d = 0; d < s.head_dim; d += 2, query += 2, keys += 2 * kBlock) {
     __m512bh k[kVectors];
 #pragma GCC unroll 4
     for (int c = 0; c < kVectors; ++c) k[c] = pairs(keys + c * 2 * kLanes);
@@ -201,16 +192,15 @@ inline void score(const Scratch& s, int64_t row, int64_t head_dim, Scores<R>& x)
 
 // The same with keys where they lie, for rows so few that packing would cost more than it saves.
 template <int R>
-inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, int64_t head_dim,
-                           Scores<R>& x) {
+inline void score_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, Scores<R>& x) {
   constexpr int kSums = R == 1 ? 4 : R == 2 ? 2 : 1;  // Several of a row hide the latency of adding.
   for (int c = 0; c * kLanes < num_keys; ++c) {
     __m512 sums[R][kSums] = {};
-    for (int64_t d = 0; d < head_dim; d += 32) {
+    for (int64_t d = 0; d < s.head_dim; d += 32) {
       __m512i k[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) prefetch(next.key[c * kLanes + i], d);
-      load_pairs(block.key + c * kLanes, d, head_dim, k);
+      load_pairs(block.key + c * kLanes, d, s.head_dim, k);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i)
 #pragma GCC unroll 8
@@ -230,7 +220,7 @@ inline void score_unpacked(const Scratch& s, const Block& block, const Block& ne
 
 // Weights of R rows from their scores; row r sees the first seen[r] keys.
 template <int R>
-inline void weigh(const Scratch& s, int64_t row, const int* seen, bool all_seen, float scale, Scores<R>& x) {
+inline void weigh(const Scratch& s, int64_t row, const int* seen, bool all_seen, Scores<R>& x) {
   if (!all_seen) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -247,13 +237,13 @@ inline void weigh(const Scratch& s, int64_t row, const int* seen, bool all_seen,
   }
   if (__builtin_expect(far, 0)) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) rebase(s, row + r, largest[r], scale);
+    for (int r = 0; r < R; ++r) rebase(s, row + r, largest[r]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
     const __m512 reference = _mm512_set1_ps(s.reference[row + r]);
 #pragma GCC unroll 4
-    for (int c = 0; c < kVectors; ++c) x[r][c] = exp2(_mm512_fmsub_ps(x[r][c], _mm512_set1_ps(scale), reference));
+    for (int c = 0; c < kVectors; ++c) x[r][c] = exp2(_mm512_fmsub_ps(x[r][c], _mm512_set1_ps(s.scale), reference));
     float* sums = s.sums + (row + r) * kLanes;
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(x[r][0], x[r][1]), _mm512_add_ps(x[r][2], x[r][3]));
     _mm512_store_ps(sums, _mm512_add_ps(_mm512_load_ps(sums), sum));
@@ -292,8 +282,8 @@ void add_values(const Scratch& s, int64_t row, int64_t first, int num_keys) {
 
 // The same with values where they lie, for all rows of a small tile and all dims.
 template <int R>
-void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys, int64_t head_dim) {
-  for (int64_t first = 0; first < head_dim; first += 2 * kLanes) {
+void add_values_unpacked(const Scratch& s, const Block& block, const Block& next, int num_keys) {
+  for (int64_t first = 0; first < s.head_dim; first += 2 * kLanes) {
     __m512 x[R][2];
     float* out = s.out + first;
 #pragma GCC unroll 8
@@ -304,7 +294,7 @@ void add_values_unpacked(const Scratch& s, const Block& block, const Block& next
       __m512i v[2];
       prefetch(next.value[i], first);
       prefetch(next.value[i + 1], first);
-      interleave(block.value + i, first, head_dim, v);
+      interleave(block.value + i, first, s.head_dim, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m512bh w = repeated_pair(s.weights + r * kBlock + i);
@@ -321,12 +311,12 @@ void add_values_unpacked(const Scratch& s, const Block& block, const Block& next
 
 // A block's keys and values, packed, for R rows of a large tile.
 template <int R>
-void attend_packed(const Scratch& s, int64_t row, int64_t head_dim, const int* seen, float scale) {
+void attend_packed(const Scratch& s, int64_t row, const int* seen) {
   const int most = *std::max_element(seen, seen + R);
   if (most == 0) return;
   Scores<R> x;
-  score<R>(s, row, head_dim, x);
-  weigh<R>(s, row, seen, *std::min_element(seen, seen + R) == kBlock, scale, x);
+  score<R>(s, row, x);
+  weigh<R>(s, row, seen, *std::min_element(seen, seen + R) == kBlock, x);
   int64_t first = 0;
   for (; first + 4 * kLanes <= s.width; first += 4 * kLanes) add_values<R, 4>(s, row, first, most);
   if (first < s.width) add_values<R, 2>(s, row, first, most);
@@ -334,12 +324,26 @@ void attend_packed(const Scratch& s, int64_t row, int64_t head_dim, const int* s
 
 // A block's keys and values for a tile of R rows.
 template <int R>
-void attend_few(const Scratch& s, const Block& block, const Block& next, int64_t head_dim, const int* seen, float scale) {
+void attend_few(const Scratch& s, const Block& block, const Block& next, const int* seen) {
   const int most = *std::max_element(seen, seen + R);
   Scores<R> x = {};
-  score_unpacked<R>(s, block, next, most, head_dim, x);
-  weigh<R>(s, 0, seen, *std::min_element(seen, seen + R) == kBlock, scale, x);
-  add_values_unpacked<R>(s, block, next, most, head_dim);
+  score_unpacked<R>(s, block, next, most, x);
+  weigh<R>(s, 0, seen, *std::min_element(seen, seen + R) == kBlock, x);
+  add_values_unpacked<R>(s, block, next, most);
+}
+
+// A block for all rows of a tile; row r sees the first seen[r] keys.
+void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
+  switch (num_rows) {
+    case 1: return attend_few<1>(s, block, next, seen);
+    case 2: return attend_few<2>(s, block, next, seen);
+    case 4: return attend_few<4>(s, block, next, seen);
+    case kFewRows: return attend_few<kFewRows>(s, block, next, seen);
+  }
+  pack_keys(block, s.head_dim, s.keys);
+  pack_values(block, *std::max_element(seen, seen + num_rows), s.head_dim, s.width, s.values);
+  prefetch_keys(next, 0, kBlock, s.head_dim);
+  for (int64_t row = 0; row < num_rows; row += kRows) attend_packed<kRows>(s, row, seen + row);
 }
 
 }  // namespace

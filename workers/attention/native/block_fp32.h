@@ -1,0 +1,239 @@
+// What is done with one block of keys and values where products are of fp32: on any CPU.
+//
+// A large tile comes in panels of rows side by side, a row in each lane: queries are [dim][row], scores [key][row], sums
+// [dim][row]. So both products are of numbers that are repeated and of vectors that lie in a row, nothing is added up
+// across lanes, and a block only has to become fp32. In a small tile the lanes are dims, and keys and values are read
+// where they lie. Exponentials are taken against a reference of each row that follows its largest score with slack, so
+// that what was summed is rescaled seldom.
+//
+// Dims are in the order of Pairs. Scores are in powers of two, since queries are scaled when they are read. Strides and
+// offsets are in elements.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kColumns = 3;                          // Vectors of a panel.
+constexpr int kPanel = kColumns * kLanes;            // Rows of a panel.
+constexpr int kRepeated = kRegisters == 32 ? 8 : 4;  // Keys or dims of one product: with kColumns they fill the registers.
+constexpr int kAtOnce = kRegisters == 32 ? 8 : 4;    // Rows of a small tile that a block is read for.
+constexpr int kFewRows = 24;                         // More are a panel, even if it is not full.
+static_assert(kTileRows % kPanel == 0 && kFewRows % kAtOnce == 0 && kPairs % kRepeated == 0 && kBlock % kPairs == 0);
+
+// What a tile works on.
+struct Scratch {
+  int64_t head_dim, width, stride;
+  Memory memory;
+  float *query, *keys, *values, *weights, *out, *sums, *reference, *row;
+
+  explicit Scratch(int64_t dims)
+      : head_dim(dims), width(round_up(dims, kPairs)), stride(width + 16),  // So that a column is not all in one set.
+        memory(4 * (2 * kTileRows * width + 2 * kBlock * stride + kBlock * (kPanel + kFewRows) + width +
+                    kTileRows + kFewRows * kLanes + kTileRows)) {
+    if (!memory) return;
+    query = memory.take<float>(kTileRows * width), out = memory.take<float>(kTileRows * width);
+    keys = memory.take<float>(kBlock * stride), values = memory.take<float>(kBlock * stride);
+    weights = memory.take<float>(kBlock * (kPanel + kFewRows)), row = memory.take<float>(width);
+    sums = memory.take<float>(kTileRows + kFewRows * kLanes), reference = memory.take<float>(kTileRows);
+  }
+
+  // Where dim d of a row's query and sum is, in a tile of so many rows.
+  int64_t place(int64_t row, int64_t d, int64_t num_rows) const {
+    const int64_t at_once = num_rows > kFewRows ? kPanel : std::min<int64_t>(num_rows, kAtOnce), p = pairs_place(d);
+    const int64_t group = row / at_once * at_once * width, mine = row % at_once;
+    return group + (num_rows > kFewRows ? p * kPanel + mine : (p / kLanes * at_once + mine) * kLanes + p % kLanes);
+  }
+};
+
+// The rows that these functions make of so many; those that are too many are zeros.
+inline int64_t padded(int64_t num_rows) {
+  if (num_rows > kFewRows) return round_up(num_rows, kPanel);
+  return num_rows > 4 ? round_up(num_rows, kAtOnce) : num_rows == 3 ? 4 : num_rows;
+}
+
+// Begin a tile of `num_rows` rows, padded.
+void clear(const Scratch& s, int64_t num_rows) {
+  std::fill_n(s.out, num_rows * s.width, 0.0f);
+  std::fill_n(s.sums, num_rows > kFewRows ? num_rows : num_rows * kLanes, 0.0f);
+  std::fill_n(s.reference, num_rows, kUnset);
+}
+
+void read_query(const Scratch& s, int64_t row, int64_t num_rows, const bf16* from) {
+  const float scale = float(M_LOG2E) / std::sqrt(float(s.head_dim));
+  for (int64_t d = 0; d < s.width; ++d)
+    s.query[s.place(row, d, num_rows)] = d < s.head_dim ? as_float(from[d]) * scale : 0.0f;
+}
+
+Found found(const Scratch& s, int64_t row, int64_t num_rows) {
+  for (int64_t d = 0; d < s.head_dim; ++d) s.row[d] = s.out[s.place(row, d, num_rows)];
+  return {s.row, num_rows > kFewRows ? s.sums[row] : sum_of(at(s.sums + row * kLanes)), s.reference[row]};
+}
+
+// x[r] = (with kAdd: +=) the sum over i < n of a[r * row_stride + i * step] times row i of b; rows of b and x are panels.
+template <bool kAdd>
+void product(const float* a, int64_t row_stride, int64_t step, const float* b, int64_t n, float* out) {
+  vec x[kRepeated][kColumns];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRepeated; ++r)
+#pragma GCC unroll 3
+    for (int c = 0; c < kColumns; ++c) x[r][c] = kAdd ? at(out + r * kPanel + c * kLanes) : vec{};
+  for (int64_t i = 0; i < n; ++i, a += step, b += kPanel) {
+    vec y[kColumns];
+#pragma GCC unroll 3
+    for (int c = 0; c < kColumns; ++c) y[c] = at(b + c * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRepeated; ++r)
+#pragma GCC unroll 3
+      for (int c = 0; c < kColumns; ++c) x[r][c] += a[r * row_stride] * y[c];
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRepeated; ++r)
+#pragma GCC unroll 3
+    for (int c = 0; c < kColumns; ++c) at(out + r * kPanel + c * kLanes) = x[r][c];
+}
+
+// Move the references of kLanes rows of a panel to their largest scores in this block, where these are far above.
+void rebase_lanes(float* reference, float* sums, float* out, int64_t width, vec top) {
+  const vec before = at(reference), after = top > before + kSlack ? top : before;
+  if (!any(top > before + kSlack)) return;
+  const vec factor = exp2(before - after);
+  at(reference) = after;
+  at(sums) *= factor;
+  for (int64_t d = 0; d < width; ++d) at(out + d * kPanel) *= factor;
+}
+
+// Weights of the rows of a panel from their scores with num_keys keys; row r sees the first seen[r].
+void weigh_panel(const Scratch& s, int64_t row, const int* seen, int num_keys) {
+  float* out = s.out + row * s.width;
+  const bool all_seen = *std::min_element(seen, seen + kPanel) >= num_keys;
+  for (int c = 0; c < kPanel; c += kLanes) {
+    ints mine;
+    std::memcpy(&mine, seen + c, sizeof mine);
+    vec top = all(kUnset);
+    for (int i = 0; i < num_keys; ++i) {
+      vec& x = at(s.weights + i * kPanel + c);
+      if (!all_seen) x = mine > i ? x : all(kHidden);
+      top = largest(x, top);
+    }
+    rebase_lanes(s.reference + row + c, s.sums + row + c, out + c, s.width, top);
+    const vec reference = at(s.reference + row + c);
+    vec sum = at(s.sums + row + c);
+    for (int i = 0; i < num_keys; ++i) {
+      vec& x = at(s.weights + i * kPanel + c);
+      sum += x = exp2(x - reference);
+    }
+    at(s.sums + row + c) = sum;
+  }
+}
+
+void attend_panel(const Scratch& s, int64_t row, const int* seen) {
+  const int num_keys = *std::max_element(seen, seen + kPanel);
+  if (num_keys == 0) return;
+  const float* query = s.query + row * s.width;
+  for (int i = 0; i < num_keys; i += kRepeated)
+    product<false>(s.keys + i * s.stride, s.stride, 1, query, s.width, s.weights + i * kPanel);
+  weigh_panel(s, row, seen, num_keys);
+  for (int64_t d = 0; d < s.width; d += kRepeated)
+    product<true>(s.values + d, 1, s.stride, s.weights, num_keys, s.out + row * s.width + d * kPanel);
+}
+
+// Scores of R rows of a small tile, as [row][key].
+template <int R>
+void score(const Scratch& s, const float* query, const Block& block, const Block& next, int num_keys) {
+  for (int first = 0; first < num_keys; first += kLanes) {
+    vec products[R][kLanes];
+    for (int i = first; i < first + kLanes; ++i) {
+      vec x[R] = {};
+      for (int64_t d = 0; d < s.head_dim; d += kPairs) {
+        if (d % 32 == 0) prefetch(next.key[i], d);
+        const Pairs k = load(block.key[i] + d, s.head_dim - d);
+        const float* q = query + d * R;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) x[r] += k.even * at(q + r * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) x[r] += k.odd * at(q + (R + r) * kLanes);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) products[r][i - first] = x[r];
+    }
+    for (int r = 0; r < R; ++r) at(s.weights + r * kBlock + first) = sums_of(products[r]);
+  }
+}
+
+// Weights of the r-th of R rows of a small tile from its scores; it sees the first `seen` keys.
+template <int R>
+void weigh(const Scratch& s, int64_t row, int r, int seen, int num_keys) {
+  float *weights = s.weights + r * kBlock, *out = s.out + row * s.width + r * kLanes;
+  float &reference = s.reference[row + r];
+  vec& sum = at(s.sums + (row + r) * kLanes);
+  const int end = int(round_up(num_keys, kLanes));
+  std::fill(weights + seen, weights + end, kHidden);
+  vec top = at(weights);
+  for (int i = kLanes; i < end; i += kLanes) top = largest(at(weights + i), top);
+  if (any(top > reference + kSlack)) {
+    const vec factor = exp2(all(reference - largest_of(top)));
+    reference = largest_of(top);
+    sum *= factor;
+    for (int64_t d = 0; d < s.width; d += kLanes) at(out + d * R) *= factor;
+  }
+  for (int i = 0; i < end; i += kLanes) sum += at(weights + i) = exp2(at(weights + i) - reference);
+}
+
+// Add the weighted values of num_keys keys to the sums of R rows of a small tile.
+template <int R>
+void add_values(const Scratch& s, float* out, const Block& block, const Block& next, int num_keys) {
+  for (int64_t d = 0; d < s.head_dim; d += kPairs, out += R * kPairs) {
+    vec x[2 * R];
+#pragma GCC unroll 16
+    for (int r = 0; r < 2 * R; ++r) x[r] = at(out + r * kLanes);
+    for (int i = 0; i < num_keys; ++i) {
+      if (d % 32 == 0) prefetch(next.value[i], d);
+      const Pairs v = load(block.value[i] + d, s.head_dim - d);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const float weight = s.weights[r * kBlock + i];
+        x[r] += weight * v.even, x[R + r] += weight * v.odd;
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < 2 * R; ++r) at(out + r * kLanes) = x[r];
+  }
+}
+
+template <int R>
+void attend_few(const Scratch& s, int64_t row, const Block& block, const Block& next, const int* seen) {
+  const int num_keys = *std::max_element(seen, seen + R);
+  score<R>(s, s.query + row * s.width, block, next, num_keys);
+  for (int r = 0; r < R; ++r) weigh<R>(s, row, r, seen[r], num_keys);
+  add_values<R>(s, s.out + row * s.width, block, next, num_keys);
+}
+
+void widen(const bf16* from, int64_t head_dim, float* to) {
+  for (int64_t d = 0; d < head_dim; d += kPairs) {
+    const Pairs x = load(from + d, head_dim - d);
+    at(to + d) = x.even, at(to + d + kLanes) = x.odd;
+  }
+}
+
+// A block for all rows of a tile; row r sees the first seen[r] keys.
+void attend_block(const Scratch& s, int64_t num_rows, const Block& block, const Block& next, const int* seen) {
+  if (num_rows == 1) return attend_few<1>(s, 0, block, next, seen);
+  if (num_rows == 2) return attend_few<2>(s, 0, block, next, seen);
+  if (num_rows == 4) return attend_few<4>(s, 0, block, next, seen);
+  if (num_rows <= kFewRows) {
+    for (int64_t row = 0; row < num_rows; row += kAtOnce) attend_few<kAtOnce>(s, row, block, next, seen + row);
+    return;
+  }
+  for (int i = 0; i < kBlock; ++i) {
+    widen(block.key[i], s.head_dim, s.keys + i * s.stride);
+    widen(block.value[i], s.head_dim, s.values + i * s.stride);
+  }
+  for (int64_t row = 0; row < num_rows; row += kPanel) {
+    prefetch_keys(next, row * kBlock / num_rows, (row + kPanel) * kBlock / num_rows, s.head_dim);
+    attend_panel(s, row, seen + row);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,81 @@
+// What both kinds of products with a block of keys and values have in common.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+namespace {
+
+using bf16 = uint16_t;
+
+constexpr int kBlock = 64;         // Keys of a block.
+constexpr int kTileRows = 384;     // Their queries and sums stay in the second cache.
+constexpr int kMostDims = 1024;    // Of a head.
+constexpr float kSlack = 40.0f;    // Scores may pass their reference by this, in powers of two.
+constexpr float kHidden = -1e30f;  // A score that is not seen.
+constexpr float kUnset = -1e38f;   // The reference of a row before its first block.
+
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+inline float as_float(bf16 x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+// To the nearest, to even between two.
+inline bf16 rounded(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40;
+}
+
+// Where the keys and values of one block lie; what is past the last key is zeros.
+struct Block {
+  const bf16 *key[kBlock], *value[kBlock];
+};
+
+alignas(64) const bf16 kZeros[kMostDims] = {};
+
+// Fetch 32 dims from d of a row to the second cache: the next block, while this one is worked on. Pages are so short
+// that the processor's own prefetching has hardly begun when they end.
+inline void prefetch(const bf16* row, int64_t d) { __builtin_prefetch(row + d, 0, 2); }
+
+inline void prefetch_keys(const Block& next, int64_t first, int64_t end, int64_t head_dim) {
+  for (int64_t i = first; i < end; ++i)
+    for (int64_t d = 0; d < head_dim; d += 32) prefetch(next.key[i], d), prefetch(next.value[i], d);
+}
+
+// What a row has found: the weighted sum of values, and the sum of weights, which are powers of two of scores less the
+// reference.
+struct Found {
+  const float* out;
+  float sum, reference;
+};
+
+// Freed at the end; parts of it are taken one after the other.
+class Memory {
+ public:
+  explicit Memory(int64_t size)
+      : memory_(std::aligned_alloc(64, round_up(size, 64)), &std::free), at_(static_cast<char*>(memory_.get())) {}
+
+  explicit operator bool() const { return bool(memory_); }
+
+  template <class T>
+  T* take(int64_t count) {
+    return (T*)std::exchange(at_, at_ + round_up(count * sizeof(T), 64));
+  }
+
+ private:
+  std::unique_ptr<void, decltype(&std::free)> memory_;
+  char* at_;
+};
+
+}  // namespace

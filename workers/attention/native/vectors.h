@@ -1,0 +1,98 @@
+// Vectors of floats as wide as this CPU's, in the words that GCC and Clang have for all CPUs.
+
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kRegisters = 16;
+#else
+constexpr int kLanes = 4, kRegisters = 32;  // As in NEON.
+#endif
+
+typedef float vec __attribute__((vector_size(kLanes * 4), may_alias));
+typedef int32_t ints __attribute__((vector_size(kLanes * 4), may_alias));
+typedef uint32_t words __attribute__((vector_size(kLanes * 4), may_alias));
+
+inline vec& at(float* p) { return *(vec*)p; }
+inline const vec& at(const float* p) { return *(const vec*)p; }
+inline vec all(float x) { return x - vec{}; }
+inline vec largest(vec a, vec b) { return a > b ? a : b; }  // b where a is not a number.
+
+// Numbers that lie in a row, those at even places and those at odd ones: what takes the fewest instructions.
+constexpr int kPairs = 2 * kLanes;
+
+struct Pairs {
+  vec even, odd;
+};
+
+// Where the i-th number is to lie, so that vectors are those of Pairs.
+inline int64_t pairs_place(int64_t i) { return i / kPairs * kPairs + i % 2 * kLanes + i % kPairs / 2; }
+
+inline words tail_words(const bf16* p, int64_t n) {
+  words x = {};
+  std::memcpy(&x, p, n * sizeof(bf16));
+  return x;
+}
+
+// kPairs numbers, or the first n and zeros.
+inline Pairs load(const bf16* p, int64_t n) {
+  typedef words anywhere __attribute__((aligned(2)));
+  const words x = __builtin_expect(n >= kPairs, 1) ? *(const anywhere*)p : tail_words(p, n);
+  return {(vec)(x << 16), (vec)(x & 0xffff0000)};
+}
+
+// 2^x for x below 127, with a relative error below 1e-4; bf16 keeps 4e-3.
+inline vec exp2(vec x) {
+  const vec shift = all(12582912.0f);  // Added to a small number it leaves the nearest integer in the lowest bits.
+  const vec whole = x + shift, f = x - (whole - shift);
+  vec p = f * 0.05517167f + 0.24261114f;
+  p = p * f + 0.69326099f;
+  p = p * f + 0.99992807f;
+  return x < -126.0f ? vec{} : (vec)((ints)p + ((ints)whole << 23));
+}
+
+// Every second lane of two vectors, from the first or the second on.
+template <int First, int... Lanes>
+inline vec every_second(vec a, vec b, std::integer_sequence<int, Lanes...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (2 * Lanes + First)...);
+#else
+  return __builtin_shuffle(a, b, ints{(2 * Lanes + First)...});
+#endif
+}
+
+// The sums over each of kLanes vectors; they are overwritten.
+inline vec sums_of(vec x[kLanes]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+#pragma GCC unroll 4
+  for (int n = kLanes / 2; n > 0; n /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i)
+      x[i] = every_second<0>(x[2 * i], x[2 * i + 1], lanes) + every_second<1>(x[2 * i], x[2 * i + 1], lanes);
+  return x[0];
+}
+
+inline float sum_of(vec x) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+
+inline float largest_of(vec x) {
+  float most = x[0];
+  for (int i = 1; i < kLanes; ++i) most = std::max(most, x[i]);
+  return most;
+}
+
+inline bool any(ints x) {
+  int32_t found = 0;
+  for (int i = 0; i < kLanes; ++i) found |= x[i];
+  return found;
+}
+
+}  // namespace
