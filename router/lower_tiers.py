@@ -1,5 +1,6 @@
 """Which pages are below the device caches: in each replica's host memory, and in storage. Sans I/O."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,12 +26,13 @@ class LowerTiers:
         self._max_keys = max_keys
         self._host: dict[Owner, set[bytes]] = {}
         self._num_host = 0
-        self._stored: set[bytes] = set()
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        """What was told of or asked for longest ago first, as storage gives it up."""
 
     def note(self, owner: Owner, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """A replica tells what has come to a tier and gone from it."""
         if tier is Tier.STORAGE:
-            self._stored.update(stored[: self._max_keys - len(self._stored)])
+            self._note_stored(stored, removed)
             return
         keys = self._host.setdefault(owner, set())
         before = len(keys)
@@ -51,12 +53,25 @@ class LowerTiers:
         host = self._host.get(owner, frozenset[bytes]())
         if not host and not self._stored:
             return 0.0
-        worth = 0.0
+        worth, found = 0.0, list[bytes]()
         for key in keys:
             if key in host:
                 worth += weights.host
             elif key in self._stored:
+                found.append(key)
                 worth += weights.storage
             else:
                 break
+        # The first of a prefix are forgotten last: without them the others are worth nothing.
+        for key in reversed(found):
+            self._stored.move_to_end(key)
         return worth
+
+    def _note_stored(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        for key in removed:
+            self._stored.pop(key, None)
+        for key in reversed(stored):
+            self._stored[key] = None
+            self._stored.move_to_end(key)
+        while len(self._stored) > self._max_keys:
+            self._stored.popitem(last=False)

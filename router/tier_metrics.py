@@ -7,13 +7,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 from cluster.spec.tiers import TierState
 
-_RANK_LABELS = ["replica", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "order"]
+_RANK_LABELS = ["replica", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size"]
+_ORDER_LABELS = [*_RANK_LABELS, "order"]
 
 
 def tier_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
     """Of every replica in the table that has such tiers."""
     entries = [entry for entry in snapshot.replicas if entry.load.tiers is not None] if snapshot else []
     yield from _states(entries)
+    yield from _ranks(entries)
     yield from _work(entries)
 
 
@@ -21,6 +23,7 @@ def _states(entries: list[ReplicaEntry]) -> Iterator[Metric]:
     gauges = {
         "host_pages": ("baton_host_pages", "Pages that host memory has room for."),
         "used_host_pages": ("baton_host_used_pages", "Pages in host memory, or on their way there."),
+        "num_pinned": ("baton_host_pinned_pages", "Pages in host memory that are never given up."),
         "num_waiting": ("baton_tier_waiting_pages", "Pages that wait to be copied to a tier below."),
         "is_attached": ("baton_storage_attached", "Whether storage is used."),
     }
@@ -44,12 +47,39 @@ def _family(
     return family
 
 
+def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
+    """By rank: what its host memory holds, and what it knows of storage, which it may share with others."""
+    labels = _RANK_LABELS
+    room = GaugeMetricFamily("baton_host_bytes", "Bytes of cached pages that host memory has room for.", labels=labels)
+    used = GaugeMetricFamily("baton_host_used_bytes", "Those of them that are taken.", labels=labels)
+    evicted = CounterMetricFamily("baton_host_evicted_bytes", "Bytes in host memory that made room.", labels=labels)
+    stored = GaugeMetricFamily("baton_storage_used_bytes", "All of storage, as this rank last saw it.", labels=labels)
+    objects = CounterMetricFamily(
+        "baton_storage_evicted_objects", "Objects that this rank gave up for the limit.", labels=labels
+    )
+    given_up = CounterMetricFamily("baton_storage_evicted_bytes", "Their bytes.", labels=labels)
+    for entry in entries:
+        assert isinstance(entry.load.tiers, TierState)
+        for rank in entry.load.tiers.ranks:
+            if rank.global_rank < len(entry.rows):
+                row = entry.rows[rank.global_rank]
+                at, page_bytes = _labels(row), row.layout.page_bytes
+                room.add_metric(at, rank.host_pages * page_bytes)
+                used.add_metric(at, rank.used_host_pages * page_bytes)
+                evicted.add_metric(at, rank.num_evicted * page_bytes)
+                if rank.storage is not None:
+                    stored.add_metric(at, rank.storage.used_bytes)
+                    objects.add_metric(at, rank.storage.num_evicted)
+                    given_up.add_metric(at, rank.storage.evicted_bytes)
+    yield from (room, used, evicted, stored, objects, given_up)
+
+
 def _work(entries: list[ReplicaEntry]) -> Iterator[Metric]:
     """By rank: what its orders came to."""
-    orders = CounterMetricFamily("baton_tier_orders", "Orders carried out.", labels=_RANK_LABELS)
-    num_bytes = CounterMetricFamily("baton_tier_bytes", "Bytes moved between tiers.", labels=_RANK_LABELS)
-    busy = CounterMetricFamily("baton_tier_seconds", "Time taken, without waiting for a turn.", labels=_RANK_LABELS)
-    failures = CounterMetricFamily("baton_tier_failures", "Pages that failed, by why.", labels=[*_RANK_LABELS, "why"])
+    orders = CounterMetricFamily("baton_tier_orders", "Orders carried out.", labels=_ORDER_LABELS)
+    num_bytes = CounterMetricFamily("baton_tier_bytes", "Bytes moved between tiers.", labels=_ORDER_LABELS)
+    busy = CounterMetricFamily("baton_tier_seconds", "Time taken, without waiting for a turn.", labels=_ORDER_LABELS)
+    failures = CounterMetricFamily("baton_tier_failures", "Pages that failed, by why.", labels=[*_ORDER_LABELS, "why"])
     for entry in entries:
         assert isinstance(entry.load.tiers, TierState)
         for work in entry.load.tiers.work:

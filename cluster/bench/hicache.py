@@ -49,15 +49,15 @@ class HicacheBench:
 
     prompt_len: int = 16384
     hits: tuple[int, ...] = (50, 90, 100)
-    """Cached parts of the prompt, in percent."""
+    """Cached parts of the prompt, in percent; 0 shows what two prompts of which nothing is cached differ by."""
     tiers: tuple[Tier, ...] = tuple(Tier)
     num_rounds: int = 5
     sizes: TierSizes = TierSizes()
 
     def __post_init__(self) -> None:
-        if not all(0 < hit <= 100 for hit in self.hits):
-            raise UserError(f"--hits: got {','.join(map(str, self.hits))}; allowed: percents from 1 to 100")
-        shortest = 2 * self.sizes.page_size * 100 // min(self.hits)
+        if not all(0 <= hit <= 100 for hit in self.hits):
+            raise UserError(f"--hits: got {','.join(map(str, self.hits))}; allowed: percents from 0 to 100")
+        shortest = 2 * self.sizes.page_size * 100 // min(filter(None, self.hits), default=100)
         if self.prompt_len < shortest:
             raise UserError(f"--prompt-len: got {self.prompt_len}; allowed: {shortest} or more, to hit whole pages")
         if self.num_rounds < 1:

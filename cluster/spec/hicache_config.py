@@ -81,3 +81,8 @@ class HicacheConfig(Node):
     """Requests that must have found a page before `write_through_selective` copies it."""
     storage: StorageConfig = StorageConfig()
     """The tier below host memory."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether pages outlive their replicas."""
+        return self.host_gib > 0 and self.storage.backend is not StorageBackendName.NONE

@@ -57,12 +57,36 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """By why."""
 
 
+class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank knows of storage as a whole, which it may share with others."""
+
+    used_bytes: int
+    """As it last saw them, and what it has written since."""
+    num_evicted: int
+    """Objects that this rank gave up since its start, because there were too many."""
+    evicted_bytes: int
+
+
+class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers of one rank."""
+
+    global_rank: int
+    host_pages: int
+    used_host_pages: int
+    num_evicted: int
+    """Host pages that had to make room."""
+    storage: StorageFigures | None
+    """As the rank last told; None where its backend knows nothing."""
+
+
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the device of one replica."""
 
     host_pages: int
     """Over all CP ranks."""
     used_host_pages: int
+    num_pinned: int
+    """Host pages that are never given up."""
     num_evicted: int
     """Host pages that had to make room."""
     num_lost: int
@@ -73,9 +97,12 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that wait to be copied."""
     is_attached: bool
     """Storage is used."""
+    is_storing: bool
+    """Pages are on their way to storage, or wait for their turn; not while it is left alone."""
     num_opened: int
     """Times that storage was left alone, because it failed or was late."""
     work: tuple[RankWork, ...]
+    ranks: tuple[RankTiers, ...]
 
 
 class TierPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +139,8 @@ class PagesMoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Moved by this rank."""
     busy_s: float = 0.0
     """How long it took, without waiting for its turn."""
+    storage: StorageFigures | None = None
+    """Where the order was about storage whose backend knows them."""
     failures: dict[str, int] = {}
     """Pages that could not be had or kept, by why; that storage never had them is no failure."""
 
@@ -138,11 +167,22 @@ class UseStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 def joined(states: Sequence[TierState]) -> TierState:
     """The tiers of several DP ranks as those of one replica."""
-    counts = ("host_pages", "used_host_pages", "num_evicted", "num_lost", "num_late", "num_waiting", "num_opened")
+    counts = (
+        "host_pages",
+        "used_host_pages",
+        "num_pinned",
+        "num_evicted",
+        "num_lost",
+        "num_late",
+        "num_waiting",
+        "num_opened",
+    )
     sums = {count: sum(getattr(state, count) for state in states) for count in counts}
     return msgspec.structs.replace(
         states[0],
         **sums,
         is_attached=all(state.is_attached for state in states),
+        is_storing=any(state.is_storing for state in states),
         work=tuple(work for state in states for work in state.work),
+        ranks=tuple(rank for state in states for rank in state.ranks),
     )

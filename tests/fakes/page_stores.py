@@ -62,9 +62,18 @@ def part_of(page: TierPage, row: RankRow) -> np.ndarray:
 class RankStore:
     """One rank's store and host memory."""
 
-    def __init__(self, backend: StorageBackend, row: RankRow, weights: str = "w") -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        row: RankRow,
+        weights: str = "w",
+        *,
+        reads: Throttle | None = None,
+        writes: Throttle | None = None,
+    ) -> None:
         self.row = row
-        self.store = PageStore(backend, Naming(GEOMETRY, weights), row, Throttle(None), Throttle(None))
+        naming = Naming(GEOMETRY, weights)
+        self.store = PageStore(backend, naming, row, reads or Throttle(None), writes or Throttle(None))
         self.memory: dict[int, bytearray] = {}
         self.failures: Counter[str] = Counter()
 

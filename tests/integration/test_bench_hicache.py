@@ -26,10 +26,10 @@ def lines_of(*options: str) -> list[dict[str, Any]]:
 
 @pytest.mark.integration
 def test_a_line_for_every_tier_and_hit() -> None:
-    lengths = ["--prompt-len", "256", "--hits", "50,100"]
+    lengths = ["--prompt-len", "256", "--hits", "0,50,100"]
     lines = lines_of(*lengths, "--rounds", "1", "--kv-gib", "0.05", "--host-gib", "0.05")
     ways = [(line["tier"], line["cached_len"], line["prompt_len"]) for line in lines]
-    assert ways == [(tier, cached, 256) for tier in ("device", "host", "storage") for cached in (128, 192)]
+    assert ways == [(tier, cached, 256) for tier in ("device", "host", "storage") for cached in (0, 128, 192)]
     assert all(line["share"] == line["ttft_s"] / line["cold_s"] for line in lines)
 
 
@@ -42,7 +42,7 @@ def test_conversations_find_in_lower_tiers_what_an_endless_cache_would_have() ->
     assert device["hit_rate"] < host["hit_rate"] < storage["hit_rate"]
     assert storage["storage_rate"] > 0
     # Copies that come too late on a machine that is busy otherwise are computed again.
-    assert storage["hit_rate"] == pytest.approx(storage["best_hit_rate"], abs=0.05)
+    assert storage["hit_rate"] == pytest.approx(storage["best_hit_rate"], abs=0.01)
 
 
 def test_a_conversation_grows_by_equal_parts_answers_included() -> None:
@@ -76,7 +76,7 @@ def test_a_trace_is_asked_in_its_order() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hits": (0,)}, "--hits: got 0; allowed: percents from 1 to 100"),
+        ({"hits": (0, 101)}, "--hits: got 0,101; allowed: percents from 0 to 100"),
         ({"prompt_len": 100, "hits": (50,)}, "--prompt-len: got 100; allowed: 256 or more"),
         ({"num_rounds": 0}, "--rounds: got 0; allowed: 1 or more"),
     ],

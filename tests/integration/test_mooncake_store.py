@@ -1,11 +1,16 @@
 """Mooncake Store under the contract of storage backends, and under a cluster."""
 
-from collections.abc import Iterator
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.hicache_config import StorageConfig
 from cluster.spec.tiers import Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle
@@ -13,8 +18,13 @@ from tests.fakes.mooncake_master import mooncake_master
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
 from tests.integration.test_hicache import LONG, NUM_TOKENS, PAGE_SIZE, ask_until
 from workers.hicache.storage.interface import CorruptObjectError, StorageError
+from workers.hicache.storage.registry import MAKERS, make_storage
 
 pytestmark = [pytest.mark.integration, pytest.mark.mooncake]
+
+
+STALL_S = 1.5
+"""Longest time without a turn for a thread that never has to wait, on a machine that is busy otherwise."""
 
 
 @pytest.fixture
@@ -38,6 +48,10 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     pages = [page_of(number) for number in range(3)]
     store = RankStore(one, rows_of(sizes())[0])
     assert store.write(pages) == RankStore(other, rows_of(sizes())[0]).read(pages) == [True] * 3
+    for row in rows_of(sizes(cp=37)):
+        RankStore(one, row).write([page_of(3)])
+    reader = RankStore(other, rows_of(sizes())[0])
+    assert reader.look_up([page_of(3)]) == reader.read([page_of(3)]) == [True], "only cuts of its own are found"
     one.delete("n/a")
     one.delete("n/a")
     assert not other.read("n/a", buffers)
@@ -45,6 +59,58 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
         one.write("n/large", [memoryview(bytes(130 << 20))])
     one.close()
     other.close()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """How long a call takes until it fails; nobody else may have to wait meanwhile."""
+    failed = list[float]()
+
+    def run() -> None:
+        start_s = time.monotonic()
+        with pytest.raises(StorageError):
+            call()
+        failed.append(time.monotonic() - start_s)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    seen_s = time.monotonic()
+    while thread.is_alive():
+        time.sleep(0.01)
+        now_s = time.monotonic()
+        assert now_s - seen_s < STALL_S, "the call holds everybody up"
+        seen_s = now_s
+    (seconds,) = failed
+    return seconds
+
+
+def test_a_master_that_accepts_and_says_nothing_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        config = StorageConfig.model_validate({"backend": "mooncake_store", "master": address})
+        assert seconds_of(lambda: MAKERS[config.backend](config, "127.0.0.1")) < 10.0
+        assert make_storage(config, "127.0.0.1") is not None
+        assert "starts without storage: the Mooncake master at" in caplog.text
+
+
+def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_speaks_again() -> None:
+    from workers.hicache.storage.mooncake_store import MooncakeStorage
+
+    with mooncake_master() as (address, process):
+        storage = MooncakeStorage("127.0.0.1", address, 0)
+        storage.write("n/a", [memoryview(b"abc")])
+        process.send_signal(signal.SIGSTOP)
+        try:
+            for call in (
+                lambda: storage.count_leading(["n/a"]),
+                lambda: storage.write("n/b", [memoryview(b"abc")]),
+                lambda: storage.read("n/b", [memoryview(bytearray(3))]),
+                lambda: storage.delete("n/b"),
+            ):
+                assert seconds_of(call) < 10.0
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert storage.count_leading(["n/a"]) == 1
+        storage.close()
 
 
 def test_a_prompt_comes_back_from_the_store(master: str, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class PageAllocator:
         self._held = Counter[int]()
         """Of every page that is not cached, how many sequences have it: several where they share a prompt."""
         self._tree = tree
+        self.num_gains = 0
+        """How often a page was let go or could be shared: who could not have pages cannot while this is the same."""
 
     @property
     def num_free(self) -> int:
@@ -111,6 +113,7 @@ class PageAllocator:
         Ends before the first page of which the cache has another copy: a holder of a page holds those above it.
         Returns how many are cached now, and are told as ``num_shared`` the next time, so that none is looked at twice.
         """
+        self.num_gains += 1
         if self._tree is None:
             return 0
         num_own = self._tree.num_own(keys, pages, num_shared)
@@ -120,6 +123,7 @@ class PageAllocator:
 
     def free(self, pages: Sequence[int]) -> None:
         """Take pages back, in the order of their sequence; each must be held. Cached ones stay cached."""
+        self.num_gains += len(pages)
         own = [page for page in pages if not self.is_cached(page)]
         for page in own:
             assert self._held[page] > 0, f"page {page} freed but not held"
@@ -135,6 +139,7 @@ class PageAllocator:
         if self._tree is None:
             self.free(pages)
             return
+        self.num_gains += len(pages)
         num_insertable = self._num_insertable(pages[: len(keys)])
         path = self._tree.insert(keys[:num_insertable], pages[:num_insertable])
         self._forget_held(path)

@@ -38,6 +38,8 @@ class PrefixTree:
         self._idle: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_owners)]
         """By owner: each idle page and when it was let go, oldest first."""
         self._turns = count()
+        self.version = 0
+        """Another number whenever other pages might be evicted next."""
         self.journals: list[PageJournal] = []
         """Where changes are noted, for those who want to know."""
 
@@ -84,6 +86,15 @@ class PrefixTree:
         """The place of a page that is here."""
         return self._by_key[key].place
 
+    def path(self, key: bytes) -> list[bytes]:
+        """The keys from the first page down to one that is here."""
+        path: list[bytes] = []
+        node = self._by_key.get(key)
+        while node is not None:
+            path.append(node.key)
+            node = node.parent
+        return path[::-1]
+
     def oldest_idle(self, owner: int, count: int) -> list[bytes]:
         """Keys of the pages of one owner that would be evicted first."""
         return [self._by_page[page].key for page in islice(self._idle[owner], count)]
@@ -94,12 +105,14 @@ class PrefixTree:
 
     def claim(self, pages: Sequence[int]) -> None:
         """Hold pages that ``find`` gave, from the first on."""
+        self.version += 1
         for page in pages:
             self._by_page[page].num_holders += 1
             self._idle[page % self.num_owners].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
         """Let a claim go; ``pages`` are in the order of the prefix."""
+        self.version += 1
         for page in reversed(pages):
             node = self._by_page[page]
             assert node.num_holders > 0, f"cached page {page} is released but not held"
@@ -178,6 +191,7 @@ class PrefixTree:
     def _forget(self, node: _Node) -> None:
         """Drop a leaf that nobody holds."""
         assert not node.children, f"page {node.page} is evicted before the pages below it"
+        self.version += 1
         del self._idle[node.page % self.num_owners][node.page]
         del self._by_page[node.page]
         del self._by_key[node.key]

@@ -32,28 +32,37 @@ class HostIndex:
         self.num_pages = pages_per_owner * num_owners
         self.num_owners = num_owners
         self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
-        self._by_key: list[OrderedDict[bytes, _HostPage]] = [OrderedDict() for _ in range(num_owners)]
-        """By owner, least recently used first."""
-        self._owner: dict[bytes, int] = {}
+        self._pages: dict[bytes, _HostPage] = {}
+        self._order: list[OrderedDict[bytes, _HostPage]] = [OrderedDict() for _ in range(num_owners)]
+        """By owner, least recently used first, those that are not pinned: nobody looks past thousands of others."""
+        self.version = 0
+        """Another number whenever other pages might be given up next."""
         self.journal = PageJournal()
         """What was filled and given up."""
-        self.num_evicted = 0
+        self.num_evicted = [0] * num_owners
+        """By owner."""
 
     @property
     def num_used(self) -> int:
         """Pages that are reserved or filled."""
-        return len(self._owner)
+        return len(self._pages)
+
+    def num_used_of(self, owner: int) -> int:
+        """Those of one owner."""
+        return self.num_pages // self.num_owners - len(self._free[owner])
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that are never given up."""
+        return len(self._pages) - sum(map(len, self._order))
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._owner
+        return key in self._pages
 
     def page_of(self, key: bytes) -> int | None:
         """The filled page of a key."""
-        owner = self._owner.get(key)
-        if owner is None:
-            return None
-        found = self._by_key[owner][key]
-        return found.page if found.is_filled else None
+        found = self._pages.get(key)
+        return found.page if found is not None and found.is_filled else None
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The pages of the first keys, up to the first that has none."""
@@ -67,28 +76,29 @@ class HostIndex:
 
     def filled_keys(self) -> list[bytes]:
         """All keys of filled pages."""
-        return [key for pages in self._by_key for key, page in pages.items() if page.is_filled]
+        return [key for key, page in self._pages.items() if page.is_filled]
 
     def oldest(self, owner: int, count: int) -> list[bytes]:
         """Keys of the pages of one owner that would be given up first."""
-        return [key for key, page in islice(self._by_key[owner].items(), count) if page.is_filled]
+        return [key for key, page in islice(self._order[owner].items(), count) if page.is_filled]
 
     def reserve(self, key: bytes, place: int) -> int | None:
         """A page to be filled for a key that has none; None if all of its owner's are needed."""
-        assert key not in self._owner, "a key has two host pages"
+        assert key not in self._pages, "a key has two host pages"
         owner = place % self.num_owners
         if not self._free[owner]:
             self._evict(owner)
         if not self._free[owner]:
             return None
         page = self._free[owner].popleft()
-        self._by_key[owner][key] = _HostPage(page, place)
-        self._owner[key] = owner
+        self._pages[key] = self._order[owner][key] = _HostPage(page, place)
+        self.version += 1
         return page
 
     def fill(self, key: bytes) -> None:
         """The reserved page has its bytes."""
         self._of(key).is_filled = True
+        self.version += 1
         self.journal.note(key, True)
 
     def place_of(self, key: bytes) -> int:
@@ -99,9 +109,10 @@ class HostIndex:
         """A filled page is a copy from storage."""
         self._of(key).is_offered = self._of(key).is_fetched = True
 
-    def note_offered(self, key: bytes) -> None:
-        """Storage is given a copy of a filled page; it is not offered again."""
-        self._of(key).is_offered = True
+    def note_offered(self, key: bytes, *, is_offered: bool = True) -> None:
+        """Storage is given a copy of a filled page, or has not taken it and may be offered it again."""
+        self._of(key).is_offered = is_offered
+        self.version += not is_offered
 
     def is_offered(self, key: bytes) -> bool:
         """Whether storage had its chance to take a page that is here."""
@@ -117,10 +128,12 @@ class HostIndex:
 
     def drop(self, key: bytes) -> None:
         """Give up a page that nobody holds."""
-        owner = self._owner.pop(key)
-        page = self._by_key[owner].pop(key)
+        page = self._pages.pop(key)
         assert page.num_holders == 0, f"host page {page.page} is dropped but held"
+        owner = page.page % self.num_owners
+        self._order[owner].pop(key, None)
         self._free[owner].append(page.page)
+        self.version += 1
         if page.is_filled:
             self.journal.note(key, False)
 
@@ -137,44 +150,57 @@ class HostIndex:
             page = self._of(key)
             assert page.num_holders > 0, f"host page {page.page} is released but not held"
             page.num_holders -= 1
+        self.version += 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The first pages of a prefix were used, so that those above come to be given up after those below."""
+        """The pages of a prefix were used: those of them that are here come to be given up deepest first."""
         for key in reversed(keys):
-            self._by_key[self._owner[key]].move_to_end(key)
+            page = self._pages.get(key)
+            if page is not None and not page.is_pinned:
+                self._order[page.page % self.num_owners].move_to_end(key)
+        self.version += 1
 
     def pin(self, keys: Iterable[bytes], *, is_pinned: bool) -> int:
         """Never give up those that are there, or give them up as any other; how many there are."""
-        found = [self._of(key) for key in keys if key in self._owner]
-        for page in found:
+        found = [key for key in keys if key in self._pages]
+        for key in found:
+            page = self._of(key)
+            order = self._order[page.page % self.num_owners]
+            if is_pinned:
+                order.pop(key, None)
+            elif page.is_pinned:
+                order[key] = page
             page.is_pinned = is_pinned
+        self.version += 1
         return len(found)
 
     def flush(self) -> None:
         """Give up everything that is neither held nor pinned."""
-        for pages in self._by_key:
+        for pages in self._order:
             for key in [key for key, page in pages.items() if _may_go(page)]:
                 self.drop(key)
 
     def check_integrity(self) -> None:
         """Prove that every page is free or has one key, and stands with its owner."""
-        used = [page.page for pages in self._by_key for page in pages.values()]
+        used = [page.page for page in self._pages.values()]
         free = [page for pages in self._free for page in pages]
         assert sorted(used + free) == list(range(self.num_pages)), "a host page is lost, or has two keys"
-        assert self._owner == {key: owner for owner, pages in enumerate(self._by_key) for key in pages}
-        for owner, pages in enumerate(self._by_key):
+        ordered = {key: page for pages in self._order for key, page in pages.items()}
+        assert ordered == {key: page for key, page in self._pages.items() if not page.is_pinned}, "a page has no turn"
+        for owner, pages in enumerate(self._order):
             assert all(page.page % self.num_owners == owner for page in pages.values()), f"owner {owner} has a stranger"
 
     def _evict(self, owner: int) -> None:
         """Give up the owner's least recently used page that may go, if there is one."""
-        oldest = next((key for key, page in self._by_key[owner].items() if _may_go(page)), None)
+        oldest = next((key for key, page in self._order[owner].items() if _may_go(page)), None)
         if oldest is not None:
-            self.num_evicted += 1
+            self.num_evicted[owner] += 1
             self.drop(oldest)
 
     def _of(self, key: bytes) -> _HostPage:
-        return self._by_key[self._owner[key]][key]
+        return self._pages[key]
 
 
 def _may_go(page: _HostPage) -> bool:
-    return page.is_filled and page.num_holders == 0 and not page.is_pinned
+    """Of those that are not pinned."""
+    return page.is_filled and page.num_holders == 0

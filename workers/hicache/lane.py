@@ -33,11 +33,15 @@ class Lane:
         """Queue an order."""
         self._queue.put((order, time.monotonic()))
 
-    def close(self) -> None:
-        """Let the order at hand end, leave out the rest, and wait for the thread."""
+    def stop(self) -> None:
+        """Let the order at hand end, and leave out the rest."""
         self._is_closing = True
         self._queue.put(None)
-        self._thread.join()
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """After ``stop``: whether the order at hand ends in this time. If not, its thread ends with the process."""
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -45,7 +45,7 @@ class Loader:
             for number, (key, host) in enumerate(zip(wanted, found, strict=True))
         ]
         self._host.hold(wanted)
-        self._host.touch(wanted)
+        self._host.touch(keys[: first + len(found)])
         fetched = self._host.note_used(wanted)
         self._coming.update(wanted)
 

@@ -15,6 +15,9 @@ from workers.hicache.storage.page_store import PageStore
 
 _log = logging.getLogger(__name__)
 
+CLOSE_S = 5.0
+"""Longest wait for orders at hand when a worker ends: storage may hang."""
+
 Part = Callable[[MovePages, float, Counter[str]], tuple[list[bool], int]]
 """Does this rank's part of an order that has waited so many seconds: which pages are done, and the bytes moved."""
 
@@ -68,8 +71,12 @@ class PageMover:
         if self._store is not None:
             self._store.stop()
         for lane in self._lanes.values():
-            lane.close()
-        if self._store is not None:
+            lane.stop()
+        until_s = time.monotonic() + CLOSE_S
+        busy = [name for name, lane in self._lanes.items() if not lane.wait_ended(until_s - time.monotonic())]
+        if busy:
+            _log.warning("orders did not end in %g s and are left behind: %s", CLOSE_S, ", ".join(busy))
+        elif self._store is not None:
             self._store.close()
 
     def _answer(self, order: MovePages, waited_s: float) -> PagesMoved:
@@ -88,6 +95,7 @@ class PageMover:
             done=done,
             num_bytes=num_bytes,
             busy_s=time.monotonic() - start_s,
+            storage=self._store.figures() if self._store is not None else None,
             failures=failures,
         )
 

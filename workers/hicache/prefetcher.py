@@ -9,6 +9,7 @@ from functools import partial
 
 from cluster.spec.hicache_config import PrefetchPolicy, StorageConfig
 from cluster.spec.ids import Room
+from cluster.spec.page_key import first_place
 from cluster.spec.tiers import MoveKind, TierPage
 from workers.hicache.breaker import Breaker
 from workers.hicache.host_index import HostIndex
@@ -26,6 +27,8 @@ PATIENCE_S = 30.0
 class _Wish:
     """What one request would have from storage."""
 
+    keys: Sequence[bytes]
+    """All pages that the request begins with."""
     pages: list[TierPage]
     """Those that host memory did not have, in their order."""
     deadline_s: float
@@ -59,15 +62,17 @@ class Prefetcher:
         self.num_late = 0
         """Requests that went on without pages that storage had not given in time."""
 
-    def expect(self, room: Room, keys: Sequence[bytes], place: int, now_s: float) -> None:
-        """A request will need these pages, of which the first has this place, and the tiers above lack it."""
-        tokens = len(keys) * self._page_size
+    def expect(self, room: Room, keys: Sequence[bytes], num_here: int, now_s: float) -> None:
+        """A request will begin with these pages, and the tiers above have so many of them."""
+        lacking = keys[num_here:]
+        tokens = len(lacking) * self._page_size
         if tokens < self._config.prefetch_min_tokens or self._breaker.is_open(now_s):
             return
         most = self._host.num_pages // 2
-        pages = [TierPage(key=key, place=place + number) for number, key in enumerate(keys[:most])]
+        place = first_place(keys[0]) + num_here
+        pages = [TierPage(key=key, place=place + number) for number, key in enumerate(lacking[:most])]
         patience_s = self._patience_s(tokens)
-        wish = self._wishes[room] = _Wish(pages, now_s + patience_s, now_s + (patience_s or PATIENCE_S))
+        wish = self._wishes[room] = _Wish(keys, pages, now_s + patience_s, now_s + (patience_s or PATIENCE_S))
         self._orders.give(MoveKind.LOOK_UP, pages, partial(self._on_looked_up, wish), wish.late_s - now_s)
 
     def is_waiting(self, room: Room, now_s: float) -> bool:
@@ -86,6 +91,7 @@ class Prefetcher:
             return
         wish.is_forgotten = True
         self._host.release(wish.held)
+        self._host.touch(wish.keys)
         if wish.num_open and now_s >= wish.late_s:
             self.num_late += 1
             self._breaker.note(now_s, is_success=False)
@@ -147,6 +153,7 @@ class Prefetcher:
                 self._keep(wish, page.key)
             else:
                 self._host.drop(page.key)
+        self._host.touch(wish.keys)
         if not all(outcome.done):
             wish.num_wanted = wish.num_ordered
         self._fetch_more(wish, outcome.now_s)

@@ -36,6 +36,8 @@ class Saver:
         self._journal = PageJournal()
         tree.journals.append(self._journal)
         self._waiting: deque[bytes] = deque()
+        self._looked = -1, -1
+        """Versions of both caches when all pages that would go next had been seen to."""
         self._hits: Counter[bytes] = Counter()
         self.num_lost = 0
         """Pages that were to be saved and were given up before."""
@@ -68,7 +70,7 @@ class Saver:
         if self._policy is WritePolicy.WRITE_THROUGH:
             self._waiting += [key for key in stored if key not in received]
         elif self._policy is WritePolicy.WRITE_BACK and self._orders.num_open(MoveKind.SAVE) == 0:
-            self._waiting += self._next_to_go()
+            self._look_ahead()
         while self._waiting and self._orders.num_open(MoveKind.SAVE) < MAX_OPEN:
             pages = self._next_batch()
             if pages:
@@ -80,6 +82,12 @@ class Saver:
         saved, self._saved = self._saved, []
         return saved
 
+    def _look_ahead(self) -> None:
+        """Most calls come when nothing has changed, and thousands of pages would be looked through in vain."""
+        if self._looked != (self._tree.version, self._host.version):
+            self._waiting += self._next_to_go()
+            self._looked = self._tree.version, self._host.version
+
     def _next_to_go(self) -> list[bytes]:
         """Not more than host memory holds, and those it has are renewed, or copies would push each other out."""
         room = [self._host.num_pages // self._host.num_owners] * self._host.num_owners
@@ -90,7 +98,7 @@ class Saver:
                 if room[host_owner]:
                     room[host_owner] -= 1
                     wanted.append(key)
-        self._host.touch([key for key in wanted if key in self._host])
+        self._host.touch(wanted[::-1])  # the deepest of a prefix are idle the longest
         return [key for key in wanted if key not in self._host]
 
     def _next_batch(self) -> list[TierPage]:
@@ -119,3 +127,13 @@ class Saver:
             else:
                 self._host.drop(page.key)
                 self.num_lost += 1
+        self._renew_prefixes(pages)
+
+    def _renew_prefixes(self, pages: list[TierPage]) -> None:
+        """Without the pages above, those that were saved are never found: these must not be given up before."""
+        renewed: set[bytes] = set()
+        for page in sorted(pages, key=lambda page: page.place, reverse=True):
+            if page.key not in renewed:
+                path = self._tree.path(page.key)
+                self._host.touch(path)
+                renewed.update(path)

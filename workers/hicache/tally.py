@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from cluster.spec.tiers import MoveKind, PagesMoved, RankWork
+from cluster.spec.tiers import MoveKind, PagesMoved, RankWork, StorageFigures
 
 
 class Tally:
@@ -10,9 +10,13 @@ class Tally:
 
     def __init__(self) -> None:
         self._work: dict[tuple[MoveKind, int], RankWork] = {}
+        self.storage: dict[int, StorageFigures] = {}
+        """By global rank: what it last told."""
 
     def add(self, kind: MoveKind, answer: PagesMoved) -> None:
         """A rank has answered an order."""
+        if answer.storage is not None:
+            self.storage[answer.global_rank] = answer.storage
         key = kind, answer.global_rank
         before = self._work.get(key, RankWork(kind=kind, global_rank=answer.global_rank))
         self._work[key] = RankWork(

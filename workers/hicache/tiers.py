@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
 from cluster.spec.messages import Message
-from cluster.spec.page_key import first_place
 from cluster.spec.registry import RankRow
-from cluster.spec.tiers import PagesMoved, Tier, TierState
+from cluster.spec.tiers import MoveKind, PagesMoved, RankTiers, Tier, TierState
 from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.breaker import Breaker
@@ -31,6 +30,7 @@ class Tiers:
         self.host = HostIndex(host_pages, rows[0].sizes.cp)
         self._tree = tree
         self._addresses = [row.address for row in rows]
+        self._owners = {row.global_rank: row.coords.cp for row in rows}
         self._orders = Orders(len(rows))
         self._loader = Loader(self.host, self._orders)
         self._saver = Saver(config.write, config.selective_hits, tree, self.host, self._orders)
@@ -40,6 +40,7 @@ class Tiers:
         self._prefetcher = Prefetcher(config.storage, page_size, self.host, self._orders, self._reads)
         self._has_storage = config.storage.backend is not StorageBackendName.NONE
         self._is_attached = self._has_storage
+        self._is_storing = False
 
     def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
         """Take in what one rank made of an order; False for one that belongs to nothing."""
@@ -53,19 +54,21 @@ class Tiers:
             for key in saved:
                 self._storer.note_saved(key)
             self._storer.advance(now_s)
+        self._is_storing = self._is_attached and not self._writes.is_open(now_s) and self._has_more_to_store()
         orders, self._orders.outgoing = self._orders.outgoing, []
         return [(address, order) for order in orders for address in self._addresses]
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
         """A request has come that will begin with these pages: have them read from storage, as far as that helps."""
         # What is fetched for this request and others must not push out what it will find here.
-        self.host.touch([key for key in keys if key in self.host])
+        self.host.touch(keys)
         if not self._is_attached:
             return
+        self._storer.note_used(keys)
         num_here = self._tree.count(keys)
         num_here += len(self.host.find(keys[num_here:]))
         if num_here < len(keys):
-            self._prefetcher.expect(room, keys[num_here:], first_place(keys[0]) + num_here, now_s)
+            self._prefetcher.expect(room, keys, num_here, now_s)
 
     def is_waiting(self, room: Room, now_s: float) -> bool:
         """Whether a request is to wait for pages that are read from storage."""
@@ -104,6 +107,10 @@ class Tiers:
         """Use storage from now on, if there is any, or leave it alone; what is under way goes on."""
         self._is_attached = is_attached and self._has_storage
 
+    def drain(self, *, is_draining: bool) -> None:
+        """The replica may end soon: give storage all that only host memory has; or go on by the policy."""
+        self._storer.drain(is_draining=is_draining)
+
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
         """Never give up the host pages of these that are there, or give them up as any other."""
         self.host.pin(keys, is_pinned=is_pinned)
@@ -113,14 +120,30 @@ class Tiers:
         return TierState(
             host_pages=self.host.num_pages,
             used_host_pages=self.host.num_used,
-            num_evicted=self.host.num_evicted,
+            num_pinned=self.host.num_pinned,
+            num_evicted=sum(self.host.num_evicted),
             num_lost=self._saver.num_lost + self._storer.num_lost,
             num_late=self._prefetcher.num_late,
             num_waiting=self._saver.num_waiting + self._storer.num_waiting,
             is_attached=self._is_attached,
+            is_storing=self._is_storing,
             num_opened=self._writes.num_opened + self._reads.num_opened,
             work=self._orders.tally.work,
+            ranks=tuple(self._rank_state(rank, owner) for rank, owner in self._owners.items()),
         )
+
+    def _rank_state(self, global_rank: int, owner: int) -> RankTiers:
+        return RankTiers(
+            global_rank=global_rank,
+            host_pages=self.host.num_pages // self.host.num_owners,
+            used_host_pages=self.host.num_used_of(owner),
+            num_evicted=self.host.num_evicted[owner],
+            storage=self._orders.tally.storage.get(global_rank),
+        )
+
+    def _has_more_to_store(self) -> bool:
+        num_open = self._orders.num_open(MoveKind.SAVE) + self._orders.num_open(MoveKind.STORE)
+        return num_open + self._saver.num_waiting + self._storer.num_waiting > 0
 
     def flush(self) -> None:
         """Forget what host memory holds, as far as nobody needs it."""

@@ -8,9 +8,10 @@ from prometheus_client.registry import Collector
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
-from cluster.spec.tiers import MoveKind, PagesMoved, TierState
+from cluster.spec.tiers import MoveKind, PagesMoved, RankTiers, StorageFigures, TierState
 from router.tier_metrics import tier_metrics
 from tests.fakes.paged_ranks import row
+from tests.fakes.rows import tier_state
 from workers.hicache.tally import Tally
 
 
@@ -47,16 +48,21 @@ def test_every_rank_has_its_own_lines() -> None:
         failures = {"corrupt": 1} if rank else {}
         answer = PagesMoved(number=1, global_rank=rank, done=[], num_bytes=num_bytes, failures=failures)
         tally.add(MoveKind.FETCH, answer)
-    state = TierState(
+    figures = StorageFigures(used_bytes=1000, num_evicted=3, evicted_bytes=300)
+    state = tier_state(
         host_pages=8,
         used_host_pages=3,
+        num_pinned=2,
         num_evicted=1,
         num_lost=2,
         num_late=4,
         num_waiting=5,
-        is_attached=True,
         num_opened=6,
         work=tally.work,
+        ranks=(
+            RankTiers(global_rank=0, host_pages=4, used_host_pages=3, num_evicted=0, storage=None),
+            RankTiers(global_rank=1, host_pages=4, used_host_pages=1, num_evicted=2, storage=figures),
+        ),
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=TierState) == state
     lines = exposition(snapshot_of(state))
@@ -64,7 +70,21 @@ def test_every_rank_has_its_own_lines() -> None:
     assert f"baton_tier_bytes_total{{{ranks}}} 150.0" in lines
     assert f"baton_tier_orders_total{{{ranks}}} 2.0" in lines
     assert f'baton_tier_failures_total{{{ranks},why="corrupt"}} 2.0' in lines
+    snapshot = snapshot_of(state)
+    page_bytes = snapshot.replicas[0].rows[1].layout.page_bytes
+    rank = ranks.replace('order="fetch",', "")
+    for name, value in {
+        "baton_host_bytes": 4 * page_bytes,
+        "baton_host_used_bytes": page_bytes,
+        "baton_host_evicted_bytes_total": 2 * page_bytes,
+        "baton_storage_used_bytes": 1000,
+        "baton_storage_evicted_objects_total": 3,
+        "baton_storage_evicted_bytes_total": 300,
+    }.items():
+        assert f"{name}{{{rank}}} {float(value)}" in lines
+    assert sum(line.startswith("baton_storage_used_bytes{") for line in lines) == 1
     assert 'baton_host_pages{replica="prefill-0"} 8.0' in lines
+    assert 'baton_host_pinned_pages{replica="prefill-0"} 2.0' in lines
     assert 'baton_storage_attached{replica="prefill-0"} 1.0' in lines
     assert 'baton_tier_lost_pages_total{replica="prefill-0"} 2.0' in lines
 

@@ -1,6 +1,8 @@
 """Stored pages: whole and right, or not there; under every cut of a model, and whatever is done to the files."""
 
+import hashlib
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -94,10 +96,14 @@ def test_the_least_recently_used_files_go_when_the_folder_is_full(tmp_path: Path
     assert backend.read("n/0", [buffer])
     for number in range(9, 12):
         backend.write(f"n/{number}", [data])
-    assert backend.stats().num_bytes <= 1000
+    assert sum(path.stat().st_size for path in objects(tmp_path)) <= 1000
     assert backend.count_leading(["n/0"]) == 1
     assert backend.count_leading(["n/1"]) == 0
     assert backend.count_leading(["n/11", "n/10", "n/1", "n/9"]) == 2
+    figures, used_bytes = backend.figures(), sum(path.stat().st_size for path in objects(tmp_path))
+    assert figures.used_bytes == used_bytes
+    assert (figures.num_evicted * 100, figures.evicted_bytes) == (1200 - used_bytes, 1200 - used_bytes)
+    assert files(tmp_path).figures().used_bytes == used_bytes
 
 
 def test_two_backends_on_one_folder_write_the_same_object(tmp_path: Path) -> None:
@@ -184,16 +190,77 @@ def weights_folder(folder: Path, **tensors: np.ndarray) -> Path:
     return folder
 
 
+def digest_of(tmp_path: Path, folder: Path) -> str:
+    return weights_digest(folder, tmp_path / "known")
+
+
 def test_weights_are_told_apart_by_their_tensors_and_not_by_their_place(tmp_path: Path) -> None:
     ones, zeros = np.ones(5000, np.float32), np.zeros(5000, np.float32)
     half = np.concatenate([ones[:2500], zeros[2500:]])
-    one = weights_digest(weights_folder(tmp_path / "a", q=ones, k=zeros))
-    assert one == weights_digest(weights_folder(tmp_path / "b", q=ones, k=zeros))
+    one = digest_of(tmp_path, weights_folder(tmp_path / "a", q=ones, k=zeros))
+    assert one == digest_of(tmp_path, weights_folder(tmp_path / "b", q=ones, k=zeros))
     others = [
-        weights_digest(weights_folder(tmp_path / "c", q=zeros, k=zeros)),
-        weights_digest(weights_folder(tmp_path / "d", q=half, k=zeros)),
-        weights_digest(weights_folder(tmp_path / "e", k=ones, q=zeros)),
-        weights_digest(weights_folder(tmp_path / "f", q=ones)),
+        digest_of(tmp_path, weights_folder(tmp_path / "c", q=zeros, k=zeros)),
+        digest_of(tmp_path, weights_folder(tmp_path / "d", q=half, k=zeros)),
+        digest_of(tmp_path, weights_folder(tmp_path / "e", k=ones, q=zeros)),
+        digest_of(tmp_path, weights_folder(tmp_path / "f", q=ones)),
     ]
     (tmp_path / "b" / "config.json").write_text('{"hidden_size": 8}')
-    assert len({one, *others, weights_digest(tmp_path / "b")}) == 6
+    assert len({one, *others, digest_of(tmp_path, tmp_path / "b")}) == 6
+
+
+def test_a_few_rows_that_were_trained_further_are_other_weights(tmp_path: Path) -> None:
+    rows = np.zeros((400, 64), np.float32)
+    base = digest_of(tmp_path, weights_folder(tmp_path / "base", embed=rows))
+    rows[300] = 1.0
+    assert digest_of(tmp_path, weights_folder(tmp_path / "tuned", embed=rows)) != base
+
+
+def test_weights_are_read_again_only_when_they_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = weights_folder(tmp_path / "a", q=np.zeros(9, np.float32))
+    before = digest_of(tmp_path, folder)
+    with monkeypatch.context() as patched:
+        patched.setattr("hashlib.file_digest", None)
+        assert digest_of(tmp_path, folder) == before
+    save_file({"q": np.ones(9, np.float32)}, folder / "model.safetensors")
+    assert digest_of(tmp_path, folder) != before
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    assert weights_digest(folder, no_folder) == digest_of(tmp_path, folder)
+
+
+def test_a_downloaded_file_is_what_its_name_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = weights_folder(tmp_path / "a", q=np.zeros(9, np.float32))
+    read = digest_of(tmp_path, folder)
+    path, blobs = folder / "model.safetensors", tmp_path / "blobs"
+    blobs.mkdir()
+    path.symlink_to(path.rename(blobs / hashlib.sha256(path.read_bytes()).hexdigest()))
+    monkeypatch.setattr("hashlib.file_digest", None)
+    assert weights_digest(folder, tmp_path / "other") == read
+
+
+def test_a_folder_that_vanished_has_its_limit_again(tmp_path: Path) -> None:
+    backend = files(tmp_path / "kv", max_bytes=1000)
+    shutil.rmtree(tmp_path / "kv")
+    for number in range(30):
+        backend.write(f"n/{number}", [memoryview(bytes(100))])
+    assert sum(path.stat().st_size for path in objects(tmp_path)) <= 1100
+
+
+def test_marks_of_cuts_outlive_the_pages_of_a_full_folder(tmp_path: Path) -> None:
+    now, mine = [0.0], Cut(KvOwnership.REPLICATED, 1, 1, 1)
+    backend, naming = files(tmp_path, max_bytes=1000), Naming(GEOMETRY, "w")
+    writer = KnownCuts(backend, naming, mine, lambda: now[0])
+    for number in range(40):
+        now[0] += 10.0
+        writer.mark()
+        backend.write(f"n/{number}", [memoryview(bytes(100))])
+    reader = KnownCuts(backend, naming, Cut(KvOwnership.SHARDED, 4, 2, 1), lambda: now[0])
+    reader.look()
+    assert mine in reader.cuts
+    backend.delete(naming.mark(0))
+    writer.mark()
+    assert not backend.present([naming.mark(0)])
+    now[0] += 10.0
+    writer.mark()
+    assert backend.present([naming.mark(0)])

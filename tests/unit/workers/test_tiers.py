@@ -270,3 +270,98 @@ def test_detached_storage_is_neither_asked_nor_given_anything() -> None:
     without = world_of(backend="none")
     without.tiers.attach(is_attached=True)
     assert not without.tiers.state().is_attached
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+def test_host_memory_gives_up_the_end_of_a_prefix_first(policy: WritePolicy) -> None:
+    world = world_of(policy, device_pages=64)
+    long = [0] * 16
+    for tokens in (long, [1] * 2):
+        world.submit(tokens)
+        world.drain()
+        world.finish(0)
+        world.drain()
+    if policy is WritePolicy.WRITE_THROUGH:
+        assert len(world.tiers.host.find(page_keys(long, PAGE_SIZE))) == 7
+    world.submit([1] * 6)
+    world.drain()
+    world.finish(0)
+    world.drain()
+    found = len(world.tiers.host.find(page_keys(long, PAGE_SIZE)))
+    resident = sum(key in world.tiers.host for key in page_keys(long, PAGE_SIZE))
+    assert found == resident >= 5
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_what_storage_missed_it_is_given_when_it_is_used_again(policy: WritePolicy) -> None:
+    world = world_of(policy, backend="files", device_pages=64, host_pages=64)
+    world.tiers.attach(is_attached=False)
+    for is_attached in (False, False, False, True, True):
+        world.tiers.attach(is_attached=is_attached)
+        world.submit([0] * 8)
+        world.drain()
+        world.finish(0)
+        world.drain()
+    assert len(world.ranks[0].stored) == 4
+
+
+def test_a_page_whose_write_failed_is_written_when_it_is_used_again() -> None:
+    world = world_of(backend="files", device_pages=64, host_pages=64)
+    world.submit([0] * 8)
+    world.start_waiting()
+    rank = world.ranks[0]
+    while world.waiting or rank.inbox or rank.copies:
+        world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is MoveKind.STORE)
+        world.start_waiting()
+    world.finish(0)
+    assert not rank.stored
+    assert world.tiers.host.num_used == 4
+    world.now_s += 100.0
+    world.submit([0] * 8)
+    world.drain()
+    assert len(rank.stored) == 4
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_replica_that_drains_stores_all_that_only_host_memory_has(
+    policy: WritePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.hicache.storer.MARGIN", 1)
+    world = world_of(policy, backend="files", device_pages=64, host_pages=64)
+    world.tiers.attach(is_attached=policy is WritePolicy.WRITE_BACK)
+    for _ in range(3):
+        world.submit([0] * 8)
+        world.drain()
+        world.finish(0)
+        world.drain()
+    world.tiers.pin(world.tiers.host.filled_keys()[-1:], is_pinned=True)
+    world.tiers.attach(is_attached=True)
+    world.drain()
+    assert len(world.ranks[0].stored) < 4 == world.tiers.host.num_used
+    assert not world.tiers.state().is_storing
+    world.tiers.drain(is_draining=True)
+    world.advance()
+    assert world.tiers.state().is_storing
+    world.drain()
+    assert len(world.ranks[0].stored) == 4
+    assert not world.tiers.state().is_storing
+
+
+def test_nobody_waits_for_pages_while_storage_is_left_alone_or_detached() -> None:
+    world = world_of(backend="files", device_pages=64, host_pages=64)
+    world.start([0] * 8)
+    assert world.tiers.state().is_storing
+    world.tiers.attach(is_attached=False)
+    world.advance()
+    assert not world.tiers.state().is_storing
+    world.tiers.attach(is_attached=True)
+    rank = world.ranks[0]
+    for number in range(3):
+        world.start([number] * 8)
+        while rank.inbox or rank.copies:
+            world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is MoveKind.STORE)
+    world.start([3] * 8)
+    world.drain()
+    assert world.tiers.state().num_opened == 1
+    assert world.tiers.state().num_waiting == 4
+    assert not world.tiers.state().is_storing

@@ -1,19 +1,20 @@
-"""Which cuts there are stored pages of. Every writer leaves a mark, and readers look for all that are likely."""
+"""Which cuts there are stored pages of: every writer leaves a mark under a number that is free, and readers read all.
 
+So nobody has to list what is stored, nor to guess at cuts.
+"""
+
+import logging
+import threading
 import time
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Sequence
 
-from cluster.spec.registry import KvOwnership
-from workers.hicache.storage.interface import StorageBackend
-from workers.hicache.storage.objects import Cut, Naming
+from workers.hicache.storage.interface import CorruptObjectError, StorageBackend
+from workers.hicache.storage.objects import MARK_BYTES, Cut, Naming
 
-LIKELY = [
-    Cut(ownership, cp, tp, pp)
-    for ownership, cp, tp, pp in product(KvOwnership, (*range(1, 9), 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8))
-]
-"""Pages of any other cut are read by replicas of that cut alone."""
+_log = logging.getLogger(__name__)
 
+NUM_MARKS = 64
+"""Cuts of one model that storage tells of; pages of any more are read by replicas of the same cut alone."""
 _LOOK_AGAIN_S = 10.0
 
 
@@ -26,30 +27,75 @@ class KnownCuts:
         self._backend = backend
         self._naming = naming
         self._now_s = now_s
+        self._names = [naming.mark(number) for number in range(NUM_MARKS)]
+        self._looking = threading.Lock()
+        """One thread reads and another writes; neither waits for the other's look."""
         self._looked_s: float | None = None
-        self._is_marked = False
+        self._marked_s: float | None = None
+        self._refused: set[bytes] = set()
+        self._own_mark: str | None = None
+        """Where it was left."""
         self.cuts = [own]
 
     def mark(self) -> None:
-        """Leave word of our own pages, once.
+        """Leave word of our own pages, and see now and then that it is still there.
 
         Raises:
             StorageError: it cannot be written.
         """
-        if not self._is_marked:
-            self._backend.write(self._naming.mark(self.cuts[0]), [memoryview(b"cut")])
-            self._is_marked = True
+        now_s = self._now_s()
+        if self._marked_s is not None and now_s < self._marked_s + _LOOK_AGAIN_S:
+            return
+        if self._own_mark is None or not self._is_own(self._own_mark):
+            self._own_mark = self._leave_mark()
+        self._marked_s = now_s
 
-    def look(self) -> None:
-        """Look for other cuts, unless that was done a moment ago.
+    def look(self) -> int:
+        """Look for other cuts, unless that was done a moment ago; how many more there are that cannot be read.
 
         Raises:
             StorageError: storage cannot tell.
         """
-        now_s = self._now_s()
-        if self._looked_s is not None and now_s < self._looked_s + _LOOK_AGAIN_S:
-            return
-        self._looked_s = now_s
-        self.cuts += [
-            cut for cut in LIKELY if cut not in self.cuts and self._backend.count_leading([self._naming.mark(cut)])
-        ]
+        if not self._looking.acquire(blocking=False):
+            return 0
+        try:
+            now_s = self._now_s()
+            if self._looked_s is not None and now_s < self._looked_s + _LOOK_AGAIN_S:
+                return 0
+            self._looked_s = now_s
+            marks = [self._read(name) for name in self._backend.present(self._names)]
+            return self._take_in([mark for mark in marks if mark is not None])
+        finally:
+            self._looking.release()
+
+    def _leave_mark(self) -> str | None:
+        """Where it is: of several who write to one name at once, only one is read there, and the others go on."""
+        taken = set(self._backend.present(self._names))
+        for name in self._names:
+            if name not in taken:
+                self._backend.write(name, [memoryview(self._naming.mark_of(self.cuts[0]))])
+            if self._is_own(name):
+                return name
+        _log.warning("there are marks of %d other cuts: replicas of those do not find these pages", NUM_MARKS)
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        return self._read(name) == self._naming.mark_of(self.cuts[0])
+
+    def _take_in(self, marks: Sequence[bytes]) -> int:
+        found = {mark: self._naming.cut_of(mark) for mark in marks}
+        refused = {mark for mark, cut in found.items() if cut is None} - self._refused
+        for mark in refused:
+            _log.warning("pages of %r cannot be read", mark.rstrip(b"\0"))
+        self._refused |= refused
+        self.cuts = [*self.cuts, *(cut for cut in found.values() if cut is not None and cut not in self.cuts)]
+        return len(refused)
+
+    def _read(self, name: str) -> bytes | None:
+        """What a mark says; reading it keeps it from being given up before the pages it tells of."""
+        mark = bytearray(MARK_BYTES)
+        try:
+            return bytes(mark) if self._backend.read(name, [memoryview(mark)]) else None
+        except CorruptObjectError:
+            self._backend.delete(name)
+            return None

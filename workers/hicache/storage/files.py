@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster.spec.errors import UserError
-from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageStats
+from cluster.spec.tiers import StorageFigures
+from workers.hicache.storage.interface import CorruptObjectError, StorageError
 
 _UNFINISHED = ".unfinished-"
 _UNFINISHED_S = 3600.0
@@ -33,7 +34,8 @@ class FileStorage:
         """Make the folder.
 
         Raises:
-            UserError: it cannot be made, or written to.
+            UserError: there is a file in its place.
+            StorageError: it cannot be made, or written to; that may change.
         """
         self._folder = folder
         self._max_bytes = max_bytes
@@ -41,19 +43,23 @@ class FileStorage:
         self._me = secrets.token_hex(8)
         """In the names of unfinished files: processes of several hosts may share the folder."""
         self._numbers = itertools.count()
-        self._known_bytes = 0
-        """As of the last look through the folder, and what this process has written since."""
         self._unseen_bytes = 0
+        """Written by this process since it last looked through the folder."""
+        self._used_bytes = self._num_evicted = self._evicted_bytes = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _LOCK).touch()
             self._make_room()
-        except OSError as error:
+        except (FileExistsError, NotADirectoryError) as error:
             raise UserError(f"hicache.storage.folder: {folder} cannot be used ({error.strerror})") from error
+        except OSError as error:
+            raise StorageError(f"{folder} cannot be used: {error.strerror}") from error
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many files are there before the first that is not."""
         return next((number for number, name in enumerate(names) if not self._path(name).exists()), len(names))
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Those of these files that are there."""
+        return [name for name in names if self._path(name).exists()]
 
     def read(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Read a file, and note that it is in use."""
@@ -99,9 +105,11 @@ class FileStorage:
         except OSError as error:
             raise StorageError(f"{name} cannot be deleted: {error.strerror}") from error
 
-    def stats(self) -> StorageStats:
-        """As of the last look through the folder, and what this process has written since."""
-        return StorageStats(num_bytes=self._known_bytes, max_bytes=self._max_bytes)
+    def figures(self) -> StorageFigures:
+        """Of the folder when it was last looked through, and what was done since."""
+        return StorageFigures(
+            used_bytes=self._used_bytes, num_evicted=self._num_evicted, evicted_bytes=self._evicted_bytes
+        )
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -112,15 +120,17 @@ class FileStorage:
         return self._folder / namespace / file[:2] / file
 
     def _note_written(self, num_bytes: int) -> None:
-        self._known_bytes += num_bytes
         self._unseen_bytes += num_bytes
+        self._used_bytes += num_bytes
         if self._unseen_bytes > self._max_bytes // _SLACK:
             self._make_room()
 
     def _make_room(self) -> None:
         """Look through the folder, and give up the files that were used least recently while it is too large."""
         self._unseen_bytes = 0
-        with (self._folder / _LOCK).open("r") as lock:
+        # Somebody may have removed the folder since.
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / _LOCK).open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -133,7 +143,9 @@ class FileStorage:
                     break
                 path.unlink(missing_ok=True)
                 total -= size
-            self._known_bytes = total
+                self._num_evicted += 1
+                self._evicted_bytes += size
+            self._used_bytes = total
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:

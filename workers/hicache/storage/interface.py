@@ -1,10 +1,10 @@
 """What every storage backend does. Backends keep named objects; they know no pages, keys or ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.spec.errors import BatonError
+from cluster.spec.tiers import StorageFigures
 
 
 class StorageError(BatonError):
@@ -13,14 +13,6 @@ class StorageError(BatonError):
 
 class CorruptObjectError(BatonError):
     """An object is there, and is not what was written under its name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageStats:
-    """What a backend holds, as far as it knows."""
-
-    num_bytes: int
-    max_bytes: int
 
 
 class StorageBackend(Protocol):
@@ -32,6 +24,14 @@ class StorageBackend(Protocol):
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many objects are there before the first that is not.
+
+        Raises:
+            StorageError: storage cannot tell.
+        """
+        ...
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Those of these objects that are there.
 
         Raises:
             StorageError: storage cannot tell.
@@ -63,8 +63,8 @@ class StorageBackend(Protocol):
         """
         ...
 
-    def stats(self) -> StorageStats:
-        """What is held."""
+    def figures(self) -> StorageFigures | None:
+        """What this process knows of storage as a whole, without asking it; None for nothing."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """What a page is called in storage, and the header that proves that an object is this page. No I/O."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,11 +11,13 @@ from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
 from cluster.spec.registry import KvOwnership, RankCoords
 
-LAYOUT_VERSION = 1
-"""Of names, headers and the order of bytes in a page; a change makes everything stored before unknown."""
+LAYOUT_VERSION = 2
+"""Of names, marks, headers and the order of bytes in a page; a change makes everything stored before unknown."""
 HEADER_BYTES = 256
+MARK_BYTES = 64
 
 Digest = bytes
+_MARK = re.compile(rb"([a-z]+)-cp([1-9]\d*)-tp([1-9]\d*)-pp([1-9]\d*)\0+")
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +79,26 @@ class Naming:
         )
         return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
 
-    def mark(self, cut: Cut) -> str:
-        """The name of the object that says that replicas of a cut have stored pages."""
-        return f"{self.namespace()}/cut.{cut.ownership}-cp{cut.cp}-tp{cut.tp}-pp{cut.pp}"
+    def mark(self, number: int) -> str:
+        """The name of an object that says of which cut there are pages."""
+        return f"{self.namespace()}/cut.{number}"
+
+    def mark_of(self, cut: Cut) -> bytes:
+        """What such an object says."""
+        return f"{cut.ownership}-cp{cut.cp}-tp{cut.tp}-pp{cut.pp}".encode().ljust(MARK_BYTES, b"\0")
+
+    def cut_of(self, mark: bytes) -> Cut | None:
+        """What it stands for; None for a cut that this model cannot have, as far as we know."""
+        match = _MARK.fullmatch(mark)
+        if match is None or match[1].decode() not in set(KvOwnership):
+            return None
+        cut = Cut(KvOwnership(match[1].decode()), *map(int, match.groups()[1:]))
+        return cut if self.allows(cut) else None
+
+    def allows(self, cut: Cut) -> bool:
+        """Whether heads and layers can be divided so."""
+        kv_heads = self.geometry.num_kv_heads
+        return cut.pp <= self.geometry.num_layers and (kv_heads % cut.tp == 0 or cut.tp % kv_heads == 0)
 
     def parts(self, cut: Cut, key: bytes, place: int, heads: range, layers: range) -> Iterator[StoredPart]:
         """The objects that replicas of a cut keep some of these heads and layers of a page in."""

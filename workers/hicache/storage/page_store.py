@@ -10,7 +10,7 @@ import numpy as np
 from cluster.spec.kv import PoolLayout
 from cluster.spec.ranks import head_copies
 from cluster.spec.registry import RankRow
-from cluster.spec.tiers import TierPage
+from cluster.spec.tiers import StorageFigures, TierPage
 from transfer.layout import heads, layers
 from transfer.plan import make_spans
 from workers.hicache.storage.cuts import KnownCuts
@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 Buffer = Callable[[TierPage], memoryview]
 """Where a page's bytes are, or are to go."""
+_LOOK_PAGES = 128
+"""Most pages that are looked for in one call, so that time and end are asked between."""
 
 
 class PageStore:
@@ -54,9 +56,9 @@ class PageStore:
         """Which leading ones of these are there, under any cut."""
         num_found = 0
         try:
-            self._known.look()
-            while self._in_time(until_s, failures) and num_found < len(pages):
-                num_more = max(self._count_leading(cut, pages[num_found:]) for cut in self._known.cuts)
+            while num_found < len(pages) and self._in_time(until_s, failures):
+                failures["cut"] += self._known.look()
+                num_more = self._count_longest(pages[num_found : num_found + _LOOK_PAGES], until_s)
                 if not num_more:
                     break
                 num_found += num_more
@@ -72,6 +74,10 @@ class PageStore:
         """Write pages, as ``fetch`` reads them."""
         return [self._in_time(until_s, failures) and self._store(page, buffer(page), failures) for page in pages]
 
+    def figures(self) -> StorageFigures | None:
+        """Of the backend."""
+        return self._backend.figures()
+
     def stop(self) -> None:
         """From any thread: begin no further page."""
         self._is_stopping = True
@@ -79,6 +85,15 @@ class PageStore:
     def close(self) -> None:
         """Let go of the backend."""
         self._backend.close()
+
+    def _count_longest(self, pages: Sequence[TierPage], until_s: float) -> int:
+        """As many leading pages as the cut has that has most of them."""
+        longest = 0
+        for cut in self._known.cuts:
+            if longest == len(pages) or not self._goes_on(until_s):
+                break
+            longest = max(longest, self._count_leading(cut, pages))
+        return longest
 
     def _count_leading(self, cut: Cut, pages: Sequence[TierPage]) -> int:
         parts = [list(self._parts(cut, page)) for page in pages]
@@ -125,7 +140,7 @@ class PageStore:
         (part,) = self._parts(self._known.cuts[0], page)
         try:
             self._known.mark()
-            self._known.look()
+            failures["cut"] += self._known.look()
             if any(self._count_leading(cut, [page]) for cut in self._known.cuts):
                 return True
             self._writes.wait(len(buffer))
@@ -140,9 +155,12 @@ class PageStore:
         return list(self._naming.parts(cut, page.key, page.place, heads(self._layout), layers(self._layout)))
 
     def _in_time(self, until_s: float, failures: Counter[str]) -> bool:
-        is_in_time = time.monotonic() < until_s and not self._is_stopping
+        is_in_time = self._goes_on(until_s)
         failures["late"] += not is_in_time
         return is_in_time
+
+    def _goes_on(self, until_s: float) -> bool:
+        return time.monotonic() < until_s and not self._is_stopping
 
     def _scratch_of(self, num_bytes: int) -> bytearray:
         return self._scratch.setdefault(num_bytes, bytearray(num_bytes))

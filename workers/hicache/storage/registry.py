@@ -1,22 +1,26 @@
 """Storage backends by name."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
+from workers.hicache.storage.awaited import AwaitedStorage
 from workers.hicache.storage.interface import StorageBackend
 
 
 def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
     """The backend that a configuration names, if it names one; ``host`` is where peers reach this process.
 
+    Storage that is away, or slow to open, fails until it has come.
+
     Raises:
-        UserError: what it needs is not there.
+        UserError: what is configured can never be.
     """
     maker = MAKERS.get(config.backend)
-    return maker(config, host) if maker else None
+    return AwaitedStorage(partial(maker, config, host)) if maker else None
 
 
 def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder is the same for all

@@ -1,0 +1,47 @@
+"""What a model refuses about the way a replica is cut. Pure arithmetic."""
+
+from dataclasses import dataclass
+
+from cluster.spec.config import ParallelConfig
+from cluster.spec.errors import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisible:
+    """What of a model is divided over ranks."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    num_layers: int
+    num_experts: int | None
+    """Of each layer; None in dense models."""
+
+
+def cut_problems(parallel: ParallelConfig, path: str, model: Divisible) -> list[Problem]:
+    """Axes that are legal, but not for this model; ``path`` is where they stand in the file."""
+    tp, pp = parallel.tp, parallel.pp
+    problems = []
+    if model.num_heads % tp:
+        message = f"got {tp}; allowed: a divisor of the model's {model.num_heads} heads"
+        problems.append(Problem(f"{path}.tp", message))
+    elif model.num_kv_heads % tp and tp % model.num_kv_heads:
+        message = f"got {tp}; allowed: a divisor or a multiple of the model's {model.num_kv_heads} KV heads"
+        problems.append(Problem(f"{path}.tp", message))
+    problems += _expert_problems(parallel, path, model.num_experts)
+    if pp > model.num_layers:
+        problems.append(Problem(f"{path}.pp", f"got {pp}; allowed: at most the model's {model.num_layers} layers"))
+    return problems
+
+
+def _expert_problems(parallel: ParallelConfig, path: str, num_experts: int | None) -> list[Problem]:
+    sizes = {"ep": parallel.ep, "moe_dp": parallel.moe_dp}
+    if num_experts is None:
+        return [
+            Problem(f"{path}.{axis}", f"got {size}; allowed: 1, since the model has no experts")
+            for axis, size in sizes.items()
+            if size > 1
+        ]
+    if num_experts % parallel.ep:
+        return [Problem(f"{path}.ep", f"got {parallel.ep}; allowed: a divisor of the model's {num_experts} experts")]
+    return []

@@ -1,0 +1,85 @@
+"""Storage that is away when a worker starts: the worker starts all the same, and has storage as soon as that comes."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.spec.errors import UserError
+from cluster.spec.hicache_config import StorageConfig
+from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from workers.hicache.storage.awaited import AwaitedStorage
+from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.interface import StorageBackend, StorageError
+from workers.hicache.storage.registry import make_storage
+
+PAGES = [page_of(0)]
+
+
+class Opener:
+    """Fails until it has been told what to give."""
+
+    def __init__(self) -> None:
+        self.backend: StorageBackend | None = None
+        self.num_tries = 0
+
+    def __call__(self) -> StorageBackend:
+        self.num_tries += 1
+        if self.backend is None:
+            raise StorageError("the disk is not mounted")
+        return self.backend
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_true():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came")
+
+
+def test_storage_that_is_away_at_the_start_is_used_when_it_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opener = Opener()
+    store = RankStore(AwaitedStorage(opener), rows_of(sizes())[0])
+    assert "starts without storage: the disk is not mounted" in caplog.text
+    assert store.write(PAGES) == store.look_up(PAGES) == store.read(PAGES) == [False]
+    assert store.failures["error"] == 3
+    opener.backend = FileStorage(tmp_path, 1 << 20, fsync=False)
+    until(lambda: store.write(PAGES) == [True])
+    assert store.read(PAGES) == [True]
+    num_tries = opener.num_tries
+    store.store.close()
+    assert store.read(PAGES) == [False]
+    assert opener.num_tries == num_tries
+
+
+def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path) -> None:
+    go_on, closed = threading.Event(), list[bool]()
+
+    class Closing(FileStorage):
+        def close(self) -> None:
+            closed.append(True)
+
+    def open_slowly() -> StorageBackend:
+        assert go_on.wait(10.0)
+        return Closing(tmp_path, 1 << 20, fsync=False)
+
+    storage = AwaitedStorage(open_slowly, first_s=0.01)
+    with pytest.raises(StorageError, match="still being opened"):
+        storage.count_leading(["n/aa"])
+    storage.close()
+    go_on.set()
+    until(lambda: closed == [True])
+
+
+def test_a_folder_that_can_never_be_is_refused_and_one_that_is_away_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "kv"):
+        config = StorageConfig.model_validate({"backend": "files", "folder": str(folder)})
+        with pytest.raises(UserError, match=r"hicache\.storage\.folder: .* cannot be used"):
+            make_storage(config, "127.0.0.1")
+    with pytest.raises(StorageError, match="cannot be used"):
+        FileStorage(Path("/proc/none"), 1, fsync=False)

@@ -1,0 +1,197 @@
+"""Storage that is only slow: it is asked few questions, and neither a request nor the end of a worker waits for it."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from cluster.spec.registry import KvOwnership
+from cluster.spec.tiers import MoveKind, MovePages
+from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, rows_of, sizes
+from workers.hicache import mover
+from workers.hicache.storage.cuts import NUM_MARKS, KnownCuts
+from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.objects import MARK_BYTES, Cut, Naming
+
+PAGES = [page_of(number) for number in range(4)]
+MINE = Cut(KvOwnership.REPLICATED, 1, 1, 1)
+
+
+class CountingStorage(FileStorage):
+    """Every question takes long and is counted."""
+
+    delay_s = 0.0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1 << 20, fsync=False)
+        self.asked = Counter[str]()
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        self._take("count_leading")
+        return super().count_leading(names)
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        self._take("present")
+        return super().present(names)
+
+    def _take(self, question: str) -> None:
+        self.asked[question] += 1
+        time.sleep(self.delay_s)
+
+
+def test_a_look_up_asks_once_for_marks_and_once_for_each_cut(tmp_path: Path) -> None:
+    backend = CountingStorage(tmp_path)
+    for of in (sizes(), sizes(cp=2)):
+        for row in rows_of(of):
+            RankStore(backend, row).write(PAGES[:2])
+    backend.asked.clear()
+    reader = RankStore(backend, rows_of(sizes(tp=2))[0])
+    assert reader.look_up(PAGES) == [True, True, False, False]
+    assert backend.asked == {"present": 1, "count_leading": 6}
+
+
+def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path: Path) -> None:
+    backend = CountingStorage(tmp_path)
+    store = RankStore(backend, rows_of(sizes())[0])
+    store.write(PAGES)
+    backend.asked.clear()
+    assert store.store.look_up(PAGES, time.monotonic() - 1.0, store.failures) == [False] * 4
+    store.store.stop()
+    assert store.look_up(PAGES) == [False] * 4
+    assert not backend.asked
+    assert store.failures["late"] == 2
+
+
+def test_a_look_up_goes_on_no_longer_than_the_call_at_hand(tmp_path: Path) -> None:
+    backend = CountingStorage(tmp_path)
+    store = RankStore(backend, rows_of(sizes())[0])
+    backend.delay_s = 0.05
+    assert store.store.look_up(PAGES, time.monotonic() + 0.01, store.failures) == [False] * 4
+    assert backend.asked == {"present": 1}
+
+
+@pytest.mark.parametrize("of", [sizes(cp=10), sizes(cp=37, pp=2), sizes(tp=4, pp=2)])
+def test_pages_of_any_cut_are_found(tmp_path: Path, of: Any) -> None:
+    backend = CountingStorage(tmp_path)
+    for row in rows_of(of):
+        RankStore(backend, row).write(PAGES)
+    reader = RankStore(backend, rows_of(sizes())[0])
+    assert reader.look_up(PAGES) == reader.read(PAGES) == [True] * 4
+    assert not reader.failures["cut"]
+
+
+def test_cuts_that_this_model_cannot_have_are_refused_and_counted_once(tmp_path: Path) -> None:
+    backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
+    marks = [naming.mark_of(Cut(KvOwnership.SHARDED, 2, tp, pp)) for tp, pp in ((3, 1), (1, 9))]
+    for number, mark in enumerate((*marks, b"folded-cp1-tp1-pp1".ljust(MARK_BYTES, b"\0"), b"torn")):
+        backend.write(naming.mark(number), [memoryview(mark)])
+    known = KnownCuts(backend, naming, MINE, lambda: now[0])
+    assert known.look() == 3
+    now[0] += 10.0
+    assert known.look() == 0
+    assert known.cuts == [MINE]
+    assert backend.asked == {"present": 2}
+
+
+@pytest.mark.parametrize("num_others", [3, NUM_MARKS])
+def test_a_mark_takes_the_first_number_that_is_free(tmp_path: Path, num_others: int) -> None:
+    backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
+    others = [Cut(KvOwnership.SHARDED, cp, 1, 1) for cp in range(1, num_others + 1)]
+    for other in others:
+        KnownCuts(backend, naming, other).mark()
+        KnownCuts(backend, naming, other).mark()
+    mine = KnownCuts(backend, naming, MINE, lambda: now[0])
+    mine.mark()
+    assert mine.look() == 0
+    assert sorted(mine.cuts[1:], key=others.index) == others
+    reader = KnownCuts(backend, naming, others[0])
+    reader.look()
+    assert (MINE in reader.cuts) is (num_others < NUM_MARKS)
+
+
+def test_of_two_who_mark_the_same_number_at_once_both_are_found(tmp_path: Path) -> None:
+    naming, other = Naming(GEOMETRY, "w"), Cut(KvOwnership.SHARDED, 2, 1, 1)
+
+    class Racing(FileStorage):
+        def write(self, name: str, parts: Sequence[memoryview]) -> None:
+            if name == naming.mark(0):
+                super().write(name, [memoryview(naming.mark_of(other))])
+            super().write(name, parts)
+
+    backend = Racing(tmp_path, 1 << 20, fsync=False)
+    KnownCuts(backend, naming, MINE).mark()
+    reader = KnownCuts(backend, naming, Cut(KvOwnership.SHARDED, 8, 1, 1))
+    reader.look()
+    assert reader.cuts[1:] == [other, MINE]
+
+
+def test_one_thread_does_not_wait_for_the_look_of_another(tmp_path: Path) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Hanging(FileStorage):
+        def present(self, names: Sequence[str]) -> list[str]:
+            entered.set()
+            assert go_on.wait(10.0)
+            return super().present(names)
+
+    known = KnownCuts(Hanging(tmp_path, 1 << 20, fsync=False), Naming(GEOMETRY, "w"), MINE)
+    other = threading.Thread(target=known.look)
+    other.start()
+    assert entered.wait(10.0)
+    assert known.look() == 0
+    go_on.set()
+    other.join()
+
+
+class FakeOutbox:
+    def send(self, address: str, message: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FakeCopier:
+    page_bytes = 1
+
+    def owns(self, page: object) -> bool:  # noqa: ARG002 - as a copier's
+        return True
+
+    def host_page(self, page: object) -> memoryview:  # noqa: ARG002 - as a copier's
+        return memoryview(bytearray(1))
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_worker_ends_though_storage_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, hangs: bool
+) -> None:
+    entered, go_on, calls = threading.Event(), threading.Event(), list[str]()
+
+    class Store:
+        def store(self, pages: Sequence[object], *_: object) -> list[bool]:
+            calls.append("store")
+            entered.set()
+            assert go_on.wait(10.0)
+            return [True] * len(pages)
+
+        def figures(self) -> None: ...
+
+        def stop(self) -> None:
+            calls.append("stop")
+
+        def close(self) -> None:
+            calls.append("close")
+
+    monkeypatch.setattr(mover, "CLOSE_S", 0.05 if hangs else 10.0)
+    moves = mover.PageMover(cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox))
+    for number in range(3):
+        moves.take(MovePages(number=number, kind=MoveKind.STORE, pages=PAGES, patience_s=1.0))
+    assert entered.wait(10.0)
+    if not hangs:
+        threading.Timer(0.05, go_on.set).start()
+    moves.close()
+    go_on.set()
+    assert calls == ["store", "stop", *([] if hangs else ["close"])]
+    assert ("left behind: writes" in caplog.text) is hangs

@@ -1,0 +1,205 @@
+"""What leaders hold for their orders comes free, and storage is given everything once, no faster than it may be."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
+from cluster.spec.ids import Room
+from cluster.spec.page_key import page_keys
+from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, StorageFigures
+from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from tests.fakes.tier_world import PAGE_SIZE, TierWorld
+from tests.unit.workers.test_tiers import world_of
+from workers.hicache.breaker import Breaker
+from workers.hicache.host_index import HostIndex
+from workers.hicache.orders import Orders
+from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.throttle import Throttle
+from workers.hicache.storer import Storer
+
+KEYS = page_keys([0] * 8, PAGE_SIZE)
+
+
+def stored_world(**settings: Any) -> TierWorld:
+    """Storage has a prompt, and nothing else does."""
+    world = world_of(backend="files", **settings)
+    world.submit([0] * 8)
+    world.drain()
+    world.finish(0)
+    world.drain()
+    world.restart()
+    return world
+
+
+def check_nothing_is_held(world: TierWorld) -> None:
+    world.tiers.flush()
+    assert world.tiers.host.num_used == 0, "host pages are held for nobody"
+
+
+def test_host_pages_are_held_for_a_request_until_it_starts_and_no_longer() -> None:
+    world = stored_world()
+    room = Room(9)
+    world.tiers.expect(room, KEYS, world.now_s)
+    world.advance()
+    world.drain()
+    world.tiers.flush()
+    assert world.tiers.host.find(KEYS) == [0, 1, 2, 3]
+    world.tiers.forget(room, world.now_s)
+    check_nothing_is_held(world)
+
+
+def test_what_comes_for_a_request_that_is_over_is_held_for_nobody() -> None:
+    world = stored_world(prefetch=PrefetchPolicy.TIMEOUT)
+    world.tiers.expect(Room(9), KEYS, world.now_s)
+    world.advance()
+    while not any(order.kind is MoveKind.FETCH for order in world.ranks[0].copies):
+        world.step(0, fails=False)
+    world.tiers.forget(Room(9), world.now_s)
+    world.drain()
+    assert world.tiers.host.find(KEYS) == [0, 1, 2, 3]
+    check_nothing_is_held(world)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_host_pages_are_held_while_they_are_loaded_and_no_longer(*, fails: bool) -> None:
+    world = world_of()
+    world.start([0] * 8)
+    world.drain()
+    world.finish(0)
+    world.allocator.flush()
+    world.start([0] * 8)
+    world.tiers.flush()
+    assert world.tiers.host.num_used == 4
+    while world.loading:
+        world.step(0, fails=fails)
+    world.drain()
+    check_nothing_is_held(world)
+
+
+class StorerAlone:
+    """A storer over host memory that is full, whose orders are looked at."""
+
+    def __init__(self, policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> None:
+        self.host, self.orders, self.breaker = HostIndex(len(KEYS), 1), Orders(1), Breaker()
+        for place, key in enumerate(KEYS):
+            self.host.reserve(key, place)
+            self.host.fill(key)
+        self.storer = Storer(policy, self.host, self.orders, self.breaker)
+
+    def ordered(self, now_s: float = 0.0) -> list[MovePages]:
+        self.storer.advance(now_s)
+        orders, self.orders.outgoing = self.orders.outgoing, []
+        return orders
+
+    def answer(self, order: MovePages, now_s: float, *, is_done: bool) -> None:
+        done, failures = [is_done] * len(order.pages), {} if is_done else {"error": 1}
+        self.orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=done, failures=failures), now_s)
+
+
+def keys_of(orders: Sequence[MovePages]) -> list[bytes]:
+    return [page.key for order in orders for page in order.pages]
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_page_is_stored_once_however_often_it_is_due(policy: WritePolicy) -> None:
+    alone = StorerAlone(policy)
+    for key in (*KEYS, *KEYS):
+        alone.storer.note_saved(key)
+    alone.storer.note_used(KEYS)
+    (order,) = alone.ordered()
+    assert keys_of([order]) == KEYS
+    for _ in range(2):
+        alone.storer.note_used(KEYS)
+        alone.storer.note_saved(KEYS[0])
+        alone.storer.drain(is_draining=True)
+        assert alone.ordered() == []
+        alone.answer(order, 0.0, is_done=True)
+    assert alone.storer.num_waiting == 0
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+def test_pages_that_are_being_stored_do_not_wait_for_it(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.hicache.storer.BATCH_PAGES", 2)
+    alone = StorerAlone(policy)
+    for key in KEYS:
+        alone.storer.note_saved(key)
+    assert len(alone.ordered()) == 2
+    alone.storer.note_used(KEYS)
+    alone.storer.drain(is_draining=True)
+    assert alone.ordered() == []
+    assert alone.storer.num_waiting == 0
+
+
+def test_storage_that_fails_gets_nothing_until_its_time_has_come_and_reads_go_on() -> None:
+    alone = StorerAlone()
+    for _ in range(3):
+        alone.storer.note_used(KEYS)
+        (order,) = alone.ordered()
+        alone.answer(order, 0.0, is_done=False)
+    alone.storer.note_used(KEYS)
+    assert alone.ordered(0.9) == []
+    assert alone.storer.num_waiting == len(KEYS)
+    (order,) = alone.ordered(1.0)
+    assert keys_of([order]) == KEYS
+    alone.answer(order, 1.0, is_done=True)
+    assert not alone.breaker.is_open(1.0)
+
+
+def test_writes_that_fail_do_not_keep_requests_from_reading() -> None:
+    world = stored_world(device_pages=64, host_pages=64)
+    for number in range(1, 4):
+        world.start([number] * 8)
+        rank = world.ranks[0]
+        while rank.inbox or rank.copies:
+            world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is MoveKind.STORE)
+    assert world.tiers.state().num_opened == 1
+    world.tiers.expect(Room(9), KEYS, world.now_s)
+    assert world.tiers.is_waiting(Room(9), world.now_s)
+
+
+def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again(tmp_path: Path) -> None:
+    waits: dict[str, list[int]] = {"reads": [], "writes": []}
+
+    class Counted(Throttle):
+        def __init__(self, name: str) -> None:
+            super().__init__(None)
+            self._name = name
+
+        def wait(self, num_bytes: int) -> None:
+            waits[self._name].append(num_bytes)
+
+    (row,) = rows_of(sizes())
+    storage = FileStorage(tmp_path, 1 << 20, fsync=False)
+    store = RankStore(storage, row, reads=Counted("reads"), writes=Counted("writes"))
+    pages = [page_of(number) for number in range(3)]
+    store.write(pages[:2])
+    store.write(pages)
+    assert waits == {"reads": [], "writes": [row.layout.page_bytes] * 3}
+    store.read(pages[:2])
+    assert waits["reads"] == [row.layout.page_bytes] * 2
+
+
+def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
+    world = world_of(cp=2, host_pages=1)
+    owners = list[int]()
+    for tokens in ([0] * 4, *([number] * 2 for number in range(1, 7))):
+        world.start(tokens)
+        world.drain()
+        world.finish(0)
+        last = world.tiers.host.page_of(page_keys(tokens, PAGE_SIZE)[-1])
+        assert last is not None
+        owners.append(last % 2)
+    figures = StorageFigures(used_bytes=7, num_evicted=1, evicted_bytes=3)
+    orders = Orders(2)
+    orders.give(MoveKind.STORE, [], lambda _: None)
+    orders.on_answer(PagesMoved(number=1, global_rank=1, done=[], storage=figures), 0.0)
+    assert orders.tally.storage == {1: figures}
+    first, second = world.tiers.state().ranks
+    assert (first.global_rank, second.global_rank) == (0, 1)
+    assert first.host_pages == second.host_pages == first.used_host_pages == second.used_host_pages == 1
+    # The first prompt fills all of host memory, and each of the others needs one page of it.
+    assert [first.num_evicted, second.num_evicted] == [owners[1:].count(0), owners[1:].count(1)]
+    assert 0 < first.num_evicted < 6
