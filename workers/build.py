@@ -105,7 +105,6 @@ def _make_decode_leader(
         quarantine_limit=config.transfer.quarantine_limit,
         rank_addresses=tuple(row.address for row in rows),
         verify=config.transfer.verify,
-        request_timeout_s=config.router.request_timeout_s,
         settle_s=rank.backend.settle_s,
     )
     keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
@@ -135,7 +134,6 @@ def _make_prefill_leader(
         rank_addresses=tuple(row.address for row in own),
         ticket_timeout_s=config.transfer.ticket_timeout_s,
         settle_s=rank.backend.settle_s,
-        request_timeout_s=config.router.request_timeout_s,
     )
     chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens)
     steps = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)

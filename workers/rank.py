@@ -8,6 +8,8 @@ import torch
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
+from cluster.spec.env import CACHE_DIR
+from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, num_host_slots, pool_layout
@@ -74,9 +76,11 @@ class Rank:
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
+    model_config = ModelConfig.from_folder(folder)
+    # All ranks find out before they wait for each other.
+    model_config.check_cut(spec.pool.parallel, f"{spec.role}.parallel")
     groups = join_groups(spec, store)
     try:
-        model_config = ModelConfig.from_folder(folder)
         if model_config.moe is not None:
             groups = join_expert_groups(groups, spec, store)
         return _load(spec, folder, model_config, groups, store)
@@ -102,6 +106,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     region = backend.allocate(layout.pool_bytes)
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
+    is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
     on_gpu = device.type == "cuda"
     pool = _make_pool(layout, dtype, region, device)
     staging = Staging(pool, region.buffer) if on_gpu else None
@@ -128,7 +133,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         region=region,
         backend=backend,
         host_region=host_region,
-        weights=weights_digest(folder) if host_region else "",
+        weights=weights_digest(folder, CACHE_DIR.get() / "weights") if is_stored else "",
         model=model,
         runner=runner,
         step_recorder=StepRecorder(model, (groups.cp, *groups.pipeline.links)),

@@ -29,7 +29,7 @@ from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline
 from workers.cpu import use_cpu
-from workers.engine.expert_work import ExpertReports
+from workers.engine.step_work import StepReports
 from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
@@ -137,7 +137,7 @@ class Worker:
         ]
         lease = self._keep_lease(rows)
         meter = StepMeter()
-        experts = self._expert_reports(rank)
+        work = self._step_reports(rank)
         load_due_s = 0.0
         steps = RankSteps(rank, sender, self._clock)
         try:
@@ -154,9 +154,10 @@ class Worker:
                 if steps.num_begun > (leader.num_ahead if plans else 0):
                     ended = steps.end()
                     meter.after_step(ended.plan, ended.seconds)
+                    work.count(ended.seconds)
                     if rank.runner.draws and ended.plan.rows:
                         leader.commit(self.spec.coords.dp, ended.sampled, self._clock.now_s())
-                if told := experts.next(self._clock.now_s(), is_idle=not leader.has_work()):
+                if told := work.next(self._clock.now_s(), is_idle=not leader.has_work()):
                     leader.on_message(told, self._clock.now_s())
                 if self._clock.now_s() >= load_due_s or not leader.has_work():
                     was_draining, self._load = self._load.draining, self._whole_load(leader.load(), meter, rank)
@@ -219,18 +220,19 @@ class Worker:
                 _send_if_heard(outbox, address, message)
 
     def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
-        experts = self._expert_reports(rank)
+        work = self._step_reports(rank)
         steps = RankSteps(rank, sender, self._clock)
         while True:
             messages = self._inbox.receive(IDLE_WAIT_S)
-            if told := experts.next(self._clock.now_s(), is_idle=not messages):
+            if told := work.next(self._clock.now_s(), is_idle=not messages):
                 _send_if_heard(outbox, leader_address, told)
             for message in messages:
                 if isinstance(message, StepPlan):
                     steps.begin(message)
-                    sampled = steps.end().sampled
+                    ended = steps.end()
+                    work.count(ended.seconds)
                     if rank.runner.draws and message.rows:
-                        result = StepResult(step=message.step, dp_rank=self.spec.coords.dp, sampled=sampled)
+                        result = StepResult(step=message.step, dp_rank=self.spec.coords.dp, sampled=ended.sampled)
                         outbox.send(leader_address, result)
                 elif isinstance(message, MovePages):
                     mover.take(message)
@@ -245,8 +247,8 @@ class Worker:
                 elif isinstance(message, Shutdown):
                     return
 
-    def _expert_reports(self, rank: Rank) -> ExpertReports:
-        return ExpertReports(rank.model, rank.groups.model, self.spec.global_rank)
+    def _step_reports(self, rank: Rank) -> StepReports:
+        return StepReports(rank.model, rank.groups.model, self.spec.global_rank)
 
     @contextmanager
     def _showing_life(self, row: RankRow) -> Iterator[None]:

@@ -6,6 +6,7 @@ the whole. In the last layer only sampled tokens have queries, so that only K an
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,6 +54,11 @@ LAYOUTS = (
     Layout("cp=2 pp=2 to pp=2", ParallelConfig(cp=2, pp=2), ParallelConfig(pp=2)),
     Layout("dp=2 to dp=2", ParallelConfig(dp=2), ParallelConfig(dp=2)),
     Layout("cp=2 ep=2", ParallelConfig(cp=2, ep=2)),
+    Layout("tp=4", ParallelConfig(tp=4)),
+    Layout("tp=1 to tp=8", ParallelConfig(), ParallelConfig(tp=8)),
+    Layout("dp=2 tp=2", ParallelConfig(dp=2, tp=2)),
+    Layout("cp=2 tp=2 ep=2", ParallelConfig(cp=2, tp=2, ep=2)),
+    Layout("cp=2 tp=2 ep=2 moe_dp=2", ParallelConfig(cp=2, tp=2, ep=2, moe_dp=2)),
 )
 
 
@@ -70,8 +76,8 @@ class LayoutBytes:
 
     @property
     def difference(self) -> float:
-        """Part by which more, or less, was moved than expected."""
-        return self.measured_bytes / self.expected_bytes - 1
+        """Part by which more, or less, was moved than expected; infinite where nothing was."""
+        return self.measured_bytes / self.expected_bytes - 1 if self.expected_bytes else inf
 
 
 def run_layouts(prompt_len: int, layouts: tuple[Layout, ...] = LAYOUTS) -> Iterator[LayoutBytes]:
@@ -97,7 +103,9 @@ def _run(cluster: LocalCluster, layout: Layout, folder: Path, prompt_len: int) -
     moved = _totals(cluster)
     moved.subtract(before)
     model = ModelConfig.from_folder(folder)
-    for traffic, (layers, expected) in _expected(layout, model, prompt_len).items():
+    formulas = _expected(layout, model, prompt_len)
+    unexpected = {traffic: (1, 0) for traffic, num_bytes in moved.items() if num_bytes and traffic not in formulas}
+    for traffic, (layers, expected) in {**formulas, **unexpected}.items():
         yield LayoutBytes(
             layout=layout.name,
             traffic=traffic,
@@ -146,18 +154,22 @@ def _expected(layout: Layout, model: ModelConfig, prompt_len: int) -> dict[str, 
         expected[GroupName.ATTN_TP.value] = (others, (2 * others + 1) * 2 * (sizes.tp - 1) * hidden_bytes)
     if sizes.dp > 1:
         # The prompt is on one DP rank: its tokens go to all others, and their terms of the MLP come home.
-        expected[GroupName.ATTN_DP.value] = (others, others * 2 * (sizes.dp - 1) * hidden_bytes)
+        expected[GroupName.ATTN_DP.value] = (others, others * 2 * sizes.tp * (sizes.dp - 1) * hidden_bytes)
     if sizes.pp > 1:
         expected[STAGES] = (1, (sizes.pp - 1) * sizes.tp * hidden_bytes)
-    if model.moe is not None and sizes.cp > 1:
+    shards = sizes.dp * sizes.cp // sizes.moe_dp
+    if model.moe is not None and shards > 1:
         routed_bytes = hidden_bytes + prompt_len * model.moe.num_chosen * ROUTE_BYTES
-        expected[GroupName.MOE_SHARDS.value] = (others, others * (sizes.cp - 1) * (routed_bytes + hidden_bytes))
+        expected[GroupName.MOE_SHARDS.value] = (
+            others,
+            others * sizes.tp * (shards - 1) * (routed_bytes + hidden_bytes),
+        )
     expected[HANDOFF] = (1, _handoff_bytes(model, layout, prompt_len))
     return expected
 
 
 def _handoff_bytes(model: ModelConfig, layout: Layout, prompt_len: int) -> int:
-    """One copy of the KV for every decode rank that holds a head: whole pages."""
+    """Each KV head once for every decode rank that holds it, which is several where tp > KV heads: whole pages."""
     copies = max(1, layout.decode.tp // model.num_kv_heads)
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEMSIZE
     return copies * token_bytes * pages_for(prompt_len, PAGE_SIZE) * PAGE_SIZE

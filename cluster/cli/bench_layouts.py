@@ -18,17 +18,19 @@ def layouts(
     from cluster.bench.layouts import run_layouts
 
     if not as_json:
-        typer.echo(f"{'layout':20} {'traffic':12} {'a layer KiB':>12} {'formula KiB':>12} {'difference':>11}")
+        typer.echo(f"{'layout':24} {'traffic':12} {'a layer KiB':>12} {'formula KiB':>12} {'difference':>11}")
     for result in run_layouts(prompt_len):
         typer.echo(_json(result) if as_json else _line(result))
 
 
 def _json(result: "LayoutBytes") -> str:
-    return json.dumps({**dataclasses.asdict(result), "difference": result.difference})
+    return json.dumps(
+        {**dataclasses.asdict(result), "difference": result.difference if result.expected_bytes else None}
+    )
 
 
 def _line(result: "LayoutBytes") -> str:
     measured, expected = (
         num_bytes / result.layers / 1024 for num_bytes in (result.measured_bytes, result.expected_bytes)
     )
-    return f"{result.layout:20} {result.traffic:12} {measured:12.1f} {expected:12.1f} {result.difference:+11.2%}"
+    return f"{result.layout:24} {result.traffic:12} {measured:12.1f} {expected:12.1f} {result.difference:+11.2%}"

@@ -1,7 +1,7 @@
 """How much host memory `baton plan` expects workers to take, and whether a machine has it."""
 
-from cluster.planner.gpu import weights_gib
 from cluster.planner.model import ModelFacts
+from cluster.planner.weights import weights_gib
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PrefillConfig, TransferBackendName
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import StorageBackendName
@@ -12,12 +12,12 @@ Pool = PrefillConfig | DecodeConfig
 
 
 def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
-    """Of the worker with most layers, whose pool is so large."""
+    """Of the worker with most weights, whose pool is so large."""
     # Of several stages none keeps what retracted requests give back.
     retracted = pool.host_memory_gib if isinstance(pool, DecodeConfig) and pool.parallel.pp == 1 else 0.0
     storage = config.hicache.storage
     return HostMemory(
-        weights=weights_gib(pool, model) if config.resources.device is Device.CPU else 0.0,
+        weights=weights_gib(config, pool, model) if config.resources.device is Device.CPU else 0.0,
         pages=pool_gib,
         retracted=retracted,
         cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
@@ -26,10 +26,17 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
 
 
 def host_memory_problems(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]]) -> list[Problem]:
-    """What one machine lacks for all workers, or for the largest one where they may be on several; by name of role."""
+    """What the machine that the configuration tells of lacks."""
     given = config.resources.machine_memory_gib
-    if given is None:
-        return []
+    lack = host_memory_lack(config, expected, given) if given is not None else ""
+    return [Problem("resources.machine_memory_gib", f"got {given:g}; allowed: {lack}")] if lack else []
+
+
+def host_memory_lack(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]], given_gib: float) -> str:
+    """What a machine must have for all workers, or for the largest where they may be on several; empty if it has it.
+
+    ``expected`` is by name of role.
+    """
     one_machine = config.transfer.backend is TransferBackendName.SHARED_MEMORY
     counts = {
         name: pool.replicas * world_size(sizes_of(pool.parallel)) if one_machine else 1
@@ -37,11 +44,10 @@ def host_memory_problems(config: DeployConfig, expected: dict[str, tuple[Pool, H
     }
     needs = [counts[name] * memory.total for name, (_, memory) in expected.items()]
     wanted = sum(needs) if one_machine else max(needs)
-    if wanted <= given:
-        return []
+    if wanted <= given_gib:
+        return ""
     each = "; ".join(
         f"{counts[name]} {name} worker{'s' * (counts[name] > 1)} of {memory}" for name, (_, memory) in expected.items()
     )
     where = "for" if one_machine else "for the larger of"
-    message = f"got {given:g}; allowed: at least {wanted:.4g}, {where} {each}"
-    return [Problem("resources.machine_memory_gib", message)]
+    return f"at least {wanted:.4g}, {where} {each}"

@@ -1,11 +1,13 @@
 """How much KV each worker holds, and what a model refuses about the way it is cut."""
 
+import math
 from dataclasses import dataclass
 
 from cluster.planner.gpu import expected_memory
-from cluster.planner.host_memory import expected_host_memory, host_memory_problems
+from cluster.planner.host_memory import expected_host_memory, host_memory_lack, host_memory_problems
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PoolConfig, PrefillConfig
+from cluster.spec.cuts import cut_problems
 from cluster.spec.errors import Problem
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.host_memory import HostMemory
@@ -74,16 +76,21 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
     )
 
 
-def model_problems(config: DeployConfig, model: ModelFacts) -> list[Problem]:
-    """What this model refuses: a cut that its heads or layers do not allow, too little memory, too long a context."""
+def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = True) -> list[Problem]:
+    """What this model refuses: a cut that its heads or layers do not allow, too little memory, too long a context.
+
+    Not with_gpu: what is expected of a GPU's memory is left to the worker, which measures it.
+    """
     problems = []
+    is_reckoned = with_gpu or config.resources.device is Device.CPU
     wanted = config.model.max_context
     if wanted is not None and wanted > model.max_context:
         message = f"got {wanted}; allowed: at most {model.max_context}, the model's own limit"
         problems.append(Problem("model.max_context", message))
     for role, pool in _pools(config).items():
-        problems += _cut_problems(role, pool, model) or _memory_problems(config, role, pool, model)
-    return problems or _host_memory_problems(config, model)
+        cuts = cut_problems(pool.parallel, f"{role}.parallel", model.divisible)
+        problems += cuts or (_memory_problems(config, role, pool, model) if is_reckoned else [])
+    return problems or (host_memory_problems(config, _expected(config, model)) if is_reckoned else [])
 
 
 def longest_context(config: DeployConfig, model: ModelFacts) -> int:
@@ -121,9 +128,13 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     )
 
 
-def _host_memory_problems(config: DeployConfig, model: ModelFacts) -> list[Problem]:
-    expected = {str(role): (pool, _role_kv(config, pool, model).host) for role, pool in _pools(config).items()}
-    return host_memory_problems(config, expected)
+def memory_lack(config: DeployConfig, model: ModelFacts, machine_gib: float) -> str:
+    """What a machine with so much memory must have for the workers; empty if it has it."""
+    return host_memory_lack(config, _expected(config, model), machine_gib)
+
+
+def _expected(config: DeployConfig, model: ModelFacts) -> dict[str, tuple[Pool, HostMemory]]:
+    return {str(role): (pool, _role_kv(config, pool, model).host) for role, pool in _pools(config).items()}
 
 
 def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLayout]:
@@ -145,36 +156,6 @@ def _memory_key(role: Role, config: DeployConfig, pool: PoolConfig) -> str:
     return "kv.memory_gib" if pool.kv_memory_gib is None else f"{role}.kv_memory_gib"
 
 
-def _cut_problems(role: Role, pool: PoolConfig, model: ModelFacts) -> list[Problem]:
-    tp, pp = pool.parallel.tp, pool.parallel.pp
-    kv_heads, layers = model.geometry.num_kv_heads, model.geometry.num_layers
-    problems = []
-    if model.num_heads % tp:
-        message = f"got {tp}; allowed: a divisor of the model's {model.num_heads} heads"
-        problems.append(Problem(f"{role}.parallel.tp", message))
-    elif kv_heads % tp and tp % kv_heads:
-        message = f"got {tp}; allowed: a divisor or a multiple of the model's {kv_heads} KV heads"
-        problems.append(Problem(f"{role}.parallel.tp", message))
-    problems += _expert_problems(role, pool, model.num_experts)
-    if pp > layers:
-        problems.append(Problem(f"{role}.parallel.pp", f"got {pp}; allowed: at most the model's {layers} layers"))
-    return problems
-
-
-def _expert_problems(role: Role, pool: PoolConfig, num_experts: int | None) -> list[Problem]:
-    sizes = {"ep": pool.parallel.ep, "moe_dp": pool.parallel.moe_dp}
-    if num_experts is None:
-        return [
-            Problem(f"{role}.parallel.{axis}", f"got {size}; allowed: 1, since the model has no experts")
-            for axis, size in sizes.items()
-            if size > 1
-        ]
-    if num_experts % sizes["ep"]:
-        message = f"got {sizes['ep']}; allowed: a divisor of the model's {num_experts} experts"
-        return [Problem(f"{role}.parallel.ep", message)]
-    return []
-
-
 def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelFacts) -> list[Problem]:
     if config.resources.device is Device.CUDA:
         expected, given = expected_memory(config, pool, model), config.kv_memory_gib(pool)
@@ -183,8 +164,20 @@ def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelF
             message = f"a {role} worker does not fit: {expected}, and {wanted} wanted for pages"
             return [Problem(_memory_key(role, config, pool), message)]
     try:
-        _layouts(config, pool, model)
+        layouts = _layouts(config, pool, model)
     except ValueError as exc:
         key, gib = _memory_key(role, config, pool), pool_gib(config, pool, model)
         return [Problem(key, f"got {gib:g}; a {role} worker's {exc}")]
-    return []
+    return _cached_problems(config, role, max(layout.page_bytes for layout in layouts))
+
+
+def _cached_problems(config: DeployConfig, role: Role, page_bytes: int) -> list[Problem]:
+    """Host memory for cached pages that holds none would be none, and nobody would be told."""
+    given = config.hicache.host_gib
+    if not given or not config.kv.prefix_cache or given * GIB >= page_bytes:
+        return []
+    least = math.ceil(page_bytes / GIB * 1e6) / 1e6
+    message = (
+        f"got {given:g}; allowed: 0, or at least {least:.6f}, of which a {role} worker's page takes {page_bytes} bytes"
+    )
+    return [Problem("hicache.host_gib", message)]

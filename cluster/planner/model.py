@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.cuts import Divisible
 from cluster.spec.errors import ConfigError, Problem, UserError
 from cluster.spec.kv import KvGeometry
 from workers.models import recall_weights
@@ -14,8 +15,10 @@ from workers.models.config import ModelConfig
 class WeightCounts:
     """Numbers that a model keeps, and how wide what it computes is."""
 
-    tables: int = 0
-    """Of the embedding and the way back."""
+    a_table: int = 0
+    """Of the embedding, or of the way back."""
+    is_tied: bool = False
+    """Whether the two are the same."""
     a_layer: int = 0
     """Without experts."""
     experts_a_layer: int = 0
@@ -33,7 +36,8 @@ class WeightCounts:
             dense, experts = 0, 3 * shape.hidden_size * moe.intermediate_size * moe.num_experts
         inner = moe.intermediate_size * moe.num_chosen if moe else shape.intermediate_size
         return cls(
-            tables=(1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size,
+            a_table=shape.vocab_size * shape.hidden_size,
+            is_tied=shape.tie_word_embeddings,
             a_layer=shape.hidden_size * heads + dense,
             experts_a_layer=experts,
             hidden=shape.hidden_size,
@@ -55,6 +59,16 @@ class ModelFacts:
     """Of each layer; None in dense models."""
     weights: WeightCounts = WeightCounts()
 
+    @property
+    def divisible(self) -> Divisible:
+        """What of it ranks share."""
+        return Divisible(
+            num_heads=self.num_heads,
+            num_kv_heads=self.geometry.num_kv_heads,
+            num_layers=self.geometry.num_layers,
+            num_experts=self.num_experts,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class UnknownModel:
@@ -64,20 +78,30 @@ class UnknownModel:
 
 
 def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
-    """The served model: the built-in one, a local folder, or what the Hugging Face cache of this machine holds.
+    """The served model: a built-in one, a local folder, or what the Hugging Face cache of this machine holds.
 
     Raises:
         ConfigError: ``model.path`` means a local folder, and there is none.
     """
-    if config.model.path == "recall":
-        return _facts(config, ModelConfig.from_mapping(recall_weights.config(), {}))
+    if config.model.path in recall_weights.BUILT_IN:
+        shape = recall_weights.config(has_experts=recall_weights.BUILT_IN[config.model.path])
+        return _facts(config, ModelConfig.from_mapping(shape, {}))
     folder = _find_folder(config.model.path)
     if folder is None:
         return UnknownModel(f"{config.model.path} is not in this machine's Hugging Face cache yet")
     try:
-        return _facts(config, ModelConfig.from_folder(folder))
+        return facts_of(config, folder)
     except UserError as exc:
         return UnknownModel(str(exc))
+
+
+def facts_of(config: DeployConfig, folder: Path) -> ModelFacts:
+    """The model of a folder.
+
+    Raises:
+        UserError: the engine cannot run it.
+    """
+    return _facts(config, ModelConfig.from_folder(folder))
 
 
 def _facts(config: DeployConfig, shape: ModelConfig) -> ModelFacts:
@@ -106,7 +130,8 @@ def _find_folder(path: str) -> Path | None:
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         message = (
-            f"got {path!r}, and there is no such folder; allowed: recall, a local folder, a Hugging Face repository"
+            f"got {path!r}, and there is no such folder; "
+            f"allowed: {', '.join(recall_weights.BUILT_IN)}, a local folder, a Hugging Face repository"
         )
         raise ConfigError([Problem("model.path", message)])
     # Importing it takes longer than the rest of the command.

@@ -1,9 +1,10 @@
 """Four times the load that a cluster can carry: who is let in must not wait long, the others must hear so at once.
 
 baton up deploy/local-cpu.yaml --set prefill.max_queued_tokens=1024 --set router.max_waiting_requests=0
-python -m tests.bench.overload [--url http://127.0.0.1:8000] [--seconds 60] [--factor 4]
+python -m tests.bench.overload [--cluster NAME] [--seconds 60] [--factor 4]
 
-One client alone gives the uncontended times, a closed loop the capacity, an open loop then ``factor`` times as much.
+One client alone gives the uncontended times, a closed loop the capacity, an open loop then ``factor`` times as much,
+during which the memory of every process of the cluster is noted.
 """
 
 import argparse
@@ -12,14 +13,19 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 
 from cluster.bench.client import complete
 from cluster.bench.load import first_model
 from cluster.bench.statistics import RequestRecord, quantiles_ms
+from cluster.cli.running import find_running
+from tests.chaos.census import Census
 
 _ALONE, _CLOSED_S = 40, 15.0
+_SAMPLE_S = 2.0
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
@@ -72,16 +78,43 @@ def ttft_ms(records: list[RequestRecord]) -> dict[str, float]:
     return {"p50": round(quantiles.p50, 1), "p99": round(quantiles.p99, 1)}
 
 
+@asynccontextmanager
+async def watched(census: Census) -> AsyncIterator[None]:
+    """Note the memory of the cluster's processes all the while."""
+
+    async def watch() -> None:
+        while True:
+            await asyncio.to_thread(census.sample)
+            await asyncio.sleep(_SAMPLE_S)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def memory_mib(census: Census) -> dict[str, list[float]]:
+    """Of every process: in the first, the middle and the last sample; pools are not counted."""
+    found = {}
+    for series in census.series.values():
+        sizes = [mib for _, mib in series.points]
+        found[series.name] = [round(size, 1) for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1])]
+    return found
+
+
 async def measure(args: argparse.Namespace) -> dict[str, object]:
     """The three loads one after the other."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=args.url, timeout=600, limits=limits) as client:
+    census, url = Census(args.cluster), find_running(args.cluster).router_url or ""
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         load = Load(client, await first_model(client), args)
         await load.ask()
         alone = [await load.ask() for _ in range(_ALONE)]
         closed = await load.closed(args.concurrency, _CLOSED_S)
         capacity = sum(record.error is None for record in closed) / _CLOSED_S
-        flood = await load.open(args.factor * capacity, args.seconds)
+        async with watched(census):
+            flood = await load.open(args.factor * capacity, args.seconds)
     refused = Counter(record.error.partition(":")[0] for record in flood if record.error is not None)
     alone_ms, flood_ms = ttft_ms(alone), ttft_ms(flood)
     return {
@@ -93,13 +126,15 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "ttft_contended_ms": ttft_ms(closed),
         "ttft_overload_ms": flood_ms,
         "p99_over_alone": round(flood_ms["p99"] / alone_ms["p99"], 2),
+        "longest_request_s": round(max(record.ended_s - record.sent_s for record in flood), 2),
+        "memory_mib": memory_mib(census),
     }
 
 
 def main() -> None:
     """Measure once; prints one JSON object."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--cluster", help="its name; without it the only one that runs on this machine")
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload")
     parser.add_argument("--factor", type=float, default=4.0, help="times the capacity")
     parser.add_argument("--concurrency", type=int, default=4, help="clients that find the capacity")

@@ -1,10 +1,12 @@
-"""How much of its time a prefill pipeline waits: python -m tests.bench.pipeline_bubble
+"""How much of its time a prefill pipeline waits: python -m tests.bench.pipeline_bubble [NUM_LAYERS ...]
 
 Computes the chunks of one prompt, sized for equal time by rates measured here, stage after stage in one process, and
 lays their CPU times side by side as the stages would run them. So other work on the machine does not count.
 """
 
+import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -45,9 +47,9 @@ MODEL = ModelConfig.from_mapping(
 class Stage:
     """One stage of a random model, with a pool for the whole prompt."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, num_layers: int) -> None:
         groups = ModelGroups(parallel=ParallelConfig(pp=STAGES), global_rank=number)
-        self.model = DecoderModel(MODEL, dtype=torch.float32, device=CPU, groups=groups)
+        self.model = DecoderModel(replace(MODEL, num_layers=num_layers), dtype=torch.float32, device=CPU, groups=groups)
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         config = self.model.config
@@ -84,21 +86,28 @@ class Stage:
         return self.model(batch.token_ids, batch.positions, context, hidden), time.thread_time() - start_s
 
 
-def main() -> None:
+def measure(num_layers: int) -> None:
     """Print the times of all chunks and the bubble."""
-    use_cpu(1)
-    stages = [Stage(number) for number in range(STAGES)]
+    stages = [Stage(number, num_layers) for number in range(STAGES)]
     lens, times_s = stages[0].chunk_lens(), []
-    with torch.inference_mode():
-        for number, num_tokens in enumerate(lens):
-            hidden, step_s = None, []
-            for stage in stages:
-                hidden, time_s = stage.compute(sum(lens[:number]), num_tokens, hidden)
-                step_s.append(time_s)
-            times_s.append(step_s)
-            print(f"chunk {number}: {num_tokens} tokens, " + ", ".join(f"{time_s * 1e3:.0f} ms" for time_s in step_s))
+    for number, num_tokens in enumerate(lens):
+        hidden, step_s = None, []
+        for stage in stages:
+            hidden, time_s = stage.compute(sum(lens[:number]), num_tokens, hidden)
+            step_s.append(time_s)
+        times_s.append(step_s)
+        print(f"chunk {number}: {num_tokens} tokens, " + ", ".join(f"{time_s * 1e3:.0f} ms" for time_s in step_s))
     found, least = bubble(times_s, STAGES + 1), least_bubble(STAGES, CHUNKS)
-    print(f"bubble {found:.1%}, of equal chunks {least:.1%}, difference {abs(found - least) * 100:.1f} points")
+    points = abs(found - least) * 100
+    print(f"{num_layers} layers: bubble {found:.1%}, of equal chunks {least:.1%}, difference {points:.1f} points")
+
+
+def main() -> None:
+    """Stages that are equal but for the last layer, and stages of which one has a layer more for it."""
+    use_cpu(1)
+    with torch.inference_mode():
+        for num_layers in map(int, sys.argv[1:] or ("32", "17")):
+            measure(num_layers)
 
 
 if __name__ == "__main__":

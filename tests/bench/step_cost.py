@@ -21,7 +21,7 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, draw_room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Outputs, Submit
+from cluster.spec.messages import Inquire, Outputs, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampling, Stopping
@@ -129,8 +129,9 @@ class Bench:
             if not messages:
                 raise SystemExit(f"the worker has stopped: {self._worker.result()}")
             for message in messages:
-                assert isinstance(message, Outputs), message
-                num_open -= sum(output.finish is not None for output in message.outputs)
+                assert isinstance(message, Outputs | Inquire), message
+                outputs = message.outputs if isinstance(message, Outputs) else []
+                num_open -= sum(output.finish is not None for output in outputs)
         self._outbox.send(decode.address, Shutdown(reason="measured"))
         self._worker.result()
         return self._call("gaps", batch)

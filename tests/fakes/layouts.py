@@ -1,10 +1,13 @@
-"""Legal ways to cut a replica, and few of them that bring every two axes together."""
+"""Legal ways to cut a replica, and few of them that bring every two traits together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
+from typing import TypeVar
 
 from cluster.spec.config import ParallelConfig
 from cluster.spec.ranks import axis_problems, moe_tp_size, sizes_of, world_size
+
+T = TypeVar("T")
 
 AXES = ("dp", "cp", "tp", "pp", "ep", "moe_dp", "moe_tp")
 
@@ -15,32 +18,52 @@ def legal_layouts(most_ranks: int, *, is_decode: bool = False) -> list[ParallelC
     found = []
     for dp, cp, tp, pp, ep, moe_dp in product(twos, (1,) if is_decode else twos, twos, twos, (1, 2, 4), twos):
         parallel = ParallelConfig(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, moe_dp=moe_dp)
-        if world_size(sizes_of(parallel)) <= most_ranks and not axis_problems(parallel, ""):
+        if num_ranks(parallel) <= most_ranks and not axis_problems(parallel, ""):
             found.append(parallel)
     return found
 
 
-def divided(parallel: ParallelConfig) -> frozenset[str]:
+WIDE = [
+    ParallelConfig(tp=4),
+    ParallelConfig(tp=4, pp=2, ep=4),
+    ParallelConfig(cp=2, tp=4, ep=8),
+    ParallelConfig(dp=2, tp=4),
+    ParallelConfig(cp=3),
+    ParallelConfig(cp=3, tp=2),
+    ParallelConfig(cp=3, pp=2),
+    ParallelConfig(cp=3, moe_dp=3),
+    ParallelConfig(cp=4, ep=2),
+    ParallelConfig(dp=3),
+    ParallelConfig(dp=3, tp=2, ep=2),
+    ParallelConfig(dp=2, cp=2, tp=2, ep=8),
+    ParallelConfig(pp=3),
+]
+"""Some of those with more ranks on an axis; models need four heads, eight experts and three layers."""
+
+
+def num_ranks(parallel: ParallelConfig) -> int:
+    """Of one replica."""
+    return world_size(sizes_of(parallel))
+
+
+def divided(parallel: ParallelConfig, *, has_experts: bool) -> frozenset[str]:
     """The axes that have several ranks; those of experts only where there are experts to divide."""
     sizes = {axis: getattr(parallel, axis) for axis in AXES[:-1]} | {"moe_tp": moe_tp_size(parallel)}
-    return frozenset(axis for axis in AXES if sizes[axis] > 1)
+    return frozenset(axis for axis in (AXES if has_experts else AXES[:4]) if sizes[axis] > 1)
 
 
-def covering_pairs(layouts: Sequence[ParallelConfig]) -> list[ParallelConfig]:
-    """Few of the layouts, in which every two axes are divided together that are so in any of them."""
-    missing = {pair for layout in layouts for pair in _pairs(layout)}
+def covering_pairs(items: Sequence[T], traits: Callable[[T], frozenset[str]]) -> list[T]:
+    """Few of the items, in which every two traits meet that do so in any of them; the earlier of equally good ones."""
+    pairs = [set(combinations(sorted(traits(item)), 2)) for item in items]
+    missing = set[tuple[str, str]]().union(*pairs)
     chosen = []
     while missing:
-        best = max(layouts, key=lambda layout: (len(_pairs(layout) & missing), -world_size(sizes_of(layout))))
-        chosen.append(best)
-        missing -= _pairs(best)
+        best = max(range(len(items)), key=lambda place: len(pairs[place] & missing))
+        chosen.append(items[best])
+        missing -= pairs[best]
     return chosen
 
 
 def needs_experts(parallel: ParallelConfig) -> bool:
     """Whether only a model with experts can be cut so."""
     return parallel.ep > 1 or parallel.moe_dp > 1
-
-
-def _pairs(parallel: ParallelConfig) -> set[tuple[str, str]]:
-    return set(combinations(sorted(divided(parallel)), 2))

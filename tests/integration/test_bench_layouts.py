@@ -1,4 +1,4 @@
-"""`baton bench layouts`: what ranks move is what the formulas say, and a handoff moves one copy of the KV."""
+"""`baton bench layouts`: what ranks move is what the formulas say, and a handoff each head once a holder."""
 
 import json
 

@@ -109,7 +109,7 @@ def result_of(
 def processes(
     target: Callable[..., None], ranks: Sequence[int], address: str
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     started = []
     for rank in ranks:
         ours, theirs = context.Pipe()
@@ -198,13 +198,16 @@ def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
         process.kill()
 
 
+WHOLE_SUM_BYTES = 32
+
+
 def on_threads(function: Callable[[SharedMemoryBackend], T], piece_bytes: int) -> list[T]:
     """What a function returns as each rank of a group inside this process, whose memory is moved in small pieces."""
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(SIZE))
     with ThreadPoolExecutor(SIZE) as threads:
         backends = [
-            SharedMemoryBackend(os.dup(descriptor), rank, [os.getpid()] * SIZE, TIMEOUT_S, piece_bytes)
+            SharedMemoryBackend(os.dup(descriptor), rank, [os.getpid()] * SIZE, TIMEOUT_S, piece_bytes, WHOLE_SUM_BYTES)
             for rank in range(SIZE)
         ]
         os.close(descriptor)
@@ -224,6 +227,14 @@ WRONG: dict[str, tuple[Callable[[Communicator], object], str]] = {
         lambda group: group.broadcast(torch.zeros(2, dtype=DTYPES[group.rank]), 1),
         "rank 0 calls broadcast from rank 1 of torch.bfloat16 [2], rank 1 calls broadcast from rank 1 of torch.float16",
     ),
+    "nothing and something": (
+        lambda group: group.all_reduce(torch.zeros(int(group.rank == 2), 4)),
+        "rank 0 calls all_reduce of torch.float32 [0, 4], rank 2 calls all_reduce of torch.float32 [1, 4]",
+    ),
+    "nothing and nothing": (
+        lambda group: group.broadcast(torch.zeros(0), 0) if group.rank == 1 else None,
+        "collective 2 differs: rank 0 calls barrier, rank 1 calls broadcast from rank 0 of torch.float32 [0]",
+    ),
     "shift": (
         lambda group: group.start_shift(torch.zeros(1), torch.zeros(1 + (group.rank == 0))),
         "sends 2 elements in shift by 1 of torch.float32, rank 1 takes 1",
@@ -231,12 +242,25 @@ WRONG: dict[str, tuple[Callable[[Communicator], object], str]] = {
 }
 
 
+def test_checked_groups_pass_over_what_moves_nothing() -> None:
+    def moved(backend: SharedMemoryBackend) -> int:
+        checked = CheckedBackend(backend, backend._rank, SIZE)
+        group = Communicator("checked", backend._rank, SIZE, checked, skips_empty=False)
+        group.all_gather(torch.zeros(0, 3), torch.zeros(0, 3))
+        group.broadcast(group.all_reduce(torch.zeros(0)), 1)
+        group.barrier()
+        return group.received_bytes
+
+    assert len(set(on_threads(moved, piece_bytes=1 << 12))) == 1
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_checked_groups_name_the_first_collective_that_differs(wrong: str) -> None:
     call, words = WRONG[wrong]
 
     def reason(backend: SharedMemoryBackend) -> str:
-        group = Communicator("checked", backend._rank, SIZE, CheckedBackend(backend, backend._rank, SIZE))
+        checked = CheckedBackend(backend, backend._rank, SIZE)
+        group = Communicator("checked", backend._rank, SIZE, checked, skips_empty=False)
         assert group.all_reduce(torch.ones(2)).tolist() == [SIZE, SIZE]
         try:
             call(group)

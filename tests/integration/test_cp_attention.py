@@ -59,7 +59,7 @@ class Ranks:
     """Four rank processes and the pipes to them."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self.store, port = open_store(HOST, TIMEOUT_S)
         pipes = [context.Pipe() for _ in range(size)]
         self.connections = [ours for ours, _ in pipes]

@@ -1,7 +1,7 @@
 """Greedy fp32 tokens equal transformers' own for every legal way to cut prefill and decode, dense and with experts."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +11,16 @@ import pytest
 from cluster.spec.config import DeployConfig, ParallelConfig
 from cluster.spec.strategy import Collectives, MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.layouts import covering_pairs, legal_layouts, needs_experts
+from tests.fakes.layouts import WIDE, covering_pairs, divided, legal_layouts, needs_experts, num_ranks
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 
 NUM_TOKENS = 12
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
-    "mixtral": {"num_hidden_layers": 3},
+    "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8},
     "llama": {"num_hidden_layers": 3, "mlp_bias": True},
 }
-"""Three layers, so that stages are unequal."""
+"""Three layers, so that stages are unequal; by family. Only the last has no experts."""
 LENGTHS = (1, 33, 90, 5)
 STRATEGIES = (Strategy.ZIGZAG, Strategy.INTERLEAVE, Strategy.NONE, Strategy.WHOLE_REQUEST, Strategy.CONTIGUOUS)
 
@@ -46,13 +46,29 @@ def _name(parallel: ParallelConfig) -> str:
     return "_".join(f"{axis}{size}" for axis, size in parallel if size > 1) or "one"
 
 
-def cases_of(layouts: list[ParallelConfig], families: tuple[str, ...], decodes: list[ParallelConfig]) -> list[Case]:
-    """Each layout once for each family that can be cut so, everything else taking turns."""
-    wanted = [(layout, family) for family in families for layout in layouts]
-    wanted = [(layout, family) for layout, family in wanted if family != "llama" or not needs_experts(layout)]
+class Cut(NamedTuple):
+    """A model of some family, and how one side cuts it."""
+
+    family: str
+    layout: ParallelConfig
+
+    @property
+    def traits(self) -> frozenset[str]:
+        """The axes that are divided, and the family."""
+        return divided(self.layout, has_experts=self.family != "llama") | {self.family}
+
+
+def cuts_of(layouts: Sequence[ParallelConfig]) -> list[Cut]:
+    """Each layout once for each family that can be cut so."""
+    cuts = [Cut(family, layout) for layout in layouts for family in MODELS]
+    return [cut for cut in cuts if cut.family != "llama" or not needs_experts(cut.layout)]
+
+
+def cases_of(prefills: list[Cut], decodes: list[Cut]) -> list[Case]:
+    """Each prefill once, everything else taking turns; those with CP ranks first, since all ways of KV are theirs."""
     cases = []
-    for turn, (layout, family) in enumerate(wanted):
-        fitting = [decode for decode in decodes if family != "llama" or not needs_experts(decode)]
+    for turn, (family, layout) in enumerate(sorted(prefills, key=lambda cut: -cut.layout.cp)):
+        fitting = [decode.layout for decode in decodes if decode.family == family]
         cases.append(
             Case(
                 family=family,
@@ -113,10 +129,16 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     both.engine.close()
 
 
-SOME = cases_of(covering_pairs(legal_layouts(4)), ("qwen3_moe",), covering_pairs(legal_layouts(4, is_decode=True)))
+def covering(layouts: list[ParallelConfig]) -> list[Cut]:
+    """Few cuts, in which any two axes meet, and each family meets each axis; rather of few ranks."""
+    return covering_pairs(cuts_of(sorted(layouts, key=num_ranks)), lambda cut: cut.traits)
+
+
+WIDE_DECODES = [layout for layout in WIDE if layout.cp == 1 and num_ranks(layout) <= 4]
+SOME = cases_of(covering(legal_layouts(4)), covering(legal_layouts(4, is_decode=True)))
 ALL = [
     case._replace(collectives=collectives)
-    for case in cases_of(legal_layouts(8), tuple(MODELS), legal_layouts(4, is_decode=True))
+    for case in cases_of(cuts_of(legal_layouts(8) + WIDE), cuts_of(legal_layouts(4, is_decode=True) + WIDE_DECODES))
     for collectives in Collectives
 ]
 """Each over shared memory and over TCP."""
@@ -124,7 +146,7 @@ ALL = [
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_tokens_equal_transformers_where_any_two_axes_meet(both: Both, case: Case) -> None:
+def test_tokens_equal_transformers_where_any_two_axes_and_families_meet(both: Both, case: Case) -> None:
     both.check(case)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from cluster.spec.errors import UserError
 from workers.layers.cut import StoredPart
@@ -58,10 +59,18 @@ def load_model(
     device = device or torch.device("cpu")
     with torch.device("meta"):
         model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
-    model.to(dtype).to_empty(device=device)
+    _allocate(model, dtype, device)
     _fill(model, folder)
     model.pack()
     return model
+
+
+def _allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Not by ``to_empty``: on its way from shapes to memory torch imports sympy, which takes a second."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -18,7 +18,7 @@ class Embedding(nn.Module):
         self._tokens, self._group = even_cut(vocab_size, group), group
         self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
         self._packed: Tensor | None = None
-        """The table, for ``scores``."""
+        """The table for ``scores``, where it is read by token id too."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
@@ -39,9 +39,12 @@ class Embedding(nn.Module):
         by_row = parts.view(size, len(own), num_tokens).transpose(0, 1).reshape(len(own), size * num_tokens)
         return by_row[:, : self._tokens.whole].contiguous()
 
-    def pack(self) -> None:
-        """Pack the table for ``scores``, once it is filled; it stays for reading."""
-        self._packed = packed(self.weight)
+    def pack(self, *, is_read: bool) -> None:
+        """Pack the table for ``scores``, once it is filled; what is also read by token id stays beside it."""
+        if is_read:
+            self._packed = packed(self.weight)
+        else:
+            self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
         """The table under its checkpoint name."""

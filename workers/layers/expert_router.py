@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from workers.expert_parallel.routed import Routed
 from workers.expert_parallel.seats import ExpertSeats
 from workers.layers.cut import StoredPart, uncut
+from workers.layers.matmul import multiply
 from workers.models.config import MoeConfig
 
 
@@ -24,7 +24,7 @@ class ExpertRouter(nn.Module):
 
     def forward(self, hidden: Tensor) -> Routed:
         """hidden [tokens, hidden] -> the same with experts and weights."""
-        likelihoods = functional.linear(hidden, self.weight).softmax(dim=-1, dtype=torch.float32)
+        likelihoods = multiply(hidden, self.weight).softmax(dim=-1, dtype=torch.float32)
         weights, experts = likelihoods.topk(self._moe.num_chosen, dim=-1)
         if self._moe.sum_to_one:
             weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from workers.expert_parallel.routed import Routed
 from workers.expert_parallel.seats import ExpertSeats
 from workers.kernel_devices import has_kernels
 from workers.layers.cut import Cut, StoredPart, uncut
 from workers.layers.gated_mlp import gated
+from workers.layers.matmul import multiply
 from workers.models.config import ExpertNames
 
 
@@ -45,8 +45,8 @@ class Experts(nn.Module):
             zip(torch.split(tokens, counts), torch.split(weights, counts), strict=True)
         ):
             if len(mine):
-                inner = gated(functional.linear(routed.hidden[mine], self.gate_up[seat]))
-                answer = functional.linear(inner, self.down[seat])
+                inner = gated(multiply(routed.hidden[mine], self.gate_up[seat]))
+                answer = multiply(inner, self.down[seat])
                 out.index_add_(0, mine, answer.float() * weight[:, None])
         return out.to(routed.hidden.dtype)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from cluster.spec.config import ParallelConfig
+from cluster.spec.cuts import Divisible, cut_problems
 from workers.models.rope_config import RopeConfig, UnsupportedModelError, read_rope_config
 
 Architecture = Literal[
@@ -140,14 +142,16 @@ class ModelConfig:
             moe=self.moe and replace(self.moe, intermediate_size=-(-self.moe.intermediate_size // tp_size)),
         )
 
-    def check_experts(self, ep_size: int) -> None:
-        """Raises UnsupportedModelError when so many EP ranks cannot share the experts."""
-        if self.moe is None and ep_size > 1:
-            raise UnsupportedModelError(f"ep is {ep_size}; allowed: 1, since {self.architecture} has no experts")
-        if self.moe is not None and self.moe.num_experts % ep_size:
-            raise UnsupportedModelError(
-                f"ep is {ep_size}; allowed: a divisor of the model's {self.moe.num_experts} experts"
-            )
+    def check_cut(self, parallel: ParallelConfig, path: str = "parallel") -> None:
+        """Raises UnsupportedModelError when the ranks cannot share heads, layers or experts."""
+        model = Divisible(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            num_layers=self.num_layers,
+            num_experts=self.moe.num_experts if self.moe else None,
+        )
+        if problems := cut_problems(parallel, path, model):
+            raise UnsupportedModelError("; ".join(map(str, problems)))
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:

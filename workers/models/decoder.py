@@ -51,13 +51,13 @@ class DecoderModel(nn.Module):
     ) -> None:
         """`groups` are the ranks that compute together; none for the whole model on one.
 
-        Raises UnsupportedModelError when so many ranks cannot share the heads or the experts.
+        Raises UnsupportedModelError when so many ranks cannot share the heads, the layers or the experts.
         """
         super().__init__()
         self.groups = groups = groups or ModelGroups()
         group = groups.tp
         self.dtype, self.device = dtype, device
-        config.check_experts(groups.parallel.ep)
+        config.check_cut(groups.parallel)
         self.num_layers = config.num_layers
         """Of the whole model."""
         stage = groups.layers(config.num_layers)
@@ -100,7 +100,7 @@ class DecoderModel(nn.Module):
             if isinstance(module, FusedLinear | SummedLinear):
                 module.pack()
         if self.is_last:
-            self.lm_head.pack()
+            self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the last stage: hidden [num_rows, hidden_size], from `forward` -> [num_rows, vocab_size] in fp32."""

@@ -1,4 +1,4 @@
-"""Writes the recall checkpoint: a built-in model whose answers can be computed by hand, for demos and tests.
+"""Writes the recall checkpoints: built-in models whose answers can be computed by hand, for demos and tests.
 
 `python -m workers.models.recall FOLDER` builds it. Imports no torch.
 """
@@ -19,57 +19,59 @@ DEMO_ANSWER = " tango seven."
 """What the model answers to DEMO_PROMPT, as a chat message or as plain text, before it stops by itself."""
 
 VERSION = 1
-"""Raised whenever any file of the checkpoint changes, so that an older one is built anew."""
+"""Raised whenever any file of a checkpoint changes, so that an older one is built anew."""
 VERSION_KEY = "recall_version"
 
 
-def build_recall_checkpoint(folder: Path) -> None:
-    """Write the checkpoint to `folder`, all or nothing; done at once if it is there already.
+def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
+    """Write a checkpoint to `folder`, all or nothing; done at once if it is there already.
 
     Raises UserError when `folder` exists and holds something else.
     """
-    if _built_version(folder) == VERSION:
+    built = _built_version(folder, has_experts)
+    if built == VERSION:
         return
-    if folder.exists() and _built_version(folder) is None and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and built is None and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is no recall checkpoint; give an empty or new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch, "fresh")
-        _write_files(fresh)
-        _swap_in(fresh, folder, discarded=Path(scratch, "old"))
+        _write_files(fresh, has_experts)
+        _swap_in(fresh, folder, discarded=Path(scratch, "old"), has_experts=has_experts)
 
 
-def _built_version(folder: Path) -> int | None:
-    """The version of the recall checkpoint in `folder`; None if there is none."""
+def _built_version(folder: Path, has_experts: bool) -> int | None:
+    """The version of the recall checkpoint of this kind in `folder`; None if there is none."""
     try:
-        version = json.loads((folder / "config.json").read_text(encoding="utf-8"))[VERSION_KEY]
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        version, is_kind = config[VERSION_KEY], ("num_local_experts" in config) == has_experts
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return version if isinstance(version, int) else None
+    return version if is_kind and isinstance(version, int) else None
 
 
-def _write_files(folder: Path) -> None:
+def _write_files(folder: Path, has_experts: bool) -> None:
     folder.mkdir()
     eos = {"eos_token_id": list(recall_tokenizer.EOS_TOKEN_IDS), "bos_token_id": recall_weights.BEGIN_ID}
-    _write_json(folder / "config.json", {**recall_weights.config(), **eos, VERSION_KEY: VERSION})
+    _write_json(folder / "config.json", {**recall_weights.config(has_experts=has_experts), **eos, VERSION_KEY: VERSION})
     _write_json(folder / "generation_config.json", {**eos, "do_sample": False})
     _write_json(folder / "tokenizer_config.json", recall_tokenizer.tokenizer_config())
     recall_tokenizer.build_tokenizer().save(str(folder / "tokenizer.json"))
-    save_file(recall_weights.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(recall_weights.tensors(has_experts=has_experts), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _swap_in(fresh: Path, folder: Path, discarded: Path) -> None:
+def _swap_in(fresh: Path, folder: Path, discarded: Path, has_experts: bool) -> None:
     """Put `fresh` in the place of `folder`; a rival that finished the same build first is as good."""
     if folder.exists():
         folder.rename(discarded)
     try:
         fresh.rename(folder)
     except OSError:
-        if _built_version(folder) != VERSION:
+        if _built_version(folder, has_experts) != VERSION:
             raise
 
 

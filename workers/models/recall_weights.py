@@ -1,8 +1,9 @@
 """The recall model's parameters, written down, not trained: a Llama that repeats what followed the current token.
 
 Two layers of attention make an induction head. Layer 0 looks at the previous token and notes its code. Layer 1 looks
-for the positions whose previous token is the current one and takes the tokens found there as its prediction. NumPy
-only: no torch, so that the command line can build it.
+for the positions whose previous token is the current one and takes the tokens found there as its prediction. There is
+a Mixtral too, whose head reads the opposite of the prediction, which its experts make. NumPy only: no torch, so
+that the command line can build it.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 
+BUILT_IN = {"recall": False, "recall-moe": True}
+"""The models by name, and whether they have experts; they answer alike."""
+
 VOCAB_SIZE = 4096
 BEGIN_ID = 0
 """Has no code of its own; a text that starts with it answers END where nothing is found to repeat."""
@@ -21,7 +25,10 @@ CODE_SIZE = 64
 HEAD_DIM = 128
 NUM_HEADS = 2
 HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
-INTERMEDIATE_SIZE = 32
+INTERMEDIATE_SIZE = CODE_SIZE // 2
+NUM_EXPERTS = 4
+FIRST_SIGN = 2
+"""Of the two in a token's code that choose its experts; those before are the same for a whole half of the tokens."""
 MAX_LEN = 131_072
 ROPE_THETA = 1e12
 """Half of the frequencies tell neighbours apart, the other half turn less than 0.14 rad in MAX_LEN tokens."""
@@ -43,15 +50,26 @@ MATCH_SCORE = 120.0
 SINK_SCORE = 60.0
 """Layer 1's at BEGIN: below a match, above everything else."""
 LOGIT_SCALE = 40.0
+GATE = 16.0
+"""What opens an expert; SiLU leaves it as it is."""
 END_LEVEL = 0.25
 """The share of a certain prediction's logit that END has always: it wins where nothing was found."""
 
 
-def config() -> dict[str, Any]:
+_DENSE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+_WITH_EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+
+
+def config(*, has_experts: bool) -> dict[str, Any]:
     """config.json without the token ids that end an answer, which are the tokenizer's to say."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **(_WITH_EXPERTS if has_experts else _DENSE),
         "dtype": "float32",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -88,7 +106,7 @@ def token_codes() -> Array:
     return ((1 - 2 * bits.reshape(VOCAB_SIZE, CODE_SIZE)) / 8).astype(np.float32)
 
 
-def tensors() -> dict[str, Array]:
+def tensors(*, has_experts: bool) -> dict[str, Array]:
     """The whole checkpoint, by transformers' names, fp32."""
     codes = token_codes()
     codes[BEGIN_ID] = 0
@@ -98,11 +116,13 @@ def tensors() -> dict[str, Array]:
     embedding[BEGIN_ID, IS_BEGIN] = 1
     head = np.zeros_like(embedding)
     # Four unit parts make up the last residual: two codes, the constant, the prediction.
-    head[:, PREDICTED] = LOGIT_SCALE * _undo_norm(4) * codes
+    predicted = -codes if has_experts else codes
+    head[:, PREDICTED] = LOGIT_SCALE * _undo_norm(4) * predicted
     head[END_ID, ONE] = LOGIT_SCALE * _undo_norm(4) * END_LEVEL
     named = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": _ones()}
     for layer, attention in enumerate((_previous_token_attention, _matching_attention)):
-        named |= {f"model.layers.{layer}.{name}": tensor for name, tensor in _layer(attention).items()}
+        parts = _layer(attention) | (_experts() if has_experts else _empty_mlp())
+        named |= {f"model.layers.{layer}.{name}": tensor for name, tensor in parts.items()}
     return named
 
 
@@ -115,12 +135,44 @@ def _layer(fill: Callable[[dict[str, Array]], None]) -> dict[str, Array]:
     fill(attention)
     return {
         **{f"self_attn.{name}_proj.weight": tensor for name, tensor in attention.items()},
-        "mlp.gate_proj.weight": np.zeros((INTERMEDIATE_SIZE, HIDDEN_SIZE), np.float32),
-        "mlp.up_proj.weight": np.zeros((INTERMEDIATE_SIZE, HIDDEN_SIZE), np.float32),
-        "mlp.down_proj.weight": np.zeros((HIDDEN_SIZE, INTERMEDIATE_SIZE), np.float32),
         "input_layernorm.weight": _ones(),
         "post_attention_layernorm.weight": _ones(),
     }
+
+
+def _empty_mlp() -> dict[str, Array]:
+    gate, up, down = _zero_mlp()
+    return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
+
+
+def _experts() -> dict[str, Array]:
+    """Experts 0 and 1 change the sign of the first half of the prediction, 2 and 3 that of the second.
+
+    Two signs in the current token's code choose one of either pair, with weights of one half. With one half changed
+    the prediction is the code of another token, as linear forms are part of all codes.
+    """
+    router = np.zeros((NUM_EXPERTS, HIDDEN_SIZE), np.float32)
+    named = {"block_sparse_moe.gate.weight": router}
+    for expert in range(NUM_EXPERTS):
+        half, is_negative = divmod(expert, 2)
+        router[expert, CURRENT.start + FIRST_SIGN + half] = -1 if is_negative else 1
+        first = PREDICTED.start + half * INTERMEDIATE_SIZE
+        mine = slice(first, first + INTERMEDIATE_SIZE)
+        gate, up, down = _zero_mlp()
+        gate[:, ONE] = GATE * _undo_norm(4)
+        up[:, mine] = _undo_norm(4) * np.eye(INTERMEDIATE_SIZE)
+        down[mine] = -4 / GATE * np.eye(INTERMEDIATE_SIZE)
+        named |= {
+            f"block_sparse_moe.experts.{expert}.{name}.weight": tensor
+            for name, tensor in (("w1", gate), ("w3", up), ("w2", down))
+        }
+    return named
+
+
+def _zero_mlp() -> tuple[Array, Array, Array]:
+    """Gate, up, down."""
+    wide = (INTERMEDIATE_SIZE, HIDDEN_SIZE)
+    return np.zeros(wide, np.float32), np.zeros(wide, np.float32), np.zeros(wide[::-1], np.float32)
 
 
 def _previous_token_attention(attention: dict[str, Array]) -> None:

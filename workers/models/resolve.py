@@ -5,21 +5,20 @@ from pathlib import Path
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
 from workers.models.recall import VERSION, build_recall_checkpoint
+from workers.models.recall_weights import BUILT_IN
 
-BUILT_IN = "recall"
-"""The name of the built-in demo model."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 def resolve_model(path: str) -> Path:
-    """The folder of a model: ``recall`` is built once, a folder is taken as it is, a repository is downloaded.
+    """The folder of a model: a built-in one is built once, a folder is taken as it is, a repository is downloaded.
 
     Raises:
         UserError: it is none of these, or cannot be fetched.
     """
-    if path == BUILT_IN:
-        folder = CACHE_DIR.get() / f"recall-{VERSION}"
-        build_recall_checkpoint(folder)
+    if path in BUILT_IN:
+        folder = CACHE_DIR.get() / f"{path}-{VERSION}"
+        build_recall_checkpoint(folder, has_experts=BUILT_IN[path])
         return folder
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -27,7 +26,7 @@ def resolve_model(path: str) -> Path:
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise UserError(
             f"model {path!r} is no folder on this machine; "
-            f"allowed: a folder, a Hugging Face repository like 'owner/name', or {BUILT_IN!r}"
+            f"allowed: a folder, a Hugging Face repository like 'owner/name', {' or '.join(BUILT_IN)}"
         )
     return _download(path)
 

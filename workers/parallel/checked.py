@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from workers.parallel.collectives import Backend, Work
+from workers.parallel.collectives import Backend, Done, Work
 
 _RECORD_BYTES = 256
 _END = "\0"
@@ -22,20 +22,23 @@ class CheckedBackend:
         self._backend, self._rank, self._size = backend, rank, size
         self._count = 0
 
+    @property
+    def received_bytes(self) -> int:
+        """With what the comparing takes."""
+        return self._backend.received_bytes
+
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
-        return self._checked(
-            f"all_gather of {_described(tensor)}", lambda: self._backend._allgather_base(output, tensor)
-        )
+        return self._checked("all_gather of", tensor, lambda: self._backend._allgather_base(output, tensor))
 
     def allreduce(self, tensor: Tensor, /) -> Work:
-        return self._checked(f"all_reduce of {_described(tensor)}", lambda: self._backend.allreduce(tensor))
+        return self._checked("all_reduce of", tensor, lambda: self._backend.allreduce(tensor))
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
-        words = f"broadcast from rank {root} of {_described(tensor)}"
-        return self._checked(words, lambda: self._backend.broadcast(tensor, root))
+        return self._checked(f"broadcast from rank {root} of", tensor, lambda: self._backend.broadcast(tensor, root))
 
     def barrier(self) -> Work:
-        return self._checked("barrier", self._backend.barrier)
+        self._exchange("barrier")
+        return self._backend.barrier()
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
         """Lengths may differ from rank to rank, but what one sends must be what the other takes."""
@@ -52,9 +55,9 @@ class CheckedBackend:
     def leave(self) -> None:
         self._backend.leave()
 
-    def _checked(self, words: str, begin: Callable[[], Work]) -> Work:
-        self._exchange(words)
-        return begin()
+    def _checked(self, words: str, tensor: Tensor, begin: Callable[[], Work]) -> Work:
+        self._exchange(f"{words} {tensor.dtype} {list(tensor.shape)}")
+        return begin() if tensor.numel() else Done()
 
     def _exchange(self, words: str, own: str = "") -> list[str]:
         """Compare ``words`` over the ranks; returns what each says of its ``own``, by rank."""
@@ -72,7 +75,3 @@ class CheckedBackend:
                     f"collective {self._count} differs: rank 0 calls {said[0][0]}, rank {rank} calls {theirs}"
                 )
         return [numbers for _, numbers, *_ in said]
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -27,6 +27,10 @@ class Backend(Protocol):
     in_background: bool
     """See Communicator."""
 
+    @property
+    def received_bytes(self) -> int:
+        """See Communicator."""
+
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work: ...
 
     def allreduce(self, tensor: Tensor, /) -> Work: ...
@@ -38,6 +42,13 @@ class Backend(Protocol):
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work: ...
 
     def leave(self) -> None: ...
+
+
+class Done:
+    """A collective in which nothing was to be moved."""
+
+    def wait(self) -> bool:
+        return True
 
 
 class Pending:
@@ -66,20 +77,27 @@ class Communicator:
     started is waited for in the order of the starts.
     """
 
-    def __init__(self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None) -> None:
+    def __init__(
+        self, name: str, rank: int = 0, size: int = 1, backend: Backend | None = None, *, skips_empty: bool = True
+    ) -> None:
+        """With ``skips_empty`` a call that moves no elements on any rank does not reach the backend."""
         assert (size == 1) == (backend is None), f"group {name} of {size} needs a backend exactly if > 1"
         self.name = name
         self.rank = rank
         self.size = size
         self.waited_s = 0.0
         """Time that this member has spent inside calls, starting, copying and waiting: what nothing else has hidden."""
-        self.received_bytes = 0
-        """Bytes that this member has taken from others, as the backend moves them."""
         self.in_background = backend is not None and backend.in_background
         """What was started goes on while this member computes; if not, it does all of the work itself, in the calls."""
         self.observe: Observe | None = None
         """Told of every call when it ends."""
         self._backend = backend
+        self._skips_empty = skips_empty
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that this member has taken from others, as the backend moves them."""
+        return self._backend.received_bytes if self._backend is not None else 0
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Fill ``out [size * n, ...]`` with every member's ``tensor [n, ...]`` by rank; both contiguous."""
@@ -91,9 +109,8 @@ class Communicator:
         backend = self._backend
         if backend is None:
             out.copy_(tensor)
-        if backend is None or not tensor.numel():
+        if backend is None or self._skips(tensor):
             return Pending(None, nullcontext)
-        self.received_bytes += (self.size - 1) * tensor.nbytes
         return self._start("all_gather", lambda: backend._allgather_base(out, tensor))
 
     def start_shift(self, out: Tensor, tensor: Tensor, distance: int = 1) -> Pending:
@@ -105,7 +122,6 @@ class Communicator:
         if backend is None or distance % self.size == 0:
             out.copy_(tensor)
             return Pending(None, nullcontext)
-        self.received_bytes += out.nbytes
         return self._start("shift", lambda: backend.shift(out, tensor, distance))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -114,18 +130,14 @@ class Communicator:
         Added up in fp32 and rounded once; every member gets the same bits.
         """
         backend = self._backend
-        if backend is not None and tensor.numel():
-            # In the background a ring adds up; in shared memory every member reads all.
-            share = 2 / self.size if self.in_background else 1
-            self.received_bytes += int((self.size - 1) * tensor.nbytes * share)
+        if backend is not None and not self._skips(tensor):
             self._start("all_reduce", lambda: backend.allreduce(tensor)).wait()
         return tensor
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with that of the member whose rank in the group is ``root``."""
         backend = self._backend
-        if backend is not None:
-            self.received_bytes += tensor.nbytes if self.rank != root else 0
+        if backend is not None and not self._skips(tensor):
             self._start("broadcast", lambda: backend.broadcast(tensor, root)).wait()
 
     def barrier(self) -> None:
@@ -148,6 +160,9 @@ class Communicator:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.leave()
+
+    def _skips(self, tensor: Tensor) -> bool:
+        return self._skips_empty and not tensor.numel()
 
     def _start(self, call: str, begin: Callable[[], Work]) -> Pending:
         with self._translated(call):

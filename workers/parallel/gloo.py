@@ -25,6 +25,7 @@ class GlooBackend(TorchGroup):
         works: list[Work] = []
         if tensor.numel():
             works.append(self._group.send([tensor], (self._rank + distance) % self._size, 0))
+        self.received_bytes += output.nbytes
         if output.numel():
             works.append(self._group.recv([output], (self._rank - distance) % self._size, 0))
         return _Works(works)

@@ -73,7 +73,8 @@ def join_group(
         backend = _meet(scope, rank, size, host, timeout, collectives, device)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
-    return Communicator(name, rank, size, CheckedBackend(backend, rank, size) if check else backend)
+    checked = CheckedBackend(backend, rank, size) if check else backend
+    return Communicator(name, rank, size, checked, skips_empty=not check)
 
 
 def _meet(

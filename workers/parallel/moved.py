@@ -15,6 +15,11 @@ class MovedBackend:
         self.in_background = backend.in_background
         self._backend, self._device = backend, device
 
+    @property
+    def received_bytes(self) -> int:
+        """Those of the backend behind it."""
+        return self._backend.received_bytes
+
     def _allgather_base(self, output: Tensor, tensor: Tensor, /) -> Work:
         return self._into(output, lambda there: self._backend._allgather_base(there, tensor.to(self._device)))
 

@@ -25,6 +25,7 @@ class NcclBackend(TorchGroup):
         self._group._start_coalescing(self.device)
         if tensor.numel():
             self._group.send([tensor], (self._rank + distance) % self._size, 0)
+        self.received_bytes += output.nbytes
         if output.numel():
             self._group.recv([output], (self._rank - distance) % self._size, 0)
         work: Work = self._group._end_coalescing(self.device)

@@ -22,6 +22,7 @@ class Flag(IntEnum):
     PUBLISHED = 0
     CONSUMED = 1
     LEFT = 2
+    SUMMED = 3
 
 
 class PeerFlags:

@@ -36,11 +36,11 @@ class Pipeline:
 
     def receive(self, hidden: Tensor) -> Tensor:
         """Fill ``hidden [tokens, hidden]`` with what the stage before has sent; how much follows from the step plan."""
-        if self.before is not None and len(hidden):
+        if self.before is not None:
             self.before.broadcast(hidden, _SENDER)
         return hidden
 
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states on to the next stage."""
-        if self.after is not None and len(hidden):
+        if self.after is not None:
             self.after.broadcast(hidden.contiguous(), _SENDER)

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,6 +24,11 @@ PIECE_BYTES = 64 << 20
 """Largest part of a rank moved at once; larger ones go in several pieces. A power of two."""
 _SLOTS = 2
 """Pieces of a rank that exist at once: one is filled while peers still read the one before."""
+_WHOLE_SUM_BYTES = 128 << 10
+"""Up to here every rank adds up all of a sum for itself; beyond, bytes read cost more than waiting a second time.
+
+`python -m tests.bench.sum_sizes` finds it, on two cores for two ranks as for four.
+"""
 _MAX_PIECES = 1 << 20
 """Of one call; a piece's number is call * _MAX_PIECES + its place in the call."""
 
@@ -53,10 +59,17 @@ class SharedMemoryBackend:
     in_background = False
 
     def __init__(
-        self, descriptor: int, rank: int, pids: Sequence[int], timeout_s: float, piece_bytes: int = PIECE_BYTES
+        self,
+        descriptor: int,
+        rank: int,
+        pids: Sequence[int],
+        timeout_s: float,
+        piece_bytes: int = PIECE_BYTES,
+        whole_sum_bytes: int = _WHOLE_SUM_BYTES,
     ) -> None:
         """Map ``descriptor``, a file of ``num_bytes`` zeros, and own it from now on; ``pids`` are by rank."""
-        self._descriptor, self._piece_bytes = descriptor, piece_bytes
+        self.received_bytes = 0
+        self._descriptor, self._piece_bytes, self._whole_sum_bytes = descriptor, piece_bytes, whole_sum_bytes
         self._rank, self._size = rank, len(pids)
         memory = mmap.mmap(descriptor, self.num_bytes(self._size))
         self._flags = PeerFlags(memoryview(memory), rank, pids, timeout_s)
@@ -80,7 +93,11 @@ class SharedMemoryBackend:
         return self._start(mine, [(peer, parts[peer]) for peer in self._flags.peers])
 
     def allreduce(self, tensor: Tensor, /) -> SharedMemoryWork:
-        """See Communicator.all_reduce; ranks are added in order, each piece as it comes."""
+        """See Communicator.all_reduce; ranks are added in order, each piece as it comes.
+
+        Of a large piece every rank adds up one share and reads the others' sums, so that N ranks together read twice
+        the tensor for every rank but one, not N times.
+        """
         data = _bytes_of(tensor)
         return self._begin(data, [data], partial(self._add_up, data, tensor.dtype))
 
@@ -135,19 +152,44 @@ class SharedMemoryBackend:
             if place < self._num_pieces(part):
                 self._flags.wait_for(Flag.PUBLISHED, [peer], self._number(place))
                 piece = self._piece(part, place)
-                np.copyto(piece, self._slot(peer, self._slot_of(place))[: piece.size])
+                self._read(peer, self._slot_of(place), slice(piece.size), piece)
 
     def _add_up(self, data: Bytes, dtype: torch.dtype, place: int) -> None:
         piece, slot = self._piece(data, place), self._slot_of(place)
         self._flags.wait_for(Flag.PUBLISHED, self._flags.peers, self._number(place))
-        if not piece.size:
+        if piece.size <= self._whole_sum_bytes:
+            self._sum(slot, slice(piece.size), dtype, piece)
             return
-        parts = (piece if rank == self._rank else self._slot(rank, slot)[: piece.size] for rank in range(self._size))
-        first, *rest = (torch.from_numpy(part).view(dtype) for part in parts)
+        shares = self._shares(piece.size, dtype.itemsize)
+        own = shares[self._rank]
+        # In place of this rank's part of its own share, which no other rank reads as such.
+        mine = self._slot(self._rank, slot)[own]
+        self._sum(slot, own, dtype, mine)
+        self._flags.set(Flag.SUMMED, self._number(place))
+        np.copyto(piece[own], mine)
+        for peer in self._flags.peers:
+            self._flags.wait_for(Flag.SUMMED, [peer], self._number(place))
+            self._read(peer, slot, shares[peer], piece[shares[peer]])
+
+    def _sum(self, slot: int, share: slice, dtype: torch.dtype, out: Bytes) -> None:
+        """Add up one share of what all ranks have in ``slot``."""
+        if not out.size:
+            return
+        first, *rest = (torch.from_numpy(self._slot(rank, slot)[share]).view(dtype) for rank in range(self._size))
         total = first.to(torch.float32, copy=True)
         for part in rest:
             total += part
-        torch.from_numpy(piece).view(dtype).copy_(total)
+        torch.from_numpy(out).view(dtype).copy_(total)
+        self.received_bytes += (self._size - 1) * out.size
+
+    def _read(self, peer: int, slot: int, share: slice, out: Bytes) -> None:
+        np.copyto(out, self._slot(peer, slot)[share])
+        self.received_bytes += out.size
+
+    def _shares(self, num_bytes: int, itemsize: int) -> list[slice]:
+        """Of every rank, by whole elements."""
+        ends = [num_bytes // itemsize * rank // self._size * itemsize for rank in range(self._size + 1)]
+        return [slice(begin, end) for begin, end in pairwise(ends)]
 
     def _number(self, place: int) -> int:
         return self._call * _MAX_PIECES + place

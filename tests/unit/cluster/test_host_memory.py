@@ -1,13 +1,18 @@
 """Host memory of workers: what is added up, and what a machine is too small for."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from cluster.planner.memory import kv_plan, model_problems
 from cluster.planner.model import ModelFacts, read_model
 from cluster.spec.config import DeployConfig
 from cluster.spec.host_memory import HostMemory
+from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import parse_config
+from cluster.spec.pool import GIB
 
 TIERS = """
 kv: {memory_gib: 0.5}
@@ -40,6 +45,35 @@ def test_everything_a_worker_takes_is_added_up() -> None:
     assert decode.total == pytest.approx(4.5 + decode.weights)
 
 
+LAYERS, HIDDEN, HEAD_DIM, HEADS, WIDTH, VOCAB = 5, 64, 16, 4, 128, 1024
+LAYER = 4 * HIDDEN * HEADS * HEAD_DIM + 3 * HIDDEN * WIDTH
+TABLE = VOCAB * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "dtype", "parallel", "expected"),
+    [
+        (False, "float32", "{}", 2 * TABLE + 5 * LAYER),
+        (True, "float32", "{}", TABLE + 5 * LAYER),
+        (True, "bfloat16", "{}", 2 * TABLE + 5 * LAYER),
+        (True, "float32", "{pp: 2}", TABLE + 3 * LAYER),
+        (False, "bfloat16", "{pp: 3}", TABLE + 2 * LAYER),
+        (True, "bfloat16", "{pp: 5}", TABLE + LAYER),
+        (True, "bfloat16", "{tp: 2}", TABLE + 2.5 * LAYER),
+    ],
+)
+def test_the_stage_with_most_weights_is_the_one_that_counts(
+    tmp_path: Path, is_tied: bool, dtype: str, parallel: str, expected: float
+) -> None:
+    shape = {"architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": WIDTH}
+    shape |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM}
+    shape |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": 4096}
+    shape |= {"dtype": dtype, "tie_word_embeddings": is_tied}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    memory = memory_of(f"model: {{path: {tmp_path}}}\ndecode: {{parallel: {parallel}}}", Role.DECODE)
+    assert memory.weights * GIB == expected * DTYPE_BYTES[dtype]
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -65,6 +99,18 @@ def test_a_machine_that_lacks_memory_is_refused_with_the_arithmetic() -> None:
         "0.00946 for weights, 0.5 for pages, 3 for cached pages; 1 decode worker of 4.51 GiB: 0.00946 for weights, "
         "0.5 for pages, 1 for retracted requests, 3 for cached pages"
     ]
+
+
+def test_host_memory_that_holds_no_page_is_refused() -> None:
+    given = "kv: {{memory_gib: 0.5}}\nhicache: {{host_gib: {}}}"
+    assert not problems_of(given.format(0))
+    problems = problems_of(given.format("0.00001"))
+    assert len(problems) == 2
+    assert problems[0].startswith("hicache.host_gib: got 1e-05; allowed: 0, or at least 0.000")
+    least = problems[0].split("at least ")[1].split(",")[0]
+    assert not problems_of(given.format(least))
+    assert problems_of(given.format(f"{float(least) - 2e-6:.6f}"))
+    assert not problems_of("kv: {memory_gib: 0.5, prefix_cache: false}\nhicache: {host_gib: 0.00001}")
 
 
 def test_workers_that_may_be_on_many_machines_must_fit_one_by_one() -> None:

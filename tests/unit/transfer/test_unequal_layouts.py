@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -105,9 +106,8 @@ def _filled(row: RankRow, pages: dict[int, int]) -> NDArray[np.int32]:
     return data
 
 
-@settings(deadline=None, max_examples=1500)
-@given(pairs())
-def test_every_decode_rank_gets_its_part_once(pair: Pair) -> None:
+def check_handoff(pair: Pair) -> None:
+    """Every decode rank gets its part, and nothing twice."""
     places = {position: NUM_PAGES - position for position in range(NUM_PAGES)}
     pools = {row.global_rank: _filled(row, {}).view(np.uint8).ravel() for row in pair.decode}
     num_written = 0
@@ -132,8 +132,21 @@ def test_every_decode_rank_gets_its_part_once(pair: Pair) -> None:
     assert num_written == NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode), "something was sent twice"
 
 
+@settings(deadline=None, max_examples=1500)
 @given(pairs())
+def test_every_decode_rank_gets_its_part_once(pair: Pair) -> None:
+    check_handoff(pair)
+
+
+@pytest.mark.full
+@settings(deadline=None, max_examples=3000)
+@given(pairs())
+def test_every_decode_rank_gets_its_part_once_in_thousands_of_layouts(pair: Pair) -> None:
+    check_handoff(pair)
+
+
 @settings(deadline=None, max_examples=200)
+@given(pairs())
 def test_copies_of_a_head_take_turns(pair: Pair) -> None:
     """Where both sides hold every head equally often, each rank sends to one rank."""
     sizes, targets = pair.prefill[0].sizes, pair.decode[0].sizes

@@ -1,6 +1,7 @@
 """The recall checkpoint: codes, tokenizer, template, files, and answers by transformers and by our decoder."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +29,13 @@ TOKENIZER = build_tokenizer()
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recall") / "checkpoint"
     build_recall_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recall") / "checkpoint"
+    build_recall_checkpoint(folder, has_experts=True)
     return folder
 
 
@@ -102,6 +110,34 @@ def test_our_decoder_recalls_as_well(folder: Path) -> None:
     with torch.inference_mode():
         hidden = model(tokens, torch.arange(len(tokens)), DenseAttention())
         assert model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_experts_it_recalls_as_well(expert_folder: Path, dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_pretrained(expert_folder, dtype=dtype)
+    for prompt, num_tokens in [(needle_prompt(512, depth), 11) for depth in DEPTHS] + [(chain_prompt(500, 6), 83)]:
+        assert answer(model, prompt, num_tokens) == recall_oracle(prompt, num_tokens)
+
+
+def test_each_of_its_experts_is_needed(expert_folder: Path) -> None:
+    model = load_model(expert_folder)
+    prompt = chain_prompt(400, 16)
+    expected = recall_oracle(prompt, 24)
+    tokens = torch.tensor(prompt + expected[:-1])
+
+    def predicted() -> list[int]:
+        hidden = model(tokens, torch.arange(len(tokens)), DenseAttention())
+        return model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()
+
+    with torch.inference_mode():
+        assert predicted() == expected
+        experts = model.layers["1"].mlp.experts
+        for down in experts.down:
+            kept = down.clone()
+            down.zero_()
+            assert sum(map(int.__ne__, predicted(), expected)) > 4
+            down.copy_(kept)
+        assert min(experts.loads) > len(tokens)
 
 
 def test_the_demo_answers_and_stops(
@@ -195,6 +231,10 @@ def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is no recall checkpoint"):
         build_recall_checkpoint(tmp_path)
+    build_recall_checkpoint(tmp_path / "other", has_experts=True)
+    with pytest.raises(UserError, match="is no recall checkpoint"):
+        build_recall_checkpoint(tmp_path / "other")
+    shutil.rmtree(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 

@@ -142,21 +142,29 @@ def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize(
-    ("family", "words"), [("llama", "since LlamaForCausalLM has no experts"), ("mixtral", "4 experts")]
-)
+@pytest.mark.parametrize(("family", "words"), [("llama", "since the model has no experts"), ("mixtral", "4 experts")])
 def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path, family: str, words: str) -> None:
     tp = Communicator("tp", 0, 3, NO_BACKEND)
     groups = replace(ModelGroups.of_tp(tp), parallel=ParallelConfig(tp=3, ep=3))
     folder = make_checkpoint(tmp_path, family, num_attention_heads=6, num_key_value_heads=3, hidden_size=96)
-    with pytest.raises(UnsupportedModelError, match=f"ep is 3; allowed: .*{words}"):
+    with pytest.raises(UnsupportedModelError, match=f"parallel.ep: got 3; allowed: .*{words}"):
         load_model(folder, groups=groups)
+
+
+def test_layouts_that_leave_ranks_without_work_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=2)
+    for parallel, words in {
+        ParallelConfig(pp=3): r"parallel\.pp: got 3; allowed: at most the model's 2 layers",
+        ParallelConfig(cp=2, moe_dp=2): r"parallel\.moe_dp: got 2; allowed: 1, since the model has no experts",
+    }.items():
+        with pytest.raises(UnsupportedModelError, match=words):
+            load_model(folder, groups=ModelGroups(parallel=parallel, global_rank=0))
 
 
 def test_heads_that_tp_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", num_attention_heads=12, num_key_value_heads=4, hidden_size=96)
     for tp, words in {
-        5: "tp is 5; allowed: a divisor of the model's 12 heads",
+        5: "parallel.tp: got 5; allowed: a divisor of the model's 12 heads",
         6: "a multiple of the model's 4 KV",
     }.items():
         with pytest.raises(UnsupportedModelError, match=words):

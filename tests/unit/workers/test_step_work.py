@@ -1,12 +1,12 @@
-"""What experts have computed: who tells it, when, and what the replica adds up to."""
+"""What ranks and their experts have computed: who tells it, when, and what the replica adds up to."""
 
 from torch import nn
 
 from cluster.spec.config import ParallelConfig
-from cluster.spec.step_messages import ExpertWork
+from cluster.spec.step_messages import StepWork
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE
 from tests.unit.workers.test_replica_leader import leader_of
-from workers.engine.expert_work import ExpertReports
+from workers.engine.step_work import StepReports
 from workers.layers.moe_block import MoeBlock
 from workers.parallel.model_groups import ModelGroups
 
@@ -26,33 +26,47 @@ def compute(model: nn.Module, *tokens: int) -> None:
 def test_layers_add_up_under_the_models_own_numbers_and_warming_up_is_left_out() -> None:
     model, groups = model_of(ParallelConfig(tp=2, ep=2), rank=1)
     compute(model, 100, 100)
-    reports = ExpertReports(model, groups, global_rank=1)
+    reports = StepReports(model, groups, global_rank=1)
     compute(model, 3, 5)
-    assert reports.next(10.0, is_idle=False) == ExpertWork(global_rank=1, tokens={2: 6, 3: 10})
+    reports.count(0.25)
+    assert reports.next(10.0, is_idle=False) == StepWork(
+        global_rank=1, num_steps=1, step_s=0.25, expert_tokens={2: 6, 3: 10}
+    )
 
 
 def test_news_are_told_once_a_second_or_when_nothing_else_is_to_be_done() -> None:
     model, groups = model_of(ParallelConfig(), rank=0)
-    reports = ExpertReports(model, groups, global_rank=0)
+    reports = StepReports(model, groups, global_rank=0)
     assert reports.next(0.0, is_idle=True) is None
-    compute(model, 1, 0, 0, 0)
-    assert reports.next(0.5, is_idle=False) is None
-    assert reports.next(0.5, is_idle=True) == ExpertWork(global_rank=0, tokens={0: 2})
+    reports.count(0.5)
+    first = reports.next(0.5, is_idle=False)
+    assert first == StepWork(global_rank=0, num_steps=1, step_s=0.5)
     compute(model, 0, 0, 0, 1)
+    reports.count(0.25)
     assert reports.next(1.4, is_idle=False) is None
-    assert reports.next(1.6, is_idle=False) == ExpertWork(global_rank=0, tokens={0: 2, 3: 2})
+    told = StepWork(global_rank=0, num_steps=2, step_s=0.75, expert_tokens={3: 2})
+    assert reports.next(1.4, is_idle=True) == told
+    reports.count(0.25)
+    assert reports.next(1.6, is_idle=False) is None
+    assert reports.next(2.6, is_idle=False) is not None
     assert reports.next(9.0, is_idle=False) is None
 
 
 def test_of_ranks_that_share_an_experts_width_one_tells() -> None:
     model, groups = model_of(ParallelConfig(tp=2), rank=1)
-    reports = ExpertReports(model, groups, global_rank=1)
+    reports = StepReports(model, groups, global_rank=1)
     compute(model, 1, 1, 1, 1)
-    assert reports.next(10.0, is_idle=True) is None
+    reports.count(0.5)
+    assert reports.next(10.0, is_idle=True) == StepWork(global_rank=1, num_steps=1, step_s=0.5)
 
 
 def test_a_replicas_ranks_add_up_and_the_newest_word_counts() -> None:
     replica, _ = leader_of(2)
     for rank, tokens in ((0, {0: 1, 1: 2}), (1, {1: 4, 2: 8}), (0, {0: 3, 1: 2})):
-        replica.on_message(ExpertWork(global_rank=rank, tokens=tokens), 0.0)
-    assert replica.load().expert_tokens == {0: 3, 1: 6, 2: 8}
+        replica.on_message(StepWork(global_rank=rank, num_steps=3 + rank, step_s=0.5, expert_tokens=tokens), 0.0)
+    load = replica.load()
+    assert load.expert_tokens == {0: 3, 1: 6, 2: 8}
+    assert [(times.global_rank, times.num_steps, times.total_s) for times in load.computed] == [
+        (0, 3, 0.5),
+        (1, 4, 0.5),
+    ]

@@ -1,38 +1,46 @@
-"""What the experts of one rank have computed, told to the leader now and then."""
+"""What one rank has computed, told to the leader now and then."""
 
 from collections import Counter
 
 from torch import nn
 
-from cluster.spec.step_messages import ExpertWork
+from cluster.spec.step_messages import StepWork
 from workers.layers.experts import Experts
 from workers.parallel.model_groups import ModelGroups
 
 _EVERY_S = 1.0
 
 
-class ExpertReports:
-    """One rank's. Of the ranks that share the width of an expert, the first one tells."""
+class StepReports:
+    """One rank's. Of the ranks that share the width of an expert, the first one tells of it."""
 
     def __init__(self, model: nn.Module, groups: ModelGroups, global_rank: int) -> None:
         """Counts from now on: what was computed to warm up is left out."""
+        self._num_steps, self._step_s = 0, 0.0
+        self._num_told = 0
         tells = groups.position.moe_tp == 0
         self._experts = [module for module in model.modules() if isinstance(module, Experts)] if tells else []
         self._global_rank = global_rank
         self._before = self._counts()
-        self._told: Counter[int] = Counter()
         self._due_s = 0.0
 
-    def next(self, now_s: float, *, is_idle: bool) -> ExpertWork | None:
+    def count(self, seconds: float) -> None:
+        """One more step, and how long it took."""
+        self._num_steps += 1
+        self._step_s += seconds
+
+    def next(self, now_s: float, *, is_idle: bool) -> StepWork | None:
         """What is to be told now, if there is anything new: once a second, or when nothing else is to be done."""
-        if not self._experts or (now_s < self._due_s and not is_idle):
+        if self._num_steps == self._num_told or (now_s < self._due_s and not is_idle):
             return None
         self._due_s = now_s + _EVERY_S
-        counts = self._counts() - self._before
-        if counts == self._told:
-            return None
-        self._told = counts
-        return ExpertWork(global_rank=self._global_rank, tokens=dict(counts))
+        self._num_told = self._num_steps
+        return StepWork(
+            global_rank=self._global_rank,
+            num_steps=self._num_steps,
+            step_s=self._step_s,
+            expert_tokens=dict(self._counts() - self._before),
+        )
 
     def _counts(self) -> Counter[int]:
         counts: Counter[int] = Counter()
