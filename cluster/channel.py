@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
@@ -26,6 +27,8 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _HARD_LIMIT_BYTES = 2 * MAX_FRAME_BYTES
 """At such a frame a receiver hangs up before it has taken memory for it."""
 _LINGER_MS = 1000
+_IDLE_S = 60.0
+"""Connections unused for so long are dropped when another one is made: most of their peers are gone."""
 _REFUSALS_AT = "inproc://refusals"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MOST_AT_ONCE = 512
@@ -157,6 +160,7 @@ class Outbox:
         self._context = zmq.Context()
         self._key = key
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._used_s: dict[str, float] = {}
         self._packed: Message | None = None
         """The last message, which may be sent to others too: both legs get the same prompt."""
         self._frame = b""
@@ -181,9 +185,10 @@ class Outbox:
         if len(self._frame) > MAX_FRAME_BYTES:
             kind = type(message).__name__
             raise PeerUnreachableError(f"{kind} of {len(self._frame)} bytes; allowed: {MAX_FRAME_BYTES} in one message")
+        now_s = time.monotonic()
         for address in addresses:
             try:
-                self._socket(address).send(self._frame, zmq.NOBLOCK)
+                self._socket(address, now_s).send(self._frame, zmq.NOBLOCK)
             except zmq.Again:
                 raise PeerUnreachableError(f"nobody reads at {address}; {type(message).__name__} not sent") from None
 
@@ -191,6 +196,7 @@ class Outbox:
         """Drop the connection to a peer that is gone, with what was still queued for it."""
         socket = self._sockets.pop(address, None)
         if socket is not None:
+            del self._used_s[address]
             socket.close(linger=0)
 
     def close(self) -> None:
@@ -198,10 +204,13 @@ class Outbox:
         for socket in self._sockets.values():
             socket.close(linger=_LINGER_MS)
         self._sockets.clear()
+        self._used_s.clear()
         self._context.term()
 
-    def _socket(self, address: str) -> "zmq.Socket[bytes]":
+    def _socket(self, address: str, now_s: float) -> "zmq.Socket[bytes]":
         if address not in self._sockets:
+            for idle in [known for known, used_s in self._used_s.items() if used_s < now_s - _IDLE_S]:
+                self.forget(idle)
             socket = self._context.socket(zmq.PUSH)
             _limit(socket)
             socket.setsockopt(zmq.SNDHWM, 10_000)
@@ -211,6 +220,7 @@ class Outbox:
                 socket.curve_secretkey = self._key.secret
             socket.connect(address)
             self._sockets[address] = socket
+        self._used_s[address] = now_s
         return self._sockets[address]
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -78,9 +79,10 @@ class RaySystem:
 
         Raises:
             UserError: no cluster answers at the address.
+            BatonError: Ray took too long to start.
         """
         self.temp_dir = None if address else _make_temp_dir()
-        """Sockets and logs of a cluster that was started here."""
+        """Sockets and logs of a cluster that was started here are in it, for this account alone."""
         self.is_urgent = False
         """Whether ``shutdown`` is not to wait for Ray's own way of ending."""
         self._guard = Guard(self.temp_dir) if self.temp_dir else None
@@ -88,12 +90,18 @@ class RaySystem:
         # A thread that still asks Ray for something after shutdown gets an error, not a cluster of its own.
         ray_auto_init.enable_auto_connect = False
         ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
+        begun_s = time.monotonic()
         try:
             with _signals_kept(), _daemons_apart(self._guard):
                 _init(namespace, address, num_cpus, worker_logs, self.temp_dir)
         except (ConnectionError, RuntimeError) as exc:
             self.shutdown()
             raise UserError(f"Ray at {address or 'this machine'} cannot be used: {_first_line(exc)}") from exc
+        except Exception as exc:  # Ray has no class for a start that took too long
+            self.shutdown()
+            waited = f"Ray did not start in {time.monotonic() - begun_s:.0f} s ({_first_line(exc)})"
+            advice = "try again when this machine has less to do; `baton doctor` says what may be wrong with it"
+            raise BatonError(f"{waited}; {advice}") from exc
         except BaseException:
             self.shutdown()
             raise
@@ -219,7 +227,7 @@ def _init(namespace: str, address: str | None, num_cpus: int, worker_logs: bool,
         num_cpus=num_cpus,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        _temp_dir=str(temp_dir),
+        _temp_dir=f"{temp_dir}/ray",  # Ray lets every account write into the folder it is given
         **common,
     )
 
@@ -269,7 +277,7 @@ def _make_temp_dir() -> Path:
     """A folder for the cluster's sockets and logs; removes those of drivers that were killed."""
     for folder in _TEMP_ROOT.glob("baton-ray-*"):
         match = _TEMP_NAME.fullmatch(folder.name)
-        if match and not Path("/proc", match[1]).exists() and folder.stat().st_uid == os.getuid():
+        if match and not Path("/proc", match[1]).exists() and folder.lstat().st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"baton-ray-{os.getpid()}-", dir=_TEMP_ROOT))
 

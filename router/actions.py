@@ -5,7 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Cancel, PhaseTimes, Submit
+from cluster.spec.messages import Cancel, Inquire, PhaseTimes, Submit
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.spec.tiers import CachedTokens
 from router.flight import Pair
@@ -51,7 +51,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
     """Send a message."""
 
     address: str
-    message: Submit | Cancel
+    message: Submit | Cancel | Inquire
 
 
 class Emit(msgspec.Struct, frozen=True, kw_only=True):

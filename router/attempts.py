@@ -1,6 +1,6 @@
 """The attempts under way: on which pair each runs, in which room, and what it adds to load and breakers. Sans I/O."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from cluster.spec.ids import Room
 from cluster.spec.messages import Cancel
@@ -25,9 +25,18 @@ class Attempts:
     def __contains__(self, room: Room) -> bool:
         return room in self._flights
 
+    def __len__(self) -> int:
+        return len(self._flights)
+
     def find(self, room: Room) -> Flight | None:
         """The request that has its attempt in this room."""
         return self._flights.get(room)
+
+    def silent_since(self, time_s: float) -> Iterator[Attempt]:
+        """Those of which nothing was heard since then."""
+        for flight in self._flights.values():
+            if flight.heard_s <= time_s and flight.attempt is not None:
+                yield flight.attempt
 
     def begin(self, flight: Flight, room: Room, now_s: float, prompt_of: Flight | None = None) -> list[Action]:
         """Make an attempt, where the choice runs that brings the prompt if there is one; nothing without a replica."""
@@ -41,6 +50,7 @@ class Attempts:
         assert room not in self._flights, f"room {room} drawn twice"
         attempt = flight.begin(room, pair, first.room if first is not None else None)
         self._flights[room] = flight
+        flight.heard_s = now_s
         if pair.prefill is not None:
             self._load.add(pair.prefill, attempt.prefill_len)
         self._load.add(pair.decode, attempt.decode_len)

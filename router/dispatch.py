@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room, draw_room
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Failure, Output
+from cluster.spec.messages import Blame, Failure, Inquire, Output
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import CachedTokens
 from router.actions import Action, Cause, Emit, Fail, Wait
 from router.attempts import Attempts
 from router.breaker import Breakers
 from router.flight import ENDS, MOVES, Ask, Flight, Pick, Stage
+from router.inquiries import Inquiries
 from router.load import LoadBook
 
 
@@ -57,6 +58,7 @@ class Dispatch:
         self._draw = draw
         self._flights: dict[Room, Flight] = {}
         self._attempts = Attempts(me, load, breakers, pick)
+        self._inquiries = Inquiries(me, self._attempts)
         self.dropped: Counter[str] = Counter()
         """Messages that were not used: of a ``late`` room, from a ``foreign`` sender, ``duplicate``."""
         self.ended: Counter[Stage] = Counter()
@@ -74,7 +76,9 @@ class Dispatch:
     @property
     def next_deadline_s(self) -> float | None:
         """When ``expire`` may next find something."""
-        return min((flight.wake_at_s for flight in self._flights.values()), default=None)
+        if not self._flights:
+            return None
+        return min(self._inquiries.due_s, min(flight.wake_at_s for flight in self._flights.values()))
 
     def is_open(self, room: Room) -> bool:
         """Whether the request of this name has not ended."""
@@ -105,6 +109,7 @@ class Dispatch:
             return self._drop("late")
         if not flight.is_decode(output.replica, output.incarnation):
             return self._drop("foreign")
+        flight.heard_s = now_s
         if problem := flight.problem(output):
             return self._on_broken(flight, f"{output.replica}: {problem}", now_s)
         num_known = len(flight.given) - output.first_index
@@ -145,7 +150,7 @@ class Dispatch:
         others = [leg for leg in flight.legs if leg is not failed]
         if not failure.retryable:
             return self._fail(flight, Cause.REFUSED, reason, others)
-        blamed = flight.legs if failure.mutual else [failed]
+        blamed = {Blame.SENDER: [failed], Blame.BOTH: flight.legs, Blame.NEITHER: []}[failure.blame]
         trouble = _Trouble(cause=Cause.REPLICA_FAILED, reason=reason, blamed=blamed, cancelled=others)
         return self._go_on(flight, trouble, now_s)
 
@@ -169,6 +174,12 @@ class Dispatch:
         trouble = _Trouble(cause=Cause.REPLICA_LOST, reason=reason, blamed=blamed, cancelled=flight.legs)
         return self._go_on(flight, trouble, now_s)
 
+    def on_inquire(self, inquire: Inquire) -> list[Action]:
+        """A leader does not hear of the end of what it works for."""
+        if inquire.incarnation != self.me.incarnation:
+            return self._drop("foreign")
+        return self._inquiries.answer(inquire)
+
     def on_client_left(self, room: Room) -> list[Action]:
         """Nobody reads the answer any more."""
         flight = self._flights[room]
@@ -187,7 +198,7 @@ class Dispatch:
         return self._end(flight, Stage.FINISHED, "stop string", flight.legs)
 
     def expire(self, now_s: float) -> list[Action]:
-        """Fail the requests whose deadline has passed, and make the attempts that are due."""
+        """Fail the requests whose deadline has passed, make the attempts that are due, ask about the silent ones."""
         actions: list[Action] = []
         for flight in [flight for flight in self._flights.values() if flight.wake_at_s <= now_s]:
             if flight.deadline_s <= now_s:
@@ -195,7 +206,7 @@ class Dispatch:
                 actions += self._fail(flight, Cause.TIMED_OUT, reason, flight.legs)
             else:
                 actions += self._begin(flight, self._draw(), now_s)
-        return actions
+        return actions + self._inquiries.ask(now_s)
 
     def stop(self) -> list[Action]:
         """Fail everything that is open."""
@@ -223,7 +234,7 @@ class Dispatch:
             self.num_continuations += bool(flight.given)
             self.num_retries += not flight.given
         self._move(flight, Stage.WAITING, "attempt")
-        return actions
+        return actions + self._inquiries.begin(now_s)
 
     def _on_broken(self, flight: Flight, reason: str, now_s: float) -> list[Action]:
         """What the decode leg says cannot be the rest of the answer."""

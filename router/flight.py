@@ -121,6 +121,8 @@ class Flight:
     """Replicas that have failed it."""
     num_retries: int = 0
     """Attempts after the first one."""
+    heard_s: float = 0.0
+    """When the attempt under way began, or gave its newest tokens."""
     due_s: float = 0.0
     """While BETWEEN: when the next attempt is made."""
     reason: str = ""

@@ -58,11 +58,12 @@ class Gate:
         self.look()
         try:
             if self.num_waiting + self._elsewhere() > self._max_waiting and not answer.done():
-                raise QueueFullError(self._why)
+                raise QueueFullError(self._why, "max_waiting_requests")
             async with asyncio.timeout(self._max_wait_s):
                 return await answer
         except TimeoutError:
-            raise QueueFullError(f"{self._why}; waited {self._max_wait_s:g} s (router.max_wait_s)") from None
+            why = f"{self._why}; waited {self._max_wait_s:g} s (router.max_wait_s)"
+            raise QueueFullError(why, "max_wait_s") from None
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 with answer.result():

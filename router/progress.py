@@ -12,10 +12,14 @@ from router.metrics import Metrics
 class Progress:
     """Hands tokens to the stream and measures them."""
 
-    def __init__(self, answer: Answer, index: int, arrived_s: float, opened_s: float, metrics: Metrics) -> None:
+    def __init__(
+        self, answer: Answer, index: int, prompt_len: int, arrived_s: float, opened_s: float, metrics: Metrics
+    ) -> None:
+        """prompt_len: tokens; 0 where another choice brings the prompt."""
         self.answer = answer
         self.stream = answer.stream
         self._index = index
+        self._prompt_len = prompt_len
         self._arrived_s = arrived_s
         self._opened_s = opened_s
         self._first_s: float | None = None
@@ -28,6 +32,8 @@ class Progress:
         self._measure(len(action.token_ids), now_s)
         if action.phases is not None:
             self._metrics.on_phases(action.phases)
+            if self._prompt_len:
+                self._metrics.on_prompt(self._prompt_len, action.cached.total)
             self.stream.phases = self.stream.phases or action.phases
         if action.cached.total:
             self._metrics.note_cached(action.cached)
@@ -48,7 +54,7 @@ class Progress:
         metrics.e2e_s.note(now_s - self._arrived_s)
         metrics.generated.note(self._num_tokens)
         if self._first_s is not None:
-            metrics.decode_s.note(now_s - self._first_s)
+            metrics.on_end(self.stream.phases, now_s - self._first_s)
             if self._num_tokens > 1:
                 metrics.tpot_s.note((now_s - self._first_s) / (self._num_tokens - 1))
 

@@ -12,12 +12,24 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, FollowPages, Message, Output, Outputs, PageNews, Submit, Timeline
+from cluster.spec.messages import (
+    CommandTaken,
+    Failure,
+    FollowPages,
+    Inquire,
+    Message,
+    Output,
+    Outputs,
+    PageNews,
+    Submit,
+    Timeline,
+)
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
 from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
 from router.answer import Answer
+from router.commands import Commands
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.errors import NotReadyError, QueueFullError
@@ -62,6 +74,7 @@ class Relay:
         self._metrics = metrics
         self.timelines = timelines
         self._siblings = siblings
+        self.commands = Commands(dispatch.me, lambda peer, command: self._tell(peer.address, command))
         self._progress: dict[Room, Progress] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._num_answers = 0
@@ -107,7 +120,8 @@ class Relay:
             if not ask.shares_prompt:
                 first = room
             answer.add(room, timed=ask.timed)
-            self._progress[room] = Progress(answer, index, arrived_s, opened_s, self._metrics)
+            prompt_len = 0 if ask.shares_prompt else len(ask.prompt_ids)
+            self._progress[room] = Progress(answer, index, prompt_len, arrived_s, opened_s, self._metrics)
             self._perform(actions)
         self._siblings.tell()
         self._wake_at(deadline_s)
@@ -127,8 +141,12 @@ class Relay:
                     "a leg failed: %s", message.reason, extra=with_facts(room=message.room, replica=message.replica)
                 )
                 self._perform(self._dispatch.on_failure(message, self._clock.now_s()))
+            case Inquire():
+                self._perform(self._dispatch.on_inquire(message))
             case PageNews():
                 self._on_page_news(message)
+            case CommandTaken():
+                self.commands.on_taken(message)
             case Timeline():
                 self.timelines.on_timeline(message)
             case _:
@@ -158,10 +176,6 @@ class Relay:
     def resume(self) -> None:
         """Take new requests again."""
         self._siblings.is_paused = False
-
-    def tell(self, peer: Peer, message: Message) -> None:
-        """Send a message to a replica, if it listens."""
-        self._tell(peer.address, message)
 
     def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
         """What this and the other router processes have open at each replica that has anything open."""

@@ -33,10 +33,10 @@ def wait_ready(url: str, timeout_s: float) -> None:
 def ready_text(url: str, config: DeployConfig) -> str:
     """The lines to print."""
     from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
-    from workers.models.resolve import BUILT_IN
+    from workers.models.recall_weights import BUILT_IN
 
     model = config.model.name
-    if config.model.path == BUILT_IN:
+    if config.model.path in BUILT_IN:
         body = {"model": model, "prompt": DEMO_PROMPT, "max_tokens": 16}
         request, answer = curl(f"{url}/v1/completions", body), f"\nThe answer is {DEMO_ANSWER!r}.\n"
     else:

@@ -19,6 +19,7 @@ def router(
     streams: Annotated[int, typer.Option(help="Streams at once.")] = 64,
     stream_len: Annotated[int, typer.Option(help="Tokens of each stream.")] = 256,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each measurement.")] = 5.0,
+    known_share: Annotated[float, typer.Option(help="Part of the requests whose prompt was served before.")] = 0.5,
     model: Annotated[str, typer.Option(help="Model whose tokenizer is used.")] = "recall",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
@@ -36,6 +37,7 @@ def router(
         num_streams=streams,
         stream_len=stream_len,
         seconds=seconds,
+        known_share=known_share,
     )
     try:
         for result in run_router_bench(bench):

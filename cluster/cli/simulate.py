@@ -1,8 +1,12 @@
 """`baton simulate`: the control code of a whole cluster on virtual time, under faults; nothing is started."""
 
 import json
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,26 +22,55 @@ def simulate(
 ) -> None:
     """Run router, bootstrap, schedulers, transfers and supervisor under simulated faults; exit code 1 on a violation.
 
-    A failing seed is made as small as it still fails, and its trace is printed on stderr.
+    A failing seed is made as small as it still fails, and its trace is printed on stderr. Ctrl-C and SIGTERM end it
+    after the seed at hand, with what was found so far and exit code 130 or 143.
     """
     # The command line starts quickly because each command loads what it needs.
     from cluster.simulator.campaign import Campaign
 
     campaign = Campaign()
     start_s = time.perf_counter()
-    if sys.stderr.isatty():
-        with typer.progressbar(range(first, first + seeds), label="seeds", file=sys.stderr) as numbers:
-            campaign.run(numbers)
-    else:
-        campaign.run(range(first, first + seeds))
+    with _noting_signals() as noted:
+        if sys.stderr.isatty():
+            with typer.progressbar(range(first, first + seeds), label="seeds", file=sys.stderr) as numbers:
+                campaign.run(takewhile(lambda _: not noted, numbers))
+        else:
+            campaign.run(takewhile(lambda _: not noted, range(first, first + seeds)))
     seconds = round(time.perf_counter() - start_s, 3)
     if as_json:
         typer.echo(json.dumps(_as_json(campaign, seconds)))
     else:
         _print(campaign, seconds)
+    for seed, violation in campaign.violations.items():
+        typer.echo(f"seed {seed}: {violation}", err=True)
+    if noted:
+        typer.echo(f"{noted[0].name}: stopped after {campaign.num_seeds} of {seeds} seeds", err=True)
+        raise typer.Exit(128 + noted[0])
     if campaign.violations:
-        _print_shortest(campaign)
+        _print_shortest(min(campaign.violations))
         raise typer.Exit(1)
+
+
+@contextmanager
+def _noting_signals() -> Iterator[list[signal.Signals]]:
+    """The first signal to stop, once it has come; the next one has its usual effect."""
+    noted: list[signal.Signals] = []
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _: object) -> None:
+        noted.append(signal.Signals(number))
+        reset()
+
+    def reset() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    for number in usual:
+        signal.signal(number, note)
+    try:
+        yield noted
+    finally:
+        reset()
 
 
 def _as_json(campaign: "Campaign", seconds: float) -> dict[str, object]:
@@ -57,13 +90,10 @@ def _print(campaign: "Campaign", seconds: float) -> None:
     typer.echo(f"violations: {len(campaign.violations)}")
 
 
-def _print_shortest(campaign: "Campaign") -> None:
+def _print_shortest(seed: int) -> None:
     from cluster.simulator.draw import draw_scenario
     from cluster.simulator.shrink import shrink
 
-    for seed, violation in campaign.violations.items():
-        typer.echo(f"seed {seed}: {violation}", err=True)
-    seed = min(campaign.violations)
     scenario, outcome = shrink(draw_scenario(seed))
     typer.echo(
         f"\nseed {seed}, without what it does not need: {len(scenario.asks)} requests, {scenario.shape}", err=True

@@ -83,7 +83,7 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
     )
     with Note(running) as note, progress:
         with signals.interrupting():
-            model = config.model.path if address else _resolve(config.model.path, progress)
+            model = config.model.path if address else _resolve(config, progress)
         progress.stage("ray", "joining" if address else "starting")
         if not address:
             set_for_own_cluster()
@@ -164,14 +164,16 @@ def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress
     typer.echo(ready_text(launcher.router_url, config))
 
 
-def _resolve(model: str, progress: "StartProgress") -> str:
-    """The model's folder, for a cluster on this machine only: fetched once, before anything starts."""
+def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
+    """The model's folder, for a cluster on this machine only: fetched and checked once, before anything starts."""
+    from cluster.cli.start_check import check_model
     from workers.models.resolve import resolve_model
 
     progress.stage("model", "looking for it")
-    folder = str(resolve_model(model).absolute())
+    folder = resolve_model(config.model.path).absolute()
+    check_model(config, folder, progress.line)
     progress.stage("model", "ready")
-    return folder
+    return str(folder)
 
 
 def _num_cpus(config: DeployConfig) -> int:

@@ -1,6 +1,7 @@
-"""When a replica that was asked to take no new requests has nothing open any more, as the rank table shows it."""
+"""When a replica that was asked to take no new requests has nothing left to do, as the rank table shows it."""
 
 import time
+from collections.abc import Callable, Iterator
 
 from cluster.launch.calls import Deadline
 from cluster.launch.tools import Table
@@ -10,6 +11,8 @@ from cluster.spec.registry import TableSnapshot
 
 QUIET_HEARTBEATS = 2.5
 """Without an open request and without a new one, before a replica counts as drained: two heartbeats said so."""
+TELL_AGAIN_S = 2.0
+"""After so long without a sign that a replica has heard it is told again."""
 _RECONNECT_S = 0.2
 
 
@@ -42,23 +45,47 @@ class DrainWatch:
         entry = snapshot.find(self._replica)
         if entry is None or entry.incarnation != self._incarnation:
             return None
-        is_empty = entry.load.draining and entry.load.num_waiting == entry.load.num_running == 0
-        return entry.load.num_taken if is_empty else None
+        load = entry.load
+        is_storing = load.tiers is not None and load.tiers.is_storing
+        is_empty = load.draining and load.num_waiting == load.num_running == 0 and not is_storing
+        return load.num_taken if is_empty else None
+
+
+def tell_until(
+    table: Table, is_shown: Callable[[TableSnapshot], bool], tell: Callable[[], None], deadline: Deadline
+) -> bool:
+    """Tell a replica something, at least once, until the table shows that it has heard; False at the deadline."""
+    while True:
+        tell()
+        soon = Deadline(min(deadline.left_s(), TELL_AGAIN_S))
+        if any(snapshot is not None and is_shown(snapshot) for snapshot in _looks(table, TELL_AGAIN_S, soon)):
+            return True
+        if not deadline.left_s():
+            return False
 
 
 def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadline) -> bool:
     """True when the watch is over; False at the deadline. Looks at the clock at least every ``poll_s``."""
+    for snapshot in _looks(table, poll_s, deadline, lambda: watch.saw(None, time.monotonic())):
+        if snapshot is not None:
+            watch.saw(snapshot, time.monotonic())
+        if watch.is_over(time.monotonic()):
+            return True
+    return False
+
+
+def _looks(
+    table: Table, poll_s: float, deadline: Deadline, on_lost: Callable[[], None] = lambda: None
+) -> Iterator[TableSnapshot | None]:
+    """What the table shows anew, None where that is nothing for ``poll_s``; ``on_lost`` each time it is not there."""
     seen_version = 0
     while left_s := deadline.left_s():
         try:
             snapshot = table.watch(seen_version, min(left_s, poll_s))
         except PeerUnreachableError:
-            watch.saw(None, time.monotonic())
+            on_lost()
             time.sleep(min(left_s, _RECONNECT_S))
             continue
         if snapshot is not None:
             seen_version = snapshot.version
-            watch.saw(snapshot, time.monotonic())
-        if watch.is_over(time.monotonic()):
-            return True
-    return False
+        yield snapshot

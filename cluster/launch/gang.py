@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.actors import Actor, Reservation
 from cluster.launch.calls import Deadline, blame, gather
-from cluster.launch.draining import DrainWatch, wait_drained
+from cluster.launch.draining import DrainWatch, tell_until, wait_drained
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
 from cluster.placement import ReplicaPlacement
@@ -16,14 +16,16 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Drain, Message, Resume
+from cluster.spec.messages import Drain, Resume
 from cluster.spec.ranks import coords_of, sizes_of
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import RankRow, TableSnapshot
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 
 _WATCH_S = 1.0
 _RECONNECT_S = 0.2
+_RESUME_S = 20.0
+"""Longest wait for a replica to say that it takes requests again."""
 
 
 class Gang:
@@ -74,18 +76,21 @@ class Gang:
 
     def drain(self, meeting: Rendezvous, timeout_s: float) -> bool:
         """Take no new requests; True when all that were taken have ended in time."""
-        self._tell_leader(Drain())
-        table = self._tools.connect(meeting)
-        heartbeat_s = self._config.resources.heartbeat_s
+        deadline, heartbeat_s = Deadline(timeout_s), self._config.resources.heartbeat_s
         watch = DrainWatch(self._placement.replica, self._incarnation, heartbeat_s)
+        table = self._tools.connect(meeting)
         try:
-            return wait_drained(table, watch, heartbeat_s, Deadline(timeout_s))
+            return self._make_heard(table, Drain(), deadline) and wait_drained(table, watch, heartbeat_s, deadline)
         finally:
             table.close()
 
-    def resume(self) -> None:
-        """Take new requests again."""
-        self._tell_leader(Resume())
+    def resume(self, meeting: Rendezvous) -> bool:
+        """Take new requests again; True when it does."""
+        table = self._tools.connect(meeting)
+        try:
+            return self._make_heard(table, Resume(), Deadline(_RESUME_S))
+        finally:
+            table.close()
 
     def stop(self, timeout_s: float) -> None:
         """Let the workers end by themselves; whoever has not in time is left to ``kill``."""
@@ -103,8 +108,19 @@ class Gang:
             self._system.release(reservation)
         return gone
 
-    def _tell_leader(self, message: Message) -> None:
-        self._tools.tell([self._rows[0].address], message)
+    def _make_heard(self, table: Table, message: Drain | Resume, deadline: Deadline) -> bool:
+        """Tell the leader whether to take requests, again and again until the table shows it; False at the deadline."""
+
+        def is_shown(snapshot: TableSnapshot) -> bool:
+            entry = snapshot.find(self._placement.replica)
+            if entry is None or entry.incarnation != self._incarnation:
+                return False
+            return entry.load.draining == isinstance(message, Drain)
+
+        def tell() -> None:
+            self._tools.tell([self._rows[0].address], message)
+
+        return tell_until(table, is_shown, tell, deadline)
 
     def _seat(self, deadline: Deadline) -> None:
         seats = self._placement.seats

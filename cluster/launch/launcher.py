@@ -41,6 +41,7 @@ class Member(Protocol):
     """What every member's start has in common."""
 
     runs: dict[str, "Future[Any]"]
+    """The calls that its processes live in; as long as there are none, nobody else knows of it."""
 
     def kill(self, timeout_s: float) -> bool:
         """End every process; True when all of them are proven gone."""
@@ -122,14 +123,19 @@ class Launcher:
         if member is None:
             return True
         self._unproven[name, incarnation] = member
-        if self.prove(name, incarnation):
+        if member.kill(KILL_S):
+            del self._unproven[name, incarnation]
             return True
         self._lost[name, incarnation] = self._away_from_home(name)
         return False
 
     def prove(self, name: str, incarnation: Incarnation) -> bool:
-        """Kill what ``end`` was to end; True when it is proven gone, which need not be asked again."""
-        if not self._unproven[name, incarnation].kill(KILL_S):
+        """Kill what ``end`` was to end; True, once, when it can write nowhere any more.
+
+        It is proven gone then, or nobody ever knew of it: a process that did not come up may have left nothing to ask.
+        """
+        member = self._unproven[name, incarnation]
+        if not member.kill(KILL_S) and member.runs:
             return False
         del self._unproven[name, incarnation]
         self._lost.pop((name, incarnation), None)
@@ -160,19 +166,26 @@ class Launcher:
         gang = self._running.get(name)
         return isinstance(gang, Gang) and gang.drain(self._rendezvous.result(), timeout_s)
 
-    def resume_replica(self, name: str) -> None:
-        """Let a replica take new requests again."""
+    def resume_replica(self, name: str) -> bool:
+        """Let a replica take new requests again; True when the rank table shows that it does."""
         gang = self._running.get(name)
-        if isinstance(gang, Gang):
-            gang.resume()
+        return isinstance(gang, Gang) and gang.resume(self._rendezvous.result())
 
     def drain(self) -> bool:
-        """Let the router finish its open requests; True when all of them ended in time."""
+        """Let the router finish its open requests, and replicas store their pages; True when all requests have ended.
+
+        What is not stored in time is lost, and no request is the worse for it.
+        """
+        deadline = Deadline(self._config.router.drain_s)
         routers = [member for member in self._snapshot() if isinstance(member, RouterProcess)]
         for router in routers:
             router.begin_drain()
         # Each is waited for, whatever came of the one before.
-        drained = [router.wait_drained(self._config.router.drain_s) for router in routers]
+        drained = [router.wait_drained(deadline.left_s()) for router in routers]
+        if self._config.hicache.is_stored:
+            meeting = self._rendezvous.result()
+            gangs = [member for member in self._snapshot() if isinstance(member, Gang) and member.runs]
+            _each(gangs, lambda gang: gang.drain(meeting, deadline.left_s()), deadline.left_s())
         return all(drained)
 
     def stop(self) -> None:

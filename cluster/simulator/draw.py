@@ -3,8 +3,21 @@
 from dataclasses import replace
 from random import Random
 
-from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE, Ask, Fault, FaultKind, Hazards, Scenario, Shape, TierShape
+from cluster.simulator.scenario import (
+    ORDERS,
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    Ask,
+    Fault,
+    FaultKind,
+    Hazards,
+    Scenario,
+    Shape,
+    TierShape,
+)
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
+from cluster.spec.ids import replica_id
+from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 
 
@@ -16,12 +29,12 @@ def draw_scenario(seed: int) -> Scenario:
     members = Scenario(seed=seed, shape=shape, asks=()).members
     weather = random.random()
     if weather < 0.125:
-        return Scenario(seed=seed, shape=shape, asks=asks, faults=_draw_restarts(random, members))
+        return Scenario(seed=seed, shape=shape, asks=asks, faults=_draw_orders(random, members))
     if weather < 0.25:
         return draw_mild(random, Scenario(seed=seed, shape=shape, asks=asks))
     faults = tuple(_draw_fault(random, members, shape) for _ in range(random.randint(0, 4)))
     hazards = _draw_hazards(random)
-    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_restarts(random, members), hazards=hazards)
+    return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_orders(random, members), hazards=hazards)
 
 
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
@@ -99,7 +112,7 @@ def _draw_tokens(random: Random, count: int) -> bytes:
 
 
 def _draw_fault(random: Random, members: list[str], shape: Shape) -> Fault:
-    kinds = [kind for kind in FaultKind if kind is not FaultKind.RESTART]
+    kinds = [kind for kind in FaultKind if kind not in ORDERS]
     kind = random.choices(kinds, weights=[5, 3, 3, 1, 1])[0]
     replicas = members[2:]
     at_s = random.uniform(0, 10)
@@ -111,11 +124,19 @@ def _draw_fault(random: Random, members: list[str], shape: Shape) -> Fault:
     return Fault(kind=kind, at_s=at_s, member=random.choice(replicas), duration_s=random.uniform(0.1, 12))
 
 
-def _draw_restarts(random: Random, members: list[str]) -> tuple[Fault, ...]:
-    if random.random() < 0.7:
+def _draw_orders(random: Random, members: list[str]) -> tuple[Fault, ...]:
+    if random.random() < 0.6:
         return ()
-    times_s = [random.uniform(0, 8) for _ in range(random.randint(1, 3))]
-    return tuple(Fault(kind=FaultKind.RESTART, at_s=at_s, member=random.choice(members[2:])) for at_s in times_s)
+    return tuple(_draw_order(random, members) for _ in range(random.randint(1, 3)))
+
+
+def _draw_order(random: Random, members: list[str]) -> Fault:
+    kind = random.choice(sorted(ORDERS))
+    if kind is FaultKind.SCALE:
+        member = str(replica_id(random.choice(list(Role)), random.randrange(3)))
+    else:
+        member = random.choice(members[2:])
+    return Fault(kind=kind, at_s=random.uniform(0, 8), member=member, duration_s=random.uniform(1, 12))
 
 
 def _draw_hazards(random: Random) -> Hazards:

@@ -14,17 +14,21 @@ from cluster.simulator.rows import make_rows
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import BatonError, PeerUnreachableError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
-from cluster.spec.messages import Drain
+from cluster.spec.messages import Drain, Resume
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Event
-from cluster.supervisor.orders import RestartOrder
+from cluster.supervisor.orders import Order
 from cluster.supervisor.reconcile import reconcile
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
 BACKOFF_S = 0.5
+_PATIENCE_S = 4.0
+"""Longest silence of a replica in the table."""
 _READY_S = 0.5
 """From the start of a member's processes to their use."""
-_REAPED_ATTEMPTS = 5
+_START_TIMEOUT_S = 6.0
+_MAX_LATE_S = 6.0
+"""Longest time for which the driver does not see that the table shows a start ready; longer than a lease."""
 _RETRY_S = 1.0
 DRAIN_S = 60.0
 """Longest time that a replica has for its open requests."""
@@ -40,21 +44,36 @@ class Driver:
         self.router: RouterProcess | None = None
         self.replicas: dict[str, Replica] = {}
         """The newest start of each."""
+        self.open_orders: set[int] = set()
+        """Orders without a last answer."""
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
         """Ended on a machine that could not be reached, so perhaps still at work."""
         self._around = around
         self._machines = count()
         self._orders = count()
         self._cluster = Cluster(
-            members={name: Member(name=name) for name in around.scenario.members}, backoff_s=BACKOFF_S
+            members={name: Member(name=name) for name in around.scenario.members},
+            backoff_s=BACKOFF_S,
+            patience_s=_PATIENCE_S,
         )
+        self._seen_version = 0
         self.post(words.Tick())
+        self._follow_table()
 
     @property
     def is_serving(self) -> bool:
-        """Every member runs."""
-        members = self._cluster.members.values()
-        return self._cluster.phase is Phase.SERVING and all(member.state is MemberState.RUNNING for member in members)
+        """Every member that is wanted runs, and no other."""
+        settled = (
+            member.state is (MemberState.RUNNING if member.is_wanted else MemberState.REMOVED)
+            for member in self._cluster.members.values()
+        )
+        return self._cluster.phase is Phase.SERVING and all(settled)
+
+    @property
+    def running(self) -> dict[str, Replica]:
+        """The replicas that run, by name."""
+        members = self._cluster.members
+        return {name: it for name, it in self.replicas.items() if members[name].state is MemberState.RUNNING}
 
     @property
     def is_stopped(self) -> bool:
@@ -78,17 +97,25 @@ class Driver:
         event = words.Failed(name, incarnation, BatonError(reason))
         self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
 
-    def order_restart(self, replica: ReplicaId) -> None:
-        """An operator wants a replica to start again, while another one takes its requests."""
-        self.post(words.Ordered(next(self._orders), RestartOrder(replicas=(replica,), is_rolling=True)))
-
-    def is_running(self, name: str) -> bool:
-        """Whether a member is of use."""
-        return self._cluster.members[name].state is MemberState.RUNNING
+    def give(self, order: Order) -> None:
+        """An operator orders something."""
+        number = next(self._orders)
+        self.open_orders.add(number)
+        self.post(words.Ordered(number, order))
 
     def fail_member(self, name: str) -> None:
         """The newest start of a member has lost its process."""
         self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
+
+    def _follow_table(self) -> None:
+        """What ``cluster.supervisor.table_watch`` does, on virtual time."""
+        table = self.bootstrap.table
+        if table is None:
+            self.post(words.TableLost())
+        elif table.version != self._seen_version:
+            self._seen_version = table.version
+            self.post(words.TableSeen.of(table.snapshot(self._around.now_s())))
+        self._around.after(_LOOK_S, self._follow_table)
 
     def _wake(self, wake_s: float) -> None:
         if self._cluster.next_wake_s() == wake_s:
@@ -106,11 +133,20 @@ class Driver:
             case words.Prove(name, incarnation):
                 self._prove(name, incarnation)
             case words.MarkReaped(name, incarnation):
-                self._mark_reaped(ReplicaId(name), incarnation, _REAPED_ATTEMPTS)
+                self._mark_reaped(ReplicaId(name), incarnation)
             case words.DrainReplica(name, incarnation):
                 self.replicas[name].leader.take(Drain())
                 watch = DrainWatch(ReplicaId(name), incarnation, HEARTBEAT_S)
                 self._wait_drained(watch, name, incarnation, self._around.now_s() + DRAIN_S)
+            case words.Place():
+                self._around.after(random.uniform(0.01, 0.1), partial(self.post, words.Placed(None)))
+            case words.ResumeReplica(name, incarnation):
+                self.replicas[name].leader.take(Resume())
+                self._around.after(
+                    random.uniform(0.05, 2.0), partial(self.post, words.ReplicaResumed(name, incarnation, True))
+                )
+            case words.Answer(number, _, outcome) if outcome is not words.Outcome.GOING_ON:
+                self.open_orders.discard(number)
             case words.Drain():
                 is_idle = self.router is not None and self.router.is_idle
                 self._around.after(random.uniform(0.05, 0.5), partial(self.post, words.Drained(is_idle)))
@@ -131,13 +167,31 @@ class Driver:
     def _start(self, name: str, incarnation: Incarnation) -> None:
         if name == BOOTSTRAP:
             self.bootstrap.start()
+            self._around.after(_READY_S, partial(self.post, words.Started(name, incarnation)))
         elif name == ROUTER:
             self.router = RouterProcess(self._around, self.bootstrap, incarnation)
+            self._around.after(_READY_S, partial(self.post, words.Started(name, incarnation)))
         else:
             rows = make_rows(self._around.shape, ReplicaId(name), incarnation, self._machine_for(name))
             on_failed = partial(self.report_failed, name, incarnation)
             self.replicas[name] = Replica(self._around, self.bootstrap, rows, on_failed)
-        self._around.after(_READY_S, partial(self.post, words.Started(name, incarnation)))
+            self._wait_ready(name, incarnation, self._around.now_s() + _START_TIMEOUT_S)
+
+    def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
+        """What ``cluster.launch.gang`` does, on virtual time; half of the looks come late."""
+
+        def look() -> None:
+            table = self.bootstrap.table
+            entry = table.snapshot(self._around.now_s()).find(ReplicaId(name)) if table is not None else None
+            if entry is not None and entry.ready and entry.incarnation == incarnation:
+                self.post(words.Started(name, incarnation))
+            elif self._around.now_s() >= end_s:
+                self.post(words.Failed(name, incarnation, BatonError("not ready in the rank table in time")))
+            else:
+                self._wait_ready(name, incarnation, end_s)
+
+        random = self._around.random
+        self._around.after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), look)
 
     def _machine_for(self, name: str) -> str:
         """The one it ran on before, or another one where an earlier start may still sit."""
@@ -175,13 +229,12 @@ class Driver:
             del self._unproven[name, incarnation]
             self.post(words.Proven(name, incarnation))
 
-    def _mark_reaped(self, replica: ReplicaId, incarnation: Incarnation, num_attempts: int) -> None:
+    def _mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None:
         def ask(table: BootstrapTable) -> None:
             table.unregister(replica, incarnation, reaped=True)
 
         def on_answer(answer: BatonError | None) -> None:
-            if isinstance(answer, PeerUnreachableError) and num_attempts > 1:
-                again = partial(self._mark_reaped, replica, incarnation, num_attempts - 1)
-                self._around.after(_RETRY_S, again)
+            if isinstance(answer, PeerUnreachableError):
+                self._around.after(_RETRY_S, partial(self._mark_reaped, replica, incarnation))
 
         self.bootstrap.call(HOME, ask, on_answer)

@@ -18,12 +18,12 @@ class Duties:
 
     def note_sent(self, send: Send) -> None:
         """The router tells a leg to begin, or to stop."""
-        room = send.message.room
-        if isinstance(send.message, Submit):
-            self._submits[room] = send.message
-            self._at_work.setdefault(room, set()).add(send.address)
-        elif isinstance(send.message, Cancel):
-            self._drop(room, send.address)
+        message = send.message
+        if isinstance(message, Submit):
+            self._submits[message.room] = message
+            self._at_work.setdefault(message.room, set()).add(send.address)
+        elif isinstance(message, Cancel):
+            self._drop(message.room, send.address)
 
     def note_heard(self, message: Output | Failure) -> None:
         """A leg says that it has done its part, or will not do it."""

@@ -4,10 +4,12 @@ from functools import partial
 
 from cluster.simulator.driver import BOOTSTRAP, Driver
 from cluster.simulator.network import HOME
+from cluster.simulator.replica import Replica
 from cluster.simulator.scenario import MACHINE_LOST_S, Fault, FaultKind
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.ids import ROUTER, ReplicaId
 from cluster.spec.messages import Drain
+from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrder, ScaleOrder
 
 
 class Faults:
@@ -37,8 +39,18 @@ class Faults:
                 self._driver.replicas[fault.member].leader.take(Drain())
                 self._pass()
             case FaultKind.RESTART:
-                self._driver.order_restart(ReplicaId(fault.member))
-                self._pass()
+                self._order(RestartOrder(replicas=(ReplicaId(fault.member),), is_rolling=True))
+            case FaultKind.SCALE:
+                role, _, index = fault.member.partition("-")
+                self._order(ScaleOrder(**{role: int(index) + 1}))
+            case FaultKind.STAND_BY:
+                self._driver.give(DrainOrder(replica=ReplicaId(fault.member)))
+                resume = partial(self._order, ResumeOrder(replica=ReplicaId(fault.member)))
+                self._around.after(fault.duration_s, resume)
+
+    def _order(self, order: Order) -> None:
+        self._driver.give(order)
+        self._pass()
 
     def _kill(self, fault: Fault) -> None:
         driver = self._driver
@@ -54,26 +66,25 @@ class Faults:
         self._pass()
 
     def _pause(self, fault: Fault) -> None:
-        ranks = self._driver.replicas[fault.member].ranks
-        for rank in ranks:
+        self._stand_still(self._driver.replicas[fault.member], fault.duration_s)
+        self._around.after(fault.duration_s, self._pass)
+
+    def _stand_still(self, replica: Replica, duration_s: float) -> None:
+        for rank in (ranks := replica.ranks):
             rank.pause()
 
         def resume() -> None:
             for rank in ranks:
                 rank.resume()
-            self._pass()
 
-        self._around.after(fault.duration_s, resume)
+        self._around.after(duration_s, resume)
 
     def _lose_machine(self, fault: Fault) -> None:
-        replica = self._driver.replicas[fault.member]
-        if not self._driver.is_running(fault.member):
-            self._pass()
-            return
-        silence_s = self._around.random.uniform(1, MACHINE_LOST_S)
-        self._part(replica.machine, HOME, silence_s + fault.duration_s)
-        report = partial(self._driver.report_failed, fault.member, replica.incarnation, "its machine does not answer")
-        self._around.after(silence_s, report)
+        replica, random = self._driver.replicas[fault.member], self._around.random
+        lost_s = random.uniform(1, MACHINE_LOST_S) + fault.duration_s
+        self._part(replica.machine, HOME, lost_s)
+        if random.random() < 0.5:
+            self._stand_still(replica, random.uniform(0, lost_s))
 
     def _part(self, machine: str, other: str, duration_s: float) -> None:
         network = self._around.network

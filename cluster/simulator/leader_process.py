@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.simulator.bootstrap import Bootstrap
+from cluster.simulator.fence import hand_over
 from cluster.simulator.network import machine_of
 from cluster.simulator.rank_process import Follower, RankProcess
 from cluster.simulator.stale import send_late_words
@@ -100,7 +101,7 @@ class LeaderProcess(RankProcess):
             elif isinstance(message, ForgetPeer):
                 self.sender.forget(message)
             else:
-                self.leader.on_message(message, self.around.now_s())
+                hand_over(self.leader, self.me, message, self.around.now_s())
                 self._show_new()
         self.leader.tick(self.around.now_s())
         self._show_new()
@@ -141,7 +142,7 @@ class LeaderProcess(RankProcess):
         for _, message in self.leader.outgoing[self._num_shown :]:
             if isinstance(message, Ticket):
                 self.around.tickets.give(self.memory, message, bytes(self.around.submits[message.room].prompt_ids))
-                send_late_words(self.around, message)
+                send_late_words(self.around, message, self.rows[0].layout.page_bytes)
             elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
                 self.around.tickets.check_start(self.memory, message)
         self._num_shown = len(self.leader.outgoing)

@@ -103,7 +103,6 @@ def _make_leader(
             page_bytes=first.layout.page_bytes,
             transfer_timeout_s=shape.transfer_timeout_s,
             quarantine_limit=shape.quarantine_limit,
-            request_timeout_s=shape.request_timeout_s,
             settle_s=shape.settle_s,
         )
         steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), tiers=tiers)
@@ -118,6 +117,5 @@ def _make_leader(
         rank_addresses=tuple(row.address for row in rows),
         ticket_timeout_s=TICKET_TIMEOUT_S,
         settle_s=shape.settle_s,
-        request_timeout_s=shape.request_timeout_s,
     )
     return PrefillLeader(prefill, StepScheduler(allocator, limits, choose, tiers=tiers), allocator, tiers=tiers)

@@ -6,6 +6,7 @@ from functools import partial
 from cluster.simulator.bootstrap import LEASE_S, Bootstrap
 from cluster.simulator.client import Client, End
 from cluster.simulator.duties import Duties
+from cluster.simulator.memory import Violation
 from cluster.simulator.network import HOME
 from cluster.simulator.process import Process
 from cluster.simulator.scenario import PAGE_SIZE, Ask
@@ -13,11 +14,11 @@ from cluster.simulator.surroundings import Surroundings
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, Message, Output, Submit
+from cluster.spec.messages import Failure, Inquire, Message, Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
-from router.actions import Action, Emit, Fail, Place, Send, Wait
+from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
 from router.breaker import Breakers
 from router.directory import Directory
 from router.dispatch import Dispatch
@@ -57,6 +58,11 @@ class RouterProcess(Process):
         """No request is open, and none is counted anywhere."""
         return not self._clients and not self.dispatch.num_open and not self.dispatch.load.lines()
 
+    @property
+    def num_again(self) -> int:
+        """Attempts after the first one of a request."""
+        return self.dispatch.num_retries + self.dispatch.num_continuations
+
     def kill(self) -> None:
         """Die; whoever waits loses its connection."""
         if self.is_dead:
@@ -75,7 +81,7 @@ class RouterProcess(Process):
         ask = _request(client.ask, self.around.random.choice(_SESSIONS))
         is_choice = client.ask.is_choice and self._first_prompt == client.ask.prompt
         first = self._first if is_choice else None
-        room, actions = self.dispatch.open(ask, now_s + self.around.shape.request_timeout_s, now_s, first)
+        room, actions = self.dispatch.open(ask, now_s + self.around.scenario.request_timeout_s, now_s, first)
         self._first, self._first_prompt = first or room, client.ask.prompt
         self._clients[room] = client
         self._perform(actions)
@@ -84,13 +90,15 @@ class RouterProcess(Process):
 
     def take(self, message: Message) -> None:
         """A replica said something."""
-        if not isinstance(message, Output | Failure):
-            return
-        self._duties.note_heard(message)
-        if isinstance(message, Output):
-            self._perform(self.dispatch.on_output(message, self.around.now_s()))
-        else:
-            self._perform(self.dispatch.on_failure(message, self.around.now_s()))
+        match message:
+            case Output():
+                self._duties.note_heard(message)
+                self._perform(self.dispatch.on_output(message, self.around.now_s()))
+            case Failure():
+                self._duties.note_heard(message)
+                self._perform(self.dispatch.on_failure(message, self.around.now_s()))
+            case Inquire():
+                self._perform(self.dispatch.on_inquire(message))
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
         self._give_up(self.directory.update(snapshot, self.around.now_s()))
@@ -128,6 +136,8 @@ class RouterProcess(Process):
                 case Emit():
                     self._emit(action)
                 case Fail():
+                    if action.cause is Cause.TIMED_OUT and self.around.scenario.is_lossy:
+                        raise Violation(f"a deadline ended what replicas could have served: {action.reason}")
                     self._finish(action.room, End.FAILED, f"{action.cause}: {action.reason}")
         self.dispatch.check_integrity()
         self._duties.check(self.dispatch.is_under_way)

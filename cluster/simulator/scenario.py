@@ -11,7 +11,7 @@ PAGE_SIZE = 4
 VOCAB_SIZE = 251
 
 MACHINE_LOST_S = 15.0
-"""Longest silence before a machine counts as lost."""
+"""A lost machine cannot be reached for so much longer than the fault says, at most."""
 
 
 class FaultKind(StrEnum):
@@ -24,14 +24,24 @@ class FaultKind(StrEnum):
     PARTITION = "partition"
     """Two machines cannot reach each other for a while."""
     LOSE_MACHINE = "lose_machine"
-    """A replica's machine cannot be reached by the supervisor, bootstrap and router; its processes may live on."""
+    """A replica's machine cannot be reached from home; its processes live on, or stand still for a part of it."""
     DRAIN = "drain"
     """A replica is asked to take no new requests."""
     RESTART = "restart"
     """An operator orders a rolling restart of a replica."""
+    SCALE = "scale"
+    """An operator orders replicas of a role up to this one."""
+    STAND_BY = "stand_by"
+    """An operator lets a replica drain, and later take requests again."""
+
+
+ORDERS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
+"""Nothing goes wrong in these."""
 
 
 _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
+_LOSSY_TIMEOUT_S = 600.0
+"""Time for every attempt of every request, one after the other, though each loses some messages."""
 _MAX_MILD_FAULTS = 3
 """As many as a request has further attempts."""
 
@@ -138,8 +148,8 @@ class Scenario:
 
     @property
     def is_calm(self) -> bool:
-        """Nothing goes wrong, so every request must be answered; an order to restart is not wrong."""
-        return self.hazards == Hazards() and all(fault.kind is FaultKind.RESTART for fault in self.faults)
+        """Nothing goes wrong, so every request must be answered, whatever an operator orders."""
+        return self.hazards == Hazards() and all(fault.kind in ORDERS for fault in self.faults)
 
     @property
     def is_mild(self) -> bool:
@@ -153,6 +163,20 @@ class Scenario:
             and "router" in spared
             and all(any(name.startswith(role) for name in spared) for role in Role)
         )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Messages are lost, and nothing else goes wrong, so no request may be ended by its deadline."""
+        hazards = self.hazards
+        on_messages = Hazards(
+            drop=hazards.drop, duplicate=hazards.duplicate, reorder=hazards.reorder, stale=hazards.stale
+        )
+        return hazards.drop > 0 and not self.faults and hazards == on_messages
+
+    @property
+    def request_timeout_s(self) -> float:
+        """When the router gives a request up."""
+        return _LOSSY_TIMEOUT_S if self.is_lossy else self.shape.request_timeout_s
 
     @property
     def members(self) -> list[str]:

@@ -74,7 +74,9 @@ class Simulation:
         self._faults = Faults(self._around, self._driver)
         shape = scenario.shape
         last_s = max([ask.at_s for ask in scenario.asks] + [fault.at_s + fault.duration_s for fault in scenario.faults])
-        self._limit_s = now_s + last_s + shape.request_timeout_s + shape.transfer_timeout_s + MACHINE_LOST_S + _SLACK_S
+        self._limit_s = (
+            now_s + last_s + scenario.request_timeout_s + shape.transfer_timeout_s + MACHINE_LOST_S + _SLACK_S
+        )
 
     def _ask(self, client: Client) -> None:
         router = self._driver.router
@@ -116,15 +118,19 @@ class Simulation:
             left.append("members that do not run")
         if driver.router is None or not driver.router.is_idle:
             left.append("requests in the router")
-        left += [name for name, replica in driver.replicas.items() if not replica.is_idle]
+        left += [f"order {number}" for number in driver.open_orders]
+        left += [name for name, replica in driver.running.items() if not replica.is_idle]
         return left
 
     def _check_ends(self) -> None:
         scenario = self._scenario
         # A pause elsewhere may cost a spared replica its pages.
-        if not scenario.is_mild or (self._around.was_quarantined and not scenario.is_calm):
+        if not scenario.is_calm and (not scenario.is_mild or self._around.was_quarantined):
             return
         why = "nothing went wrong" if scenario.is_calm else "a replica of each role was spared"
         for number, client in enumerate(self._clients):
             if client.end not in (End.FINISHED, End.LEFT):
                 raise Violation(f"{why}, and request {number} {client.end}: {client.reason}")
+        router = self._driver.router
+        if scenario.is_calm and router is not None and router.num_again:
+            raise Violation(f"{why}, and {router.num_again} attempts did not get to their end")

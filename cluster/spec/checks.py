@@ -112,6 +112,13 @@ def _storage(config: DeployConfig) -> list[Problem]:
     return [Problem("hicache.storage.backend", message)]
 
 
+def _storage_folder(config: DeployConfig) -> list[Problem]:
+    folder = config.hicache.storage.folder
+    if folder is None or folder.startswith(("/", "~")):
+        return []
+    return [Problem("hicache.storage.folder", f"got {folder}; allowed: a path that begins with / or ~, on every host")]
+
+
 def _router_wait(config: DeployConfig) -> list[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
     if wait_s < timeout_s:
@@ -153,5 +160,6 @@ CHECKS = (
         ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
         _storage,
     ),
+    Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),
     Check("the tiers reach the pools", ("resources.device", "hicache.host_gib"), _gpu_tiers),
 )

@@ -44,7 +44,7 @@ class AttentionSetting(StrEnum):
     FLASH_ATTN = "flash_attn"
     """On a GPU, in bf16, by the package of this name where it can, by triton elsewhere."""
     NATIVE = "native"
-    """On a CPU with AVX512-BF16, in bf16."""
+    """On a CPU, in bf16."""
     TORCH = "torch"
     """On a CPU; the reference."""
 
@@ -53,7 +53,7 @@ class ModelConfig(Node):
     """Which model is served."""
 
     path: Text = "recall"
-    """A local folder in Hugging Face format, a Hugging Face repository, or `recall`, the built-in demo model."""
+    """A local folder in Hugging Face format, a Hugging Face repository, or a built-in model: `recall`, `recall-moe`."""
     served_name: Text | None = None
     """Name clients use; the last part of the path by default."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -252,7 +252,7 @@ class RouterConfig(Node):
     sse_comment_s: PositiveSeconds = 10.0
     """Silence after which a waiting stream gets a comment line."""
     drain_s: PositiveSeconds = 20.0
-    """Longest wait for open requests when the cluster stops."""
+    """Longest wait for open requests, and for pages that `hicache` stores, when the cluster stops."""
 
 
 class ResourcesConfig(Node):
@@ -267,7 +267,7 @@ class ResourcesConfig(Node):
     gpu_memory_gib: MemoryGib = 139.0
     """Memory of one GPU, in GiB, that `baton plan` reckons with; workers ask the GPU itself."""
     machine_memory_gib: MemoryGib | None = None
-    """Memory of one machine, in GiB; `baton plan` refuses what needs more. Not looked at by default."""
+    """Memory of one machine, in GiB; what needs more is refused. By default, `baton up` asks its own machine."""
     attention: AttentionSetting = AttentionSetting.AUTO
     """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
     collectives: Collectives = Collectives.AUTO

@@ -4,24 +4,29 @@ Room and incarnation travel on every one that concerns a request, so that a late
 and dropped.
 """
 
+from enum import StrEnum
+
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import (
     DropSend,
-    ExpertWork,
     ForgetPeer,
     GiveTimeline,
     SendReport,
     Shutdown,
     StepPlan,
     StepResult,
+    StepWork,
 )
 from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, Tier, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
 from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from cluster.spec.wire import Struct, Tagged
+
+INQUIRE_EVERY_S = 5.0
+"""Between two looks at what may wait for a message that was lost."""
 
 
 class PhaseTimes(Struct, frozen=True):
@@ -73,6 +78,19 @@ class Cancel(Tagged, frozen=True):
     incarnation: Incarnation
 
 
+class Inquire(Tagged, frozen=True):
+    """Say which of these rooms you do not have: the message that would have told so may have been lost.
+
+    A decode leader answers a router with a Failure, a router answers a leader with a Cancel.
+    """
+
+    rooms: list[Room]
+    """That the sender has."""
+    sender: Peer
+    incarnation: Incarnation
+    """Of who is asked."""
+
+
 class FollowPages(Tagged, frozen=True):
     """Tell this router which pages are cached, and from now on what changes."""
 
@@ -107,6 +125,16 @@ class Outputs(Tagged, frozen=True):
     outputs: list[Output]
 
 
+class Blame(StrEnum):
+    """Which legs of a request may well fail another one for the same reason."""
+
+    SENDER = "sender"
+    BOTH = "both"
+    """Such as where pages did not get from one to the other."""
+    NEITHER = "neither"
+    """Such as where a choice of the same prompt was cancelled."""
+
+
 class Failure(Tagged, frozen=True):
     """The leg cannot finish the request."""
 
@@ -117,8 +145,7 @@ class Failure(Tagged, frozen=True):
     """One sentence that names what failed."""
     retryable: bool
     """Another attempt may succeed."""
-    mutual: bool = False
-    """It may be the other leg's fault as well, such as where pages did not get from one to the other."""
+    blame: Blame = Blame.SENDER
 
 
 class PageNews(Tagged, frozen=True):
@@ -163,9 +190,33 @@ class Resume(Tagged, frozen=True):
     """Ask for new requests again."""
 
 
+Wanted = Drain | Resume | FlushCache | PinPages | UseStorage
+"""What an administrator may want of a replica; to do it twice is to do it once."""
+
+
+class Command(Tagged, frozen=True):
+    """Do what an administrator wants, and answer; told again until the answer comes."""
+
+    number: int
+    """Counts up with those of one start of a router: an older one than the newest changes nothing."""
+    sender: Peer
+    incarnation: Incarnation
+    """Of the replica that is told."""
+    wanted: Wanted
+
+
+class CommandTaken(Tagged, frozen=True):
+    """The answer to a Command."""
+
+    number: int
+    replica: ReplicaId
+    incarnation: Incarnation
+
+
 Message = (
     Submit
     | Cancel
+    | Inquire
     | Output
     | Outputs
     | Failure
@@ -185,7 +236,7 @@ Message = (
     | GiveTimeline
     | MovePages
     | StepResult
-    | ExpertWork
+    | StepWork
     | SendReport
     | PagesChecked
     | PagesMoved
@@ -195,5 +246,7 @@ Message = (
     | FlushCache
     | PinPages
     | UseStorage
+    | Command
+    | CommandTaken
     | TableUpdate
 )

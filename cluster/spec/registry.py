@@ -120,6 +120,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_estimate_s: float = 0.0
 
 
+class ComputeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps that one rank has computed since its replica started."""
+
+    global_rank: int
+    num_steps: int = 0
+    total_s: float = 0.0
+    """Waiting for other ranks included."""
+
+
 class SendTimes(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has sent since its replica started."""
 
@@ -142,8 +151,10 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int = 0
     """Pages kept for their tokens, held or not."""
     total_pages: int = 0
+    stopping_pages: int = 0
+    """Pages of transfers that were given up, and of which nobody has proven yet that nobody writes any more."""
     quarantined_pages: int = 0
-    """Pages of transfers that were given up long ago, and of which nobody has proven that nobody writes any more."""
+    """Of these, those given up so long ago that they count against `transfer.quarantine_limit`."""
     wrong_pages: int = 0
     """Received since the start, and not as they were sent; see `transfer.verify`."""
     num_taken: int = 0
@@ -163,6 +174,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Decode steps on a GPU: `replayed`, or why not."""
     expert_tokens: dict[int, int] = {}
     """Tokens that each of the model's experts has computed since the start, over all layers."""
+    computed: tuple[ComputeTimes, ...] = ()
+    """By global rank, of those that have computed anything."""
     sends: tuple[SendTimes, ...] = ()
     """By global rank, of those that have sent anything."""
 

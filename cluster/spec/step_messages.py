@@ -126,11 +126,14 @@ class StepResult(Tagged, frozen=True):
     sampled: Mapping[Room, Sampled]
 
 
-class ExpertWork(Tagged, frozen=True):
-    """What one rank's experts have computed since it began to take requests."""
+class StepWork(Tagged, frozen=True):
+    """What one rank has computed since it began to take requests."""
 
     global_rank: int
-    tokens: Mapping[int, int]
+    num_steps: int
+    step_s: float
+    """Time of all these steps, waiting for other ranks in them included."""
+    expert_tokens: Mapping[int, int] = {}
     """By the model's expert, over all of the rank's layers."""
 
 

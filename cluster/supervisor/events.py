@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.registry import TableSnapshot
 from cluster.supervisor.orders import Order
 
 # ---- events
@@ -80,6 +81,16 @@ class TableSeen:
     silent: Mapping[str, Sequence[int]]
     """Ranks that show none, by replica."""
 
+    @classmethod
+    def of(cls, snapshot: TableSnapshot) -> "TableSeen":
+        """What a table tells."""
+        entries = snapshot.replicas
+        return cls(
+            ready=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.ready),
+            draining=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.load.draining),
+            silent={entry.replica: entry.silent for entry in entries if entry.silent},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TableLost:
@@ -119,6 +130,15 @@ class ReplicaDrained:
     complete: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaResumed:
+    """One replica takes new requests again, or did not say so in time."""
+
+    name: str
+    incarnation: Incarnation
+    complete: bool
+
+
 Event = (
     Tick
     | Started
@@ -134,6 +154,7 @@ Event = (
     | Ordered
     | Placed
     | ReplicaDrained
+    | ReplicaResumed
 )
 
 
@@ -218,9 +239,10 @@ class DrainReplica:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReplica:
-    """Let a replica take new requests again."""
+    """Let a replica take new requests again; answer with ReplicaResumed."""
 
     name: str
+    incarnation: Incarnation
 
 
 class Outcome(StrEnum):

@@ -18,7 +18,6 @@ from cluster.supervisor.orders import Order
 from cluster.supervisor.reconcile import reconcile
 from cluster.supervisor.state import Cluster, Member, Now, Phase
 
-_REAPED_ATTEMPTS = 5
 _RETRY_S = 1.0
 _PROVE_S = 30.0
 """Between two looks at a machine that could not tell whether its processes are gone."""
@@ -35,7 +34,7 @@ class Members(Protocol):
     def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None: ...
     def place(self, names: Sequence[str]) -> None: ...
     def drain_replica(self, name: str, grace_s: float | None) -> bool: ...
-    def resume_replica(self, name: str) -> None: ...
+    def resume_replica(self, name: str) -> bool: ...
     def drain(self) -> bool: ...
     def stop(self) -> None: ...
     def kill(self) -> None: ...
@@ -99,14 +98,7 @@ class Supervisor:
 
     def saw_table(self, snapshot: TableSnapshot) -> None:
         """Take in a new rank table; from any thread."""
-        entries = snapshot.replicas
-        self.post(
-            words.TableSeen(
-                ready=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.ready),
-                draining=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.load.draining),
-                silent={entry.replica: entry.silent for entry in entries if entry.silent},
-            )
-        )
+        self.post(words.TableSeen.of(snapshot))
 
     def lost_table(self) -> None:
         """The bootstrap service does not answer, or not with a table; from any thread."""
@@ -158,7 +150,7 @@ class Supervisor:
         except Exception as error:  # whatever it is, the supervisor must hear that the action is over
             answer = _answer_to_failure(action, error)
             if not isinstance(action, words.Start | words.Place):
-                self._report(f"{type(action).__name__}: {type(error).__name__}: {error}")
+                self._report(f"{type(action).__name__}: {_told(error)}")
         if answer is not None:
             self.post(answer)
 
@@ -172,7 +164,7 @@ class Supervisor:
             case words.Prove(name, incarnation):
                 return self._prove(name, incarnation, members)
             case words.MarkReaped(name, incarnation):
-                _mark_reaped(ReplicaId(name), incarnation, members)
+                self._mark_reaped(ReplicaId(name), incarnation, members)
             case words.Announce():
                 self._announce()
             case words.Place(names):
@@ -180,8 +172,8 @@ class Supervisor:
                 return words.Placed(None)
             case words.DrainReplica(name, incarnation, grace_s):
                 return words.ReplicaDrained(name, incarnation, members.drain_replica(name, grace_s))
-            case words.ResumeReplica(name):
-                members.resume_replica(name)
+            case words.ResumeReplica(name, incarnation):
+                return words.ReplicaResumed(name, incarnation, members.resume_replica(name))
             case words.Drain():
                 return words.Drained(members.drain())
             case words.Stop():
@@ -197,9 +189,25 @@ class Supervisor:
     def _prove(self, name: str, incarnation: Incarnation, members: Members) -> Event | None:
         while self._cluster.phase is Phase.SERVING:
             time.sleep(_PROVE_S)
-            if members.prove(name, incarnation):
-                return words.Proven(name, incarnation)
+            try:
+                if members.prove(name, incarnation):
+                    return words.Proven(name, incarnation)
+            except Exception as error:  # whatever it is, the pages of this start wait for its proof
+                self._report(f"{name}: no proof that incarnation {incarnation} is gone: {_told(error)}")
         return None
+
+    def _mark_reaped(self, replica: ReplicaId, incarnation: Incarnation, members: Members) -> None:
+        """Until the table has heard it; one that starts anew is told again."""
+        while self._cluster.phase is Phase.SERVING:
+            try:
+                members.mark_reaped(replica, incarnation)
+                return
+            except PeerUnreachableError:
+                time.sleep(_RETRY_S)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _answer_to_failure(action: Action, error: Exception) -> Event | None:
@@ -209,24 +217,14 @@ def _answer_to_failure(action: Action, error: Exception) -> Event | None:
         case words.End(name, incarnation):
             return words.Ended(name, incarnation, False)
         case words.Place():
-            return words.Placed(
-                error if isinstance(error, BatonError) else BatonError(f"{type(error).__name__}: {error}")
-            )
+            return words.Placed(error if isinstance(error, BatonError) else BatonError(_told(error)))
         case words.DrainReplica(name, incarnation):
             return words.ReplicaDrained(name, incarnation, False)
+        case words.ResumeReplica(name, incarnation):
+            return words.ReplicaResumed(name, incarnation, False)
         case words.Drain():
             return words.Drained(False)
         case words.Stop() | words.Kill():
             return words.Stopped()
         case _:
             return None
-
-
-def _mark_reaped(replica: ReplicaId, incarnation: Incarnation, members: Members) -> None:
-    """Best effort: a bootstrap service that comes back later is told again."""
-    for _ in range(_REAPED_ATTEMPTS):
-        try:
-            members.mark_reaped(replica, incarnation)
-            return
-        except PeerUnreachableError:
-            time.sleep(_RETRY_S)

@@ -27,8 +27,8 @@ def on_ordered(cluster: Cluster, event: words.Ordered, now: Now) -> Step:
             drain = _drain(opened, cluster.members[name])
             return _with_order(opened, at_work=frozenset({name}), is_waiting=True), [drain]
         case ResumeOrder(replica=name):
-            cluster, actions = _close(opened, f"{name}: told to take requests again")
-            return cluster, [words.ResumeReplica(name), *actions]
+            resume = words.ResumeReplica(name, cluster.members[name].incarnation)
+            return _with_order(opened, at_work=frozenset({name}), is_waiting=True), [resume]
         case RestartOrder():
             names = tuple(dict.fromkeys(event.order.replicas)) or running(cluster)
             return _with_order(opened, todo=names), []
@@ -83,6 +83,17 @@ def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
     return _close(cluster, reason, Outcome.FAILED)
 
 
+def on_replica_resumed(cluster: Cluster, event: words.ReplicaResumed) -> Step:
+    """A replica has heard that it is to take requests again, or has not said so."""
+    order = cluster.order
+    is_running = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING) is not None
+    if order is None or not isinstance(order.order, ResumeOrder) or order.order.replica != event.name or not is_running:
+        return cluster, []
+    if event.complete:
+        return _close(cluster, f"{event.name}: takes requests again")
+    return _close(cluster, f"{event.name}: was told to, and does not say that it takes requests again", Outcome.FAILED)
+
+
 def advance(cluster: Cluster, event: Event) -> Step:
     """After each event: let go what is not wanted, and go on with the open order."""
     if cluster.phase is not Phase.SERVING:
@@ -91,9 +102,10 @@ def advance(cluster: Cluster, event: Event) -> Step:
     order = cluster.order
     if order is None:
         return cluster, actions
-    if isinstance(event, words.Failed) and event.name in order.at_work and _has_failed(cluster, event.name):
+    if name := _failed_with(cluster, order, event):
         left = f"; not restarted: {', '.join(order.todo)}" if order.todo else ""
-        line = f"{event.name}: failed, and is started again: {event.error}{left}"
+        why = event.error if isinstance(event, words.Failed) else cluster.members[name].first_error
+        line = f"{name}: failed, and is started again: {why}{left}"
         cluster, more = _close(cluster, line, Outcome.FAILED)
     elif order.is_waiting or not all(_is_settled(cluster.members[name]) for name in order.at_work):
         more = []
@@ -154,6 +166,13 @@ def _drain(cluster: Cluster, member: Member) -> words.DrainReplica:
     order = cluster.order.order if cluster.order is not None else None
     grace_s = None if order is None or isinstance(order, ResumeOrder | TellOrder) else order.grace_s
     return words.DrainReplica(member.name, member.incarnation, grace_s)
+
+
+def _failed_with(cluster: Cluster, order: OpenOrder, event: Event) -> str | None:
+    """The replica at work for an order that has failed with this event: by itself, or by its silence until a Tick."""
+    names = {event.name} & order.at_work if isinstance(event, words.Failed) else order.at_work
+    is_due = isinstance(event, words.Failed | words.Tick)
+    return next((name for name in sorted(names) if is_due and _has_failed(cluster, name)), None)
 
 
 def _has_failed(cluster: Cluster, name: str) -> bool:

@@ -7,8 +7,16 @@ from cluster.spec.errors import PeerLostError
 from cluster.spec.ids import Incarnation
 from cluster.supervisor import events as words
 from cluster.supervisor.events import Action, Event
-from cluster.supervisor.operate import Step, advance, failures_of, on_ordered, on_placed, on_replica_drained
-from cluster.supervisor.silence import on_router_seen, on_table_lost, on_table_seen, out_of_patience
+from cluster.supervisor.operate import (
+    Step,
+    advance,
+    failures_of,
+    on_ordered,
+    on_placed,
+    on_replica_drained,
+    on_replica_resumed,
+)
+from cluster.supervisor.silence import on_look, on_router_seen, on_table_lost, on_table_seen, out_of_patience
 from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, MemberState, Now, Phase
 
 
@@ -27,9 +35,10 @@ def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
 
     What an earlier start of a member still reports changes nothing.
     """
+    cluster, told = on_look(cluster, now)
     cluster, actions = _react(cluster, event, now)
     cluster, more = advance(cluster, event)
-    return cluster, [*actions, *more]
+    return cluster, [*told, *actions, *more]
 
 
 def _react(cluster: Cluster, event: Event, now: Now) -> Step:
@@ -62,6 +71,8 @@ def _react(cluster: Cluster, event: Event, now: Now) -> Step:
             return on_placed(cluster, event, now)
         case words.ReplicaDrained():
             return on_replica_drained(cluster, event)
+        case words.ReplicaResumed():
+            return on_replica_resumed(cluster, event)
 
 
 def _on_tick(cluster: Cluster, now: Now) -> Step:
@@ -76,7 +87,7 @@ def _on_tick(cluster: Cluster, now: Now) -> Step:
     for member in cluster.members.values():
         if member.state is MemberState.WAITING and member.wake_s <= now.s:
             incarnation = next_incarnation(member.incarnation, now.unix_ms)
-            starting = replace(member.moved(MemberState.STARTING, "tick"), incarnation=incarnation, was_of_use=False)
+            starting = replace(member.moved(MemberState.STARTING, "tick"), incarnation=incarnation)
             cluster = cluster.with_member(starting)
             actions.append(words.Start(member.name, incarnation))
     return cluster, actions
@@ -86,7 +97,7 @@ def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
     member = cluster.addressed(event.name, event.incarnation, MemberState.STARTING)
     if member is None:
         return cluster, []
-    running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s, was_of_use=True)
+    running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s)
     cluster = cluster.with_member(running)
     actions: list[Action] = []
     if event.name == BOOTSTRAP:  # a new table knows nothing of the dead
@@ -128,7 +139,7 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
     elif event.proven:
         proven = {**cluster.proven, event.name: event.incarnation}
         cluster, actions = _reap(replace(cluster, proven=proven), event.name)
-    elif member.was_of_use:
+    else:  # others may know of a start before the driver does
         unproven = cluster.unproven.get(event.name, frozenset()) | {event.incarnation}
         cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
         actions = [words.Prove(event.name, event.incarnation)]

@@ -9,7 +9,21 @@ from dataclasses import replace
 from cluster.launch.services import BOOTSTRAP
 from cluster.spec.ids import is_router
 from cluster.supervisor import events as words
+from cluster.supervisor.events import Action
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Silence
+
+MAX_LATE_S = 1.0
+"""A look that comes so long after it was due proves nothing about others: the driver stood still itself."""
+
+
+def on_look(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
+    """Before each event: after a time in which the driver could hear of nobody, everybody has the time anew."""
+    due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
+    if due_s is None or now.s <= due_s + MAX_LATE_S:
+        return looked, []
+    line = f"the driver stood still for {now.s - due_s:.1f} s: silence counts from now on"
+    silent = {name: replace(silence, since_s=now.s) for name, silence in cluster.silent.items()}
+    return replace(looked, silent=silent), [words.Report(line)]
 
 
 def on_table_seen(cluster: Cluster, event: words.TableSeen, now: Now) -> Cluster:

@@ -18,6 +18,8 @@ NEVER = Incarnation(0)
 MAX_BACKOFF_S = 60.0
 STABLE_S = 60.0
 """A member that ran this long starts again as if for the first time."""
+LOOK_S = 1.0
+"""Between two looks at members that are silent."""
 
 
 class MemberState(StrEnum):
@@ -94,8 +96,6 @@ class Member:
     wake_s: float = 0.0
     """While waiting: when to start."""
     running_since_s: float = 0.0
-    was_of_use: bool = False
-    """Whether the latest start has been running: others may have given it work."""
     num_failures: int = 0
     """In a row, without a stable run between them."""
     first_error: str = ""
@@ -143,7 +143,7 @@ class Cluster:
     proven: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation of each member whose own processes are proven gone."""
     unproven: Mapping[str, frozenset[Incarnation]] = field(default_factory=dict)
-    """Starts that were of use and have ended without a proof: their processes may still write."""
+    """Starts that have ended without a proof: their processes may still write."""
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation of each member that is proven gone together with all before it."""
     failure: BaseException | None = None
@@ -152,6 +152,8 @@ class Cluster:
     """Longest time for which a member that runs may be silent."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
     """Members that run and show no life."""
+    looked_s: float = 0.0
+    """When the latest event came."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
     """Starts of replicas that take no new requests, as the rank table shows them."""
     order: OpenOrder | None = None
@@ -175,8 +177,16 @@ class Cluster:
         if self.phase not in (Phase.STARTING, Phase.SERVING):
             return None
         waiting = [member.wake_s for member in self.members.values() if member.state is MemberState.WAITING]
+        look_s = self.next_look_s()
+        return min([*waiting, *([] if look_s is None else [look_s])], default=None)
+
+    def next_look_s(self) -> float | None:
+        """When to look at those who are silent; None while nobody is.
+
+        Often, so that the driver notices when it does not come to it.
+        """
         patience_ends = [silence.since_s + self.patience_s for _, silence in self.silences()]
-        return min([*waiting, *patience_ends], default=None)
+        return min([*patience_ends, self.looked_s + LOOK_S]) if patience_ends else None
 
     def silences(self) -> list[tuple[Member, Silence]]:
         """The members whose silence may end them, with it."""

@@ -8,7 +8,7 @@ from statistics import linear_regression
 from cluster.bootstrap.client import BootstrapClient
 from cluster.cli.running import find_running
 from tests.chaos.faults import GONE, state_of
-from tests.fakes.cluster import RunningCluster, listener_pid
+from tests.fakes.cluster import listener_pid
 
 
 @dataclass
@@ -39,9 +39,10 @@ class Holdings:
 class Census:
     """Finds the processes of a cluster, however often they are replaced."""
 
-    def __init__(self, cluster: RunningCluster, name: str) -> None:
-        self._driver = cluster.terminal.pid
+    def __init__(self, name: str | None) -> None:
+        """Of the cluster of this name, or of the only one that runs here."""
         note = find_running(name)
+        self._driver = note.process.pid
         assert note.bootstrap_url is not None
         assert note.router_url is not None
         self._services = {"bootstrap": note.bootstrap_url, "router": note.router_url}

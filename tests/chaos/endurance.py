@@ -1,8 +1,8 @@
 """Mixed traffic with random faults for a long time: ``python -m tests.chaos.endurance --minutes 30 [--seed N]``.
 
 Prints one JSON object: requests by outcome, faults, what every long-lived process gains in memory, and what is held in
-the end as against the beginning. Exit code 1 where something was wrong, hung, leaked or grew; in less than some ten
-minutes processes have not got as large as they will be, which shows as growth.
+the end as against the beginning, and what is wrong with that (``judge``), for which the exit code is 1. In less than
+some ten minutes processes have not got as large as they will be, which shows as growth.
 """
 
 import argparse
@@ -17,9 +17,11 @@ import httpx
 
 from cluster.spec.errors import BatonError
 from tests.chaos.census import Census, Holdings
+from tests.chaos.judge import problems
 from tests.chaos.random_faults import Faults
+from tests.chaos.rest import settle
 from tests.chaos.traffic import Traffic
-from tests.chaos.watch import if_answered, metric
+from tests.chaos.watch import metric
 from tests.fakes.cluster import RunningCluster, running_cluster
 
 NAME = "test-endurance"
@@ -27,15 +29,11 @@ SETTINGS = ("kv.memory_gib=0.25", "transfer.verify=digest")
 CLIENTS = 4
 SAMPLE_S = 5.0
 CALM_S = 15.0
-REST_S = 60.0
-MOST_MIB_A_MINUTE = 1.0
-FEW = 8
-"""Descriptors that a process may have more: connections that stay open for the next request."""
 
 
 def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, object]:
     """All of it."""
-    census, traffic = Census(cluster, NAME), Traffic(cluster.url, seed)
+    census, traffic = Census(NAME), Traffic(cluster.url, seed)
     before = holdings_at_rest(cluster, census)
     faults, watching = Faults(cluster, NAME, seed), threading.Event()
     watcher = threading.Thread(target=_watch, args=(census, watching), daemon=True)
@@ -48,6 +46,7 @@ def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, obj
     loads = [entry["load"] for entry in cluster.replicas().values()]
     return {
         "minutes": minutes,
+        "clients": CLIENTS,
         "seed": seed,
         "requests": dict(traffic.counts),
         "kinds": dict(traffic.kinds),
@@ -56,6 +55,7 @@ def measure(cluster: RunningCluster, minutes: float, seed: int) -> dict[str, obj
         "retries": metric(cluster, "baton_request_retries_total"),
         "continuations": metric(cluster, "baton_request_continuations_total"),
         "memory": _growth(census, minutes),
+        "peak_mib": _peaks(census),
         "open_requests": metric(cluster, "baton_num_requests_running") + sum(load["num_running"] for load in loads),
         "waiting_requests": sum(load["num_waiting"] for load in loads),
         "held_pages": sum(load["total_pages"] - load["free_pages"] for load in loads),
@@ -69,7 +69,7 @@ def holdings_at_rest(cluster: RunningCluster, census: Census) -> Holdings:
     """After some requests without faults, so that everybody has met who is there now."""
     with Traffic(cluster.url, seed=0).clients(CLIENTS):
         time.sleep(CALM_S)
-    cluster.wait_until(if_answered(cluster.is_empty), REST_S)
+    settle(cluster)
     return census.holdings()
 
 
@@ -89,25 +89,12 @@ def _growth(census: Census, minutes: float) -> dict[str, dict[str, float]]:
     return found
 
 
-def problems(result: dict[str, object]) -> list[str]:
-    """What is not as it should be."""
-    told = [f"{count} {end}" for end, count in result["requests"].items() if end in ("wrong", "hung") and count]
-    told += [
-        f"{name} grows by {memory['mib_a_minute']} MiB a minute"
-        for name, memory in result["memory"].items()
-        if memory["mib_a_minute"] >= MOST_MIB_A_MINUTE
-    ]
-    held = ("open_requests", "waiting_requests", "held_pages", "quarantined_pages")
-    told += [f"{result[name]} {name}" for name in held if result[name]]
-    before, after = result["before"], result["after"]
-    told += [
-        f"{name} has {count} descriptors, {before['descriptors'][name]} at first"
-        for name, count in after["descriptors"].items()
-        if count > before["descriptors"][name] + FEW
-    ]
-    if after["shared_memories"] != before["shared_memories"]:
-        told.append(f"{after['shared_memories']} shared memories, {before['shared_memories']} at first")
-    return told
+def _peaks(census: Census) -> dict[str, float]:
+    """Of all processes that had this name."""
+    found: dict[str, float] = {}
+    for series in census.series.values():
+        found[series.name] = max(found.get(series.name, 0.0), *(round(mib, 1) for _, mib in series.points))
+    return found
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cluster.channel import Outbox
 from cluster.launch.kinds import WorkerActor
-from cluster.spec.messages import Message
+from cluster.spec.messages import Message, Outputs
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import Done
 from transfer.backends.interface import Region
@@ -27,7 +27,7 @@ Write = Callable[[Region, Endpoint, Sequence[Span]], None]
 
 
 class Fault(StrEnum):
-    """What can go wrong between prefill and decode."""
+    """What can go wrong between prefill and decode, and between decode and router."""
 
     DROP = "drop"
     """Nothing of a write arrives, and the sender takes it for done."""
@@ -43,6 +43,8 @@ class Fault(StrEnum):
     """A notification arrives twice at once, and again before the next one, when its request has gone on."""
     LOSE = "lose"
     """A notification does not arrive."""
+    MUTE = "mute"
+    """The last tokens of an answer do not arrive."""
 
 
 def order(folder: Path, fault: Fault, times: int) -> None:
@@ -88,7 +90,7 @@ class _Saboteur:
         def send(outbox: Outbox, address: str, message: Message) -> None:
             if isinstance(message, Done):
                 self._send(real.__get__(outbox), address, message)
-            else:
+            elif not self._mutes(message):
                 real(outbox, address, message)
 
         Outbox.send = send
@@ -120,6 +122,12 @@ class _Saboteur:
         if self._takes(Fault.REPEAT, f"Done of room {done.room}: sent three times"):
             send(address, done)
             self._repeated = address, done
+
+    def _mutes(self, message: Message) -> bool:
+        if not isinstance(message, Outputs):
+            return False
+        rooms = [output.room for output in message.outputs if output.finish is not None]
+        return bool(rooms) and self._takes(Fault.MUTE, f"last tokens of rooms {rooms}: not sent")
 
     def _takes(self, fault: Fault, proof: str) -> bool:
         """Whether this fault is ordered; then nobody else takes the same order."""

@@ -4,11 +4,12 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from cluster.cli.running import find_running
 from tests.chaos.faults import kill, stopped
-from tests.chaos.watch import RECOVERY_S, if_answered, pid_of
+from tests.chaos.rest import if_answered
+from tests.chaos.watch import RECOVERY_S, pid_of
 from tests.fakes.cluster import BATON, RunningCluster, listener_pid
 
 PAUSE_S = (5.0, 25.0)
@@ -16,6 +17,9 @@ PAUSE_S = (5.0, 25.0)
 MORTAL = ("prefill-1", "decode-1")
 """Replicas that are killed. The others, the driver, and the router after its first end live on, to be watched."""
 STOPPED_S = 8.0
+FIRST = "kill_router"
+KINDS = ("kill_rank", "stop_rank", "stop_router", "kill_bootstrap", "drain", "restart")
+"""Each once, in an order of chance, then each again."""
 
 
 class Faults:
@@ -23,20 +27,26 @@ class Faults:
 
     def __init__(self, cluster: RunningCluster, name: str, seed: int) -> None:
         self._cluster, self._name, self._draw = cluster, name, random.Random(seed)
-        self._kinds: list[Callable[[], None]] = [
-            self._kill_rank, self._stop_rank, self._stop_router, self._kill_bootstrap, self._drain, self._restart,
-        ]  # fmt: skip
         self.counts: Counter[str] = Counter()
+        """Of faults that happened, by kind; of those that did not, by reason."""
 
     def go_on(self, end_s: float) -> None:
         """Until then."""
-        next_one: Callable[[], None] = self._kill_router
-        while time.monotonic() < end_s:
-            next_one()
-            self.counts[next_one.__name__.lstrip("_")] += 1
+        for kind in self._kinds():
+            if time.monotonic() > end_s:
+                return
+            why_not = getattr(self, f"_{kind}")()
+            self.counts[f"{kind} not done: {why_not}" if why_not else kind] += 1
             self._cluster.wait_until(if_answered(self._is_whole), RECOVERY_S)
             time.sleep(max(0.0, min(self._draw.uniform(*PAUSE_S), end_s - time.monotonic())))
-            next_one = self._draw.choice(self._kinds)
+            if not if_answered(self._is_whole)():
+                self.counts["not whole after a pause"] += 1
+                self._cluster.wait_until(if_answered(self._is_whole), RECOVERY_S)
+
+    def _kinds(self) -> Iterator[str]:
+        yield FIRST
+        while True:
+            yield from self._draw.sample(KINDS, len(KINDS))
 
     def _is_whole(self) -> bool:
         replicas = self._cluster.replicas()
@@ -66,16 +76,14 @@ class Faults:
     def _kill_bootstrap(self) -> None:
         kill("bootstrap", listener_pid(str(find_running(self._name).bootstrap_url)))
 
-    def _drain(self) -> None:
+    def _drain(self) -> str:
         replica = self._draw.choice(["prefill-0", "decode-0", *MORTAL])
-        self._order("drain", replica)
-        self._order("resume", replica)
+        return self._order("drain", replica) or self._order("resume", replica)
 
-    def _restart(self) -> None:
-        self._order("restart", self._draw.choice(MORTAL))
+    def _restart(self) -> str:
+        return self._order("restart", self._draw.choice(MORTAL))
 
-    def _order(self, *words: str) -> None:
-        """The driver may refuse it, where a replica that is ready again is not yet taken for running."""
+    def _order(self, *words: str) -> str:
+        """Why the driver refused it, if so: a replica that is ready again may not yet be taken for running."""
         done = subprocess.run([*BATON, *words, "--cluster", self._name], capture_output=True, text=True, check=False)
-        if done.returncode:
-            self.counts[f"{words[0]} not done: {done.stderr.strip().splitlines()[-1]}"] += 1
+        return done.stderr.strip().splitlines()[-1] if done.returncode else ""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from tests.chaos.rest import settle
 from tests.chaos.streams import Crowd
 from tests.fakes.cluster import RunningCluster
 
@@ -24,7 +25,9 @@ class Line:
     """Until all was ready again."""
     retries: int | None = None
     continuations: int | None = None
+    """None for both where a router was replaced, which counts anew."""
     leaked_pages: int = 0
+    """Held when nobody asks for anything any more."""
     proof: str = ""
     """That the fault happened."""
 
@@ -34,7 +37,8 @@ LINES: list[Line] = []
 
 
 def report(scenario: str, cluster: RunningCluster, crowd: Crowd, proof: str, **found: float | None) -> Line:
-    """Write down what is seen now that everything has come to rest."""
+    """Write down what is seen when everything has come to rest; or, after long enough, what is still held."""
+    settle(cluster)
     wrong = [stream.end for stream in crowd.streams if stream.end.startswith("wrong")]
     assert not wrong, wrong
     loads = [entry["load"] for entry in cluster.replicas().values()]

@@ -1,6 +1,7 @@
 """Clients that stream answers which can be computed by hand, and what became of each."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ import httpx
 from workers.models.recall_prompts import LINK_LEN, chain_prompt, recall_oracle
 
 HUNG_S = 300.0
-"""A stream that has not ended by then never will."""
+"""A stream that has had nothing for so long never will."""
 REFUSALS = (400, 413, 429)
 """Answers to a request that cannot be taken, or not now."""
+NEW_ROUTER = "the bootstrap service has not answered yet"
 
 
 @dataclass
@@ -26,13 +28,15 @@ class Stream:
     seed: int
     prompt_len: int = 0
     """Tokens of the prompt; as many as the chain needs by default."""
-    patience_s: float = HUNG_S
+    patience_s: float = math.inf
     """The client leaves after so long."""
+    hung_s: float = HUNG_S
+    """The stream hangs that has had no data for so long; comments, which say that it is alive, are none."""
     tokens: list[int] = field(default_factory=list)
     longest_pause_s: float = 0.0
     """Between two tokens."""
     end: str = ""
-    """``right``, ``left``, ``refused`` at once, ``away`` (no router), or what was wrong; empty while it is open."""
+    """``right``, ``left``, ``hung``, ``refused``, ``away`` (no router yet), or what was wrong; empty till then."""
     retry_after: str | None = None
     """Of an answer that is no stream."""
 
@@ -46,25 +50,26 @@ class Stream:
         body = {"model": "recall", "prompt": self.prompt, "max_tokens": self.num_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         try:
-            timeout = httpx.Timeout(HUNG_S, read=self.patience_s)
+            timeout = httpx.Timeout(self.hung_s, read=min(self.patience_s, self.hung_s))
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False) as reply:
                 self.end = self._read(reply)
         except httpx.ConnectError:
             self.end = "away"
         except httpx.ReadTimeout:
-            self.end = "left" if self.patience_s < HUNG_S else "hung"
+            self.end = "left" if self.patience_s < self.hung_s else "hung"
         except httpx.HTTPError as error:
             self.end = f"failed: {type(error).__name__}"
 
     def _read(self, reply: httpx.Response) -> str:
         if reply.status_code != 200:
             self.retry_after = reply.headers.get("retry-after")
-            kind = "refused" if reply.status_code in REFUSALS else "failed"
-            return f"{kind}: {reply.status_code} {reply.read().decode()}"
+            return end_of(reply.status_code, reply.read().decode())
         last_s = start_s = time.monotonic()
         for line in reply.iter_lines():
             if time.monotonic() > start_s + self.patience_s:
                 return "left"
+            if time.monotonic() > last_s + self.hung_s:
+                return "hung"
             if line.startswith('data: {"error"'):
                 return f"failed: {line}"
             if line.startswith("data: {"):
@@ -74,6 +79,13 @@ class Stream:
                 self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
                 last_s = now_s
         return "right" if self.tokens == self.expected else f"wrong: {self.tokens}, not {self.expected}"
+
+
+def end_of(status: int, text: str) -> str:
+    """Of a request that was not answered with 200."""
+    if NEW_ROUTER in text:
+        return "away"
+    return f"{'refused' if status in REFUSALS else 'failed'}: {status} {text}"
 
 
 class Crowd:

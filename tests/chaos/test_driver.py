@@ -68,7 +68,6 @@ def write_line(scenario: str, port: int, crowd: Crowd, proof: str, fault_s: floa
         stream = Stream(20, seed=2)
         stream.run(cluster.url)
         assert stream.end == "right", stream.end
-        cluster.wait_until(cluster.is_empty, STOP_S)
         report(scenario, cluster, crowd, proof, detection_s=gone_s, recovery_s=recovery_s)
 
 

@@ -1,16 +1,15 @@
-"""What goes wrong between prefill and decode, with a digest of every page: nobody gets a wrong token for it."""
+"""What goes wrong with pages and messages, with a digest of every page: nobody gets a wrong token, or waits, for it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.faulty_worker import DELAY_S, FOLDER, Fault, order, proofs
+from tests.chaos.faulty_cluster import faulty_cluster
+from tests.chaos.faulty_worker import DELAY_S, Fault, order, proofs
 from tests.chaos.streams import Crowd
 from tests.chaos.watch import Before, assert_all_right
-from tests.fakes.cluster import RunningCluster, running_cluster
-from tests.readme import ROOT
+from tests.fakes.cluster import RunningCluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -22,16 +21,8 @@ CHANGES_PAGES = (Fault.DROP, Fault.TRUNCATE, Fault.FLIP)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[RunningCluster]:
-    program = (sys.executable, "-m", "tests.chaos.faulty_up")
-    env = {FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
-    deploy = "deploy/local-cpu.yaml"
-    with running_cluster(deploy, "test-chaos-transport", *SETTINGS, program=program, env=env) as running:
+    with faulty_cluster(folder, "test-chaos-transport", *SETTINGS) as running:
         yield running
 
 
@@ -53,5 +44,5 @@ def test_transfers_go_wrong(cluster: RunningCluster, folder: Path, fault: Fault)
     line = before.line(f"transport: {fault}", crowd, proof, None, recovery_s)
     assert_all_right(cluster, line, crowd)
     assert (found > 0) == (fault in CHANGES_PAGES)
-    assert ((line.retries or 0) > 0) == (fault not in (Fault.DELAY, Fault.REPEAT))
+    assert ((line.retries or line.continuations or 0) > 0) == (fault not in (Fault.DELAY, Fault.REPEAT))
     assert recovery_s > DELAY_S or fault is not Fault.DELAY

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.chaos.faults import GONE, state_of, stopped
 from tests.chaos.streams import Crowd, Stream
-from tests.chaos.two_hosts import AWAY, HOME, RayNodes, cable, cut, ray_nodes
-from tests.chaos.watch import Before, assert_all_right
+from tests.chaos.two_hosts import AWAY, HOME, RayNodes, away_pid, cable, cut, ray_nodes
+from tests.chaos.watch import RECOVERY_S, Before, assert_all_right
 from tests.fakes.cluster import RunningCluster, running_cluster
 
 pytestmark = [
@@ -39,6 +40,14 @@ def cluster(nodes: RayNodes) -> Iterator[RunningCluster]:
     arguments, env = ["--address", nodes.address], {"RAY_AUTH_MODE": "disabled"}
     with running_cluster(deploy, "test-two-hosts", *settings, arguments=arguments, env=env) as running:
         yield running
+
+
+def assert_serves_at_home(cluster: RunningCluster) -> None:
+    """A request is answered, by the start that came after the lost one."""
+    stream = Stream(20, seed=3)
+    stream.run(cluster.url)
+    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+    assert cluster.replicas()["decode-0"]["rows"][0]["address"].startswith(f"tcp://{HOME}:")
 
 
 def test_the_roles_are_on_different_hosts(cluster: RunningCluster) -> None:
@@ -81,18 +90,25 @@ def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
 
 
 def test_a_lost_host_is_replaced(cluster: RunningCluster, nodes: RayNodes) -> None:
-    """It is the last test: the host that comes back is no longer used."""
+    """Its rank stands still, and wakes up when it has long been replaced and nobody could kill it.
+
+    It is the last test: the host that comes back is no longer used.
+    """
     nodes.start(HOME, num_cpus=1)
     with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1100) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
-        before = Before(cluster, "decode-0")
+        before, pid = Before(cluster, "decode-0"), away_pid(cluster.replicas()["decode-0"]["rows"][0]["address"])
         with cut() as proof:
-            detection_s = before.wait_detected()
-            recovery_s = before.wait_recovered()
-            stream = Stream(20, seed=3)
-            stream.run(cluster.url)
-            assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
-            assert cluster.replicas()["decode-0"]["rows"][0]["address"].startswith(f"tcp://{HOME}:")
-    line = before.line("lose a host", crowd, proof, detection_s, recovery_s)
+            with stopped("decode-0 rank 0", pid) as still:
+                detection_s = before.wait_detected()
+                recovery_s = before.wait_recovered()
+                assert_serves_at_home(cluster)
+            assert state_of(pid) not in (GONE, "T"), "it is awake"
+    replaced = Before(cluster, "decode-0")
+    cluster.wait_until(lambda: state_of(pid) == GONE, RECOVERY_S)
+    proof += f"; {still}, awake after {recovery_s:.1f} s, gone {replaced.passed_s:.1f} s after the cut"
+    assert_serves_at_home(cluster)
+    assert Before(cluster, "decode-0").incarnations == replaced.incarnations
+    line = before.line("lose a host that wakes up later", crowd, proof, detection_s, recovery_s)
     assert (line.hung, line.leaked_pages) == (0, 0)
     assert line.success + line.failed == CLIENTS

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from tests.chaos.streams import HUNG_S, Stream
+from tests.chaos.streams import HUNG_S, Stream, end_of
 from workers.models.recall_prompts import chain_prompt, recall_oracle
 
 SHORT, LONG = (30, 800), (2_000, 12_000)
@@ -105,7 +105,7 @@ class Traffic:
         except httpx.HTTPError as error:
             return f"failed: {type(error).__name__}"
         if reply.status_code != 200:
-            return f"{'refused' if reply.status_code == 429 else 'failed'}: {reply.status_code} {reply.text}"
+            return end_of(reply.status_code, reply.text)
         return [choice["token_ids"] for choice in reply.json()["choices"]]
 
 

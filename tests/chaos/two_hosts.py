@@ -1,6 +1,7 @@
 """Two hosts on one machine: a second network namespace behind a pair of virtual cables, and a Ray node on each side."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -55,6 +56,15 @@ def cut() -> Iterator[str]:
                 yield f"{AWAY} cannot be reached: {type(error).__name__}"
     finally:
         _ip("-n", SPACE, "link", "set", AWAY_END, "up")
+
+
+def away_pid(address: str) -> int:
+    """The process that listens at ``tcp://host:port`` on the other host."""
+    look = ["ip", "netns", "exec", SPACE, "ss", "-Hltnp", f"sport = :{address.rpartition(':')[2]}"]
+    shown = subprocess.run(look, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"pid=(\d+)", shown)
+    assert found, f"nobody listens at {address}: {shown}"
+    return int(found[1])
 
 
 class RayNodes:

@@ -12,7 +12,18 @@ import msgspec
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Cancel, Failure, FollowPages, Message, Output, PageNews, Submit, TableUpdate
+from cluster.spec.messages import (
+    Blame,
+    Cancel,
+    Failure,
+    FollowPages,
+    Inquire,
+    Message,
+    Output,
+    PageNews,
+    Submit,
+    TableUpdate,
+)
 from cluster.spec.peer import Peer
 from cluster.spec.registry import (
     KvOwnership,
@@ -58,6 +69,7 @@ class Client:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: str | None = None
+    blame: Blame | None = None
     cancelled: bool = False
     cached_tokens: int = 0
     num_given: int = 0
@@ -185,6 +197,12 @@ class World:
         for address in self.leaders:
             self.queues[ROUTER, address].append(Cancel(room=room, incarnation=Incarnation(1)))
 
+    def inquire(self, *rooms: Room) -> None:
+        """The router has heard nothing of these for a while."""
+        router = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
+        message = Inquire(rooms=list(rooms), sender=router, incarnation=self.decode_peer.incarnation)
+        self.queues[ROUTER, self.decode_peer.address].append(message)
+
     def lose_router(self) -> None:
         """The router is proven gone, and with it whoever waits for outputs."""
         for client in self.clients.values():
@@ -233,16 +251,26 @@ class World:
         if isinstance(message, PageNews):
             self.page_news.append(message)
             return
+        if isinstance(message, Inquire):
+            self._answer(message)
+            return
         assert isinstance(message, Output | Failure)
         client = self.clients[message.room]
         if isinstance(message, Failure):
-            client.failure = message.reason
+            client.failure, client.blame = message.reason, message.blame
         else:
             assert message.first_index == client.num_given + len(client.tokens)
             client.tokens += message.token_ids
             client.logprobs += message.logprobs
             client.cached_tokens += message.cached.total
             client.finish = message.finish
+
+    def _answer(self, inquire: Inquire) -> None:
+        for room in inquire.rooms:
+            client = self.clients[room]
+            if client.cancelled or client.finish or client.failure:
+                cancel = Cancel(room=room, incarnation=inquire.sender.incarnation)
+                self.queues[ROUTER, inquire.sender.address].append(cancel)
 
     def _step(self, address: str) -> None:
         leader = self.leaders[address]
@@ -352,7 +380,6 @@ def _prefill_settings(rows: list[RankRow]) -> PrefillSettings:
         row=first,
         rank_addresses=tuple(rank_row.address for rank_row in rows),
         ticket_timeout_s=30.0,
-        request_timeout_s=600.0,
         settle_s=0.5,
     )
 
@@ -367,6 +394,5 @@ def _decode_settings(row: RankRow, verify: Verify) -> DecodeSettings:
         quarantine_limit=0.25,
         rank_addresses=(row.address,),
         verify=verify,
-        request_timeout_s=600.0,
         settle_s=0.5,
     )

@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import httpx
+
 from cluster.channel import Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.ids import Room
+from cluster.spec.ids import Incarnation, Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Message, TableUpdate
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.worker_spec import WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, WorkerSpec
+from router.server import RouterServer
+from tests.fakes.bootstrap import FakeTable
+from tests.fakes.router_cluster import wait_ready
 from tests.fakes.worker_specs import lone_worker
 from workers import worker as worker_module
 from workers.kv_sender import KvSender
@@ -142,6 +147,20 @@ class HeldEngine:
             for worker in self._workers.values():
                 worker.close()
             self._outbox.close()
+
+    @contextmanager
+    def served(self, config: DeployConfig, model_folder: Path) -> Iterator[httpx.Client]:
+        """While both work: clients of a router over them."""
+        table, rendezvous = FakeTable(), Rendezvous(bootstrap_url="http://x", token="x")
+        server = RouterServer(config, model_folder, rendezvous, _HOST, Incarnation(1), watch=table.watch)
+        table.show(self.table())
+        try:
+            with httpx.Client(base_url=server.start(), timeout=60.0, trust_env=False) as http:
+                wait_ready(http)
+                yield http
+        finally:
+            server.stop()
+        server.run()
 
     def table(self, *roles: Role) -> TableSnapshot:
         """The replicas of these roles; all by default."""

@@ -16,6 +16,8 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.ids import Room
 from cluster.spec.messages import (
     Cancel,
+    Command,
+    CommandTaken,
     Failure,
     FollowPages,
     Message,
@@ -93,6 +95,8 @@ class FakeReplica:
     """So many answers lose their second batch."""
     silent: bool = False
     """Give no timelines."""
+    deaf_to: int = 0
+    """So many commands get no answer."""
     says: Sequence[int] | None = None
     """The tokens of every answer instead."""
     flow: threading.Event = field(default_factory=threading.Event)
@@ -173,10 +177,19 @@ class FakeReplica:
                     self._open.pop(message.room, None)
                 case FollowPages():
                     outbox.send(message.router.address, self._page_news())
+                case Command():
+                    self.told.append(message.wanted)
+                    if self.deaf_to:
+                        self.deaf_to -= 1
+                    else:
+                        outbox.send(message.sender.address, self._taken(message))
                 case _:
                     self.told.append(message)
             self.news.notify_all()
         return not isinstance(message, Shutdown)
+
+    def _taken(self, command: Command) -> CommandTaken:
+        return CommandTaken(number=command.number, replica=self.peer.replica, incarnation=self.peer.incarnation)
 
     def _page_news(self) -> PageNews:
         return PageNews(

@@ -9,6 +9,7 @@ from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import Endpoint, KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
+from cluster.spec.tiers import TierState
 
 GEOMETRY = KvGeometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
 LAYOUT = PoolLayout(
@@ -45,3 +46,22 @@ def make_row(replica: str, rank: int, of: RankCoords, incarnation: int = 1, **ch
 def make_rows(replica: str, of: RankCoords, incarnation: int = 1) -> list[RankRow]:
     """Every row of one replica."""
     return [make_row(replica, rank, of, incarnation) for rank in range(world_size(of))]
+
+
+def tier_state(**changes: Any) -> TierState:
+    """Tiers of a replica that has had nothing to do; ``changes`` replace fields."""
+    state = TierState(
+        host_pages=0,
+        used_host_pages=0,
+        num_pinned=0,
+        num_evicted=0,
+        num_lost=0,
+        num_late=0,
+        num_waiting=0,
+        is_attached=True,
+        is_storing=False,
+        num_opened=0,
+        work=(),
+        ranks=(),
+    )
+    return msgspec.structs.replace(state, **changes)

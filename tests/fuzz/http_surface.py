@@ -1,6 +1,7 @@
 """The router's whole HTTP surface, from the bytes of a connection on: uvicorn's parser and our application, no socket.
 
-Replicas are there and never answer, so a request that is taken ends when its client leaves, which it does.
+Replicas are there and answer an administrator alone, so a request that is taken ends when its client leaves, which
+it does.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import atexit
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from cluster.spec.messages import Message
+from cluster.spec.messages import Command, CommandTaken, Message
 from router.app import create_app
 from router.key_ring import read_keys
 from tests.fakes.bootstrap import FakeTable, entry_of, peer_of, table_of
@@ -30,19 +32,25 @@ ANSWER_S = 0.02
 END_S = 10.0
 """Longest time that a request may go on when its client has left."""
 ADMIN = "admin-key"
+PEERS = (peer_of("prefill-0"), peer_of("decode-0"))
 _END = b"\r\n\r\n"
 
 
 class _Nowhere:
-    """An inbox that gets nothing, and an outbox whose messages are lost."""
+    """An inbox that gets nothing, and an outbox whose messages are lost, but for commands."""
 
     address = "tcp://nowhere:1"
 
     def __init__(self) -> None:
         self.dropped = Counter[str]()
+        self.on_taken: Callable[[CommandTaken], None] | None = None
 
     def send(self, address: str, message: Message) -> None:
-        """Lose it."""
+        """Lose it, or take it for the replica there."""
+        if isinstance(message, Command) and self.on_taken is not None:
+            (peer,) = (peer for peer in PEERS if peer.address == address)
+            taken = CommandTaken(number=message.number, replica=peer.replica, incarnation=peer.incarnation)
+            asyncio.get_running_loop().call_soon(self.on_taken, taken)
 
     def broadcast(self, addresses: list[str], message: Message) -> None:
         """Lose it."""
@@ -99,9 +107,11 @@ class HttpSurface:
     async def _build(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             server = make_server(write_model_folder(Path(folder)), FakeTable(), max_body_mib=1)
-            service = server.service(_Nowhere(), _Nowhere())
+            nowhere = _Nowhere()
+            service = server.service(nowhere, nowhere)
         service = replace(service, keys=read_keys(config_of().router, {"BATON_ADMIN_KEY": ADMIN}))
-        service.relay.on_table(table_of(entry_of(peer_of("prefill-0")), entry_of(peer_of("decode-0"))))
+        service.relay.on_table(table_of(*map(entry_of, PEERS)))
+        nowhere.on_taken = service.relay.commands.on_taken
         self._service = service
         self._config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, log_level="critical")
         self._config.load()

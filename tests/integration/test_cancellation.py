@@ -1,25 +1,21 @@
-"""Clients that leave in each phase of their requests: nothing of them is left on either side, nor in the router."""
+"""Clients that leave, or wait too long, in each phase: nothing of them is left on either side, nor in the router."""
 
 import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
 from cluster.spec.config import DeployConfig, KvConfig, ModelConfig, PrefillConfig, RouterConfig
-from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
 from cluster.spec.transfer_messages import Done, Result
-from cluster.spec.worker_spec import Rendezvous
-from router.server import RouterServer
-from tests.fakes.bootstrap import FakeTable
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.held_engine import HeldEngine
 from tests.fakes.model_folder import write_model_folder
-from tests.fakes.router_cluster import wait_ready
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -27,6 +23,8 @@ PAGE_SIZE, PAGE_BYTES, NUM_PAGES = 16, 8192, 256
 SHORT, LONG = 2 * PAGE_SIZE - 4, NUM_PAGES * PAGE_SIZE - 6
 """Prompts of two pages, which are two chunks, and of the whole pool."""
 WAIT_S = 60.0
+TIMEOUT_S = 3.0
+"""Of requests that are to time out; each phase is reached before."""
 LEAVE_S = 5.0
 """Longest time after which nothing may be left, on a machine with nothing else to do."""
 
@@ -73,29 +71,32 @@ class Endpoint:
             time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    folder = make_checkpoint(write_model_folder(tmp_path_factory.mktemp("model")), "llama")
+@contextmanager
+def running(folder: Path, limits: RouterConfig) -> Iterator[Endpoint]:
+    make_checkpoint(write_model_folder(folder), "llama")
     config = DeployConfig(
         model=ModelConfig(path=str(folder), served_name="m"),
         kv=KvConfig(page_size=PAGE_SIZE, memory_gib=(NUM_PAGES + 1) * PAGE_BYTES / 2**30),
         prefill=PrefillConfig(chunk_tokens=PAGE_SIZE),
-        # As many as one phase opens: whoever left does not count any more.
-        router=RouterConfig(port=0, key_max_requests=101),
+        router=limits,
     )
-    table = FakeTable()
-    server = RouterServer(
-        config, folder, Rendezvous(bootstrap_url="http://x", token="x"), "127.0.0.1", Incarnation(1), watch=table.watch
-    )
-    with HeldEngine(config, folder).running() as engine:
-        table.show(engine.table())
-        try:
-            with httpx.Client(base_url=server.start(), timeout=WAIT_S, trust_env=False) as http:
-                wait_ready(http)
-                yield Endpoint(str(http.base_url).rstrip("/"), engine, http)
-        finally:
-            server.stop()
-        server.run()
+    with HeldEngine(config, folder).running() as engine, engine.served(config, folder) as http:
+        yield Endpoint(str(http.base_url).rstrip("/"), engine, http)
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    # As many as one phase opens: whoever left does not count any more.
+    with running(tmp_path_factory.mktemp("model"), RouterConfig(port=0, key_max_requests=101)) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def hasty_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """It gives requests up."""
+    limits = RouterConfig(port=0, request_timeout_s=TIMEOUT_S, max_wait_s=TIMEOUT_S / 2)
+    with running(tmp_path_factory.mktemp("model"), limits) as endpoint:
+        yield endpoint
 
 
 def queue(endpoint: Endpoint, count: int) -> list[socket.socket]:
@@ -161,11 +162,31 @@ def decode(endpoint: Endpoint, count: int) -> list[socket.socket]:
 PHASES = [queue, prefill, lack_rows, finish_prefill, transfer, decode]
 
 
-def leave(endpoint: Endpoint, reach: Callable[[Endpoint, int], list[socket.socket]], count: int) -> float:
+def close(client: socket.socket) -> None:
+    client.close()
+
+
+def wait_in_vain(client: socket.socket) -> None:
+    """Until the router gives the request up, and says so."""
+    with closing(client):
+        client.settimeout(WAIT_S)
+        reply = b""
+        while b"(router.request_timeout_s)" not in reply:
+            part = client.recv(65536)
+            assert part, f"closed after {reply!r}"
+            reply += part
+
+
+def leave(
+    endpoint: Endpoint,
+    reach: Callable[[Endpoint, int], list[socket.socket]],
+    count: int,
+    end: Callable[[socket.socket], None] = close,
+) -> float:
     """Seconds after which nothing is left of clients that go."""
     try:
         for client in reach(endpoint, count):
-            client.close()
+            end(client)
         start_s = time.monotonic()
         if reach is transfer:
             # A write that has begun is waited for, whoever left.
@@ -184,6 +205,14 @@ def test_a_few_leave(endpoint: Endpoint, reach: Callable[[Endpoint, int], list[s
     endpoint.complete()
     endpoint.wait_until(lambda: not endpoint.engine.leftovers, "something is left")
     endpoint.engine.check_integrity()
+
+
+@pytest.mark.parametrize("reach", PHASES)
+def test_a_few_wait_too_long(hasty_endpoint: Endpoint, reach: Callable[[Endpoint, int], list[socket.socket]]) -> None:
+    leave(hasty_endpoint, reach, 4, wait_in_vain)
+    hasty_endpoint.complete()
+    hasty_endpoint.wait_until(lambda: not hasty_endpoint.engine.leftovers, "something is left")
+    hasty_endpoint.engine.check_integrity()
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import zmq
@@ -69,6 +70,25 @@ def test_members_reach_each_other(inbox: Inbox) -> None:
             outbox.send(inbox.address, Shutdown(reason=str(number)))
         assert receive(inbox, 100) == [Shutdown(reason=str(number)) for number in range(100)]
     assert not +inbox.dropped
+
+
+def test_who_was_not_written_to_for_long_costs_nothing(monkeypatch: pytest.MonkeyPatch, inbox: Inbox) -> None:
+    """Else every peer that ever was would keep its descriptors."""
+    now_s = 0.0
+    monkeypatch.setattr("cluster.channel.time.monotonic", lambda: now_s)
+    with closing(Outbox(KEY)) as outbox:
+        counts = []
+        for number in range(30):
+            now_s = 50.0 * number
+            with closing(Inbox(HOST, KEY)) as gone:
+                outbox.send(gone.address, Drain())
+            outbox.send(inbox.address, Shutdown(reason=str(number)))
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        assert max(counts) < counts[0] + len(counts) / 2
+        now_s += 1000.0
+        outbox.send("tcp://127.0.0.1:1", Drain())
+        outbox.send(inbox.address, Drain())
+        assert receive(inbox, 31) == [*(Shutdown(reason=str(number)) for number in range(30)), Drain()]
 
 
 def test_an_event_loop_takes_messages_of_members() -> None:

@@ -1,5 +1,6 @@
 """Defects that can be put into the real code, each a mistake that somebody might make."""
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from cluster.launch.draining import DrainWatch
 from cluster.simulator.driver import Driver
 from cluster.simulator.rank_process import Follower
 from cluster.simulator.replica import Replica
@@ -15,14 +17,21 @@ from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import PagesMoved
-from cluster.spec.transfer_messages import Done, Drained, Revoke
+from cluster.spec.transfer_messages import Done, Drained, Revoke, Ticket
+from cluster.supervisor import reconcile
+from cluster.supervisor.events import Ended, Prove, Started
+from cluster.supervisor.operate import Step
+from cluster.supervisor.state import Cluster, Now
 from router.actions import Action
 from router.attempts import Attempts
 from router.flight import Attempt, Flight, Pair
+from router.inquiries import Inquiries
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.orders import Orders
+from workers.kv_sender import KvSender
+from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillRequest, PrefillState
@@ -108,6 +117,11 @@ def miscount_pages(patch: Patch) -> None:
     patch.setattr(SenderSession, "done", done_with_less)
 
 
+def end_before_it_is_drained(patch: Patch) -> None:
+    """A replica that an operator takes away ends as soon as it has been told to drain."""
+    patch.setattr(DrainWatch, "is_over", lambda _self, _now_s: True)
+
+
 def restart_one_rank_alone(patch: Patch) -> None:
     """A follower that died is replaced, and the replica goes on with it."""
     lose_rank = Replica.lose_rank
@@ -122,6 +136,68 @@ def restart_one_rank_alone(patch: Patch) -> None:
         return True
 
     patch.setattr(Replica, "lose_rank", replace_rank)
+
+
+def heed_words_to_an_earlier_start(patch: Patch) -> None:
+    """Decode takes prefill's words to an earlier start of it for its own."""
+    is_foreign = ReceiverSession._is_foreign
+
+    def is_of_another_ticket(self: ReceiverSession, message: Any) -> bool:
+        return is_foreign(self, replace(message, decode_incarnation=self.ticket.decode.incarnation))
+
+    patch.setattr(ReceiverSession, "_is_foreign", is_of_another_ticket)
+
+
+def heed_words_of_an_earlier_start(patch: Patch) -> None:
+    """Decode takes the words of an earlier start of prefill for those of the one that has its ticket."""
+    is_foreign = ReceiverSession._is_foreign
+
+    def is_of_another_ticket(self: ReceiverSession, message: Any) -> bool:
+        return is_foreign(self, replace(message, prefill=self._prefill))
+
+    patch.setattr(ReceiverSession, "_is_foreign", is_of_another_ticket)
+
+
+def take_any_submit(patch: Patch) -> None:
+    """A request that was sent to an earlier start of prefill is taken."""
+    on_submit = PrefillLeader._on_submit
+
+    def take(self: PrefillLeader, submit: Submit) -> None:
+        on_submit(self, replace(submit, prefill=self.me))
+
+    patch.setattr(PrefillLeader, "_on_submit", take)
+
+
+def take_any_ticket(patch: Patch) -> None:
+    """So is a ticket."""
+    on_ticket = PrefillLeader._on_ticket
+
+    def take(self: PrefillLeader, ticket: Ticket) -> None:
+        on_ticket(self, replace(ticket, prefill_incarnation=self.me.incarnation))
+
+    patch.setattr(PrefillLeader, "_on_ticket", take)
+
+
+def decode_any_submit(patch: Patch) -> None:
+    """Decode takes requests that were sent to an earlier start of it."""
+    on_submit = DecodeLeader._on_submit
+
+    def take(self: DecodeLeader, submit: Submit) -> None:
+        on_submit(self, replace(submit, decode=self.me))
+
+    patch.setattr(DecodeLeader, "_on_submit", take)
+
+
+def leave_out_a_page(patch: Patch) -> None:
+    """A sender forgets the last page of its part, and tells how many it has sent."""
+    owned_pages = KvSender._owned_pages
+    patch.setattr(KvSender, "_owned_pages", lambda self, *given: owned_pages(self, *given)[:-1])
+
+
+def leave_out_a_page_and_count_none(patch: Patch) -> None:
+    """And decode does not look at how many came."""
+    leave_out_a_page(patch)
+    patch.setattr(ReceiverSession, "_mismatch", lambda _self, _result: None)
 
 
 def free_source_pages_early(patch: Patch) -> None:
@@ -154,6 +230,26 @@ def take_silence_for_proof(patch: Patch) -> None:
         return True
 
     patch.setattr(Driver, "_end", end_and_call_it_proven)
+
+
+def prove_only_what_the_driver_has_heard_of(patch: Patch) -> None:
+    """A start that ends before the driver has seen it in the table is not asked after."""
+    on_started, on_ended = reconcile._on_started, reconcile._on_ended
+    heard: set[tuple[str, Incarnation]] = set()
+
+    def start(cluster: Cluster, event: Started, now: Now) -> Step:
+        heard.add((event.name, event.incarnation))
+        return on_started(cluster, event, now)
+
+    def end(cluster: Cluster, event: Ended, now: Now) -> Step:
+        after, actions = on_ended(cluster, event, now)
+        if (event.name, event.incarnation) in heard:
+            return after, actions
+        after = dataclasses.replace(after, unproven=cluster.unproven)
+        return after, [action for action in actions if not isinstance(action, Prove)]
+
+    patch.setattr(reconcile, "_on_started", start)
+    patch.setattr(reconcile, "_on_ended", end)
 
 
 def keep_no_tombstones(patch: Patch) -> None:
@@ -244,3 +340,13 @@ def believe_failed_copies(patch: Patch) -> None:
         return on_answer(self, replace(answer, done=[True] * len(answer.done)), now_s)
 
     patch.setattr(Orders, "on_answer", all_done)
+
+
+def never_inquire(patch: Patch) -> None:
+    """The router waits for its deadline, whatever was lost."""
+    patch.setattr(Inquiries, "ask", lambda _self, _now_s: [])
+
+
+def answer_no_inquiry(patch: Patch) -> None:
+    """Nobody tells a leader a second time what is over."""
+    patch.setattr(Inquiries, "answer", lambda _self, _inquire: [])

@@ -8,9 +8,10 @@ from random import Random
 import pytest
 
 from cluster.simulator.draw import draw_mild, draw_scenario
-from cluster.simulator.scenario import Fault, FaultKind, Hazards, Scenario, TierShape
+from cluster.simulator.scenario import PAGE_SIZE, Fault, FaultKind, Hazards, Scenario, TierShape
 from cluster.simulator.simulation import Simulation
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
+from cluster.spec.registry import KvOwnership, TransferMode
 from tests.simulation import defects
 
 MAX_SEEDS = 600
@@ -18,9 +19,11 @@ MAX_SEEDS = 600
 FOREIGN_WRITE = r"has no ticket|is free or shared"
 EARLY_READ = r"is read before|wrong tokens"
 NEVER_ENDS = r"never came to an end"
+DEADLINE = r"a deadline ended"
 FAILS_IN_CALM = r"nothing went wrong"
 FAILS_IN_MILD = r"a replica of each role was spared"
 NOT_TOLD = r"not told so"
+OTHER_START = r"for another start of it"
 FOREIGN_PAGE = rf"{EARLY_READ}|under the key of another|no sequence holds alone|nobody has filled"
 
 Weather = Callable[[Scenario], Scenario]
@@ -30,22 +33,61 @@ def as_drawn(scenario: Scenario) -> Scenario:
     return scenario
 
 
+def calm(scenario: Scenario) -> Scenario:
+    return replace(scenario, faults=(), hazards=Hazards())
+
+
+def orders(scenario: Scenario) -> Scenario:
+    """An operator adds a replica of each role and takes it away again, while requests come."""
+    moments = [(1, "prefill-1"), (2, "decode-1"), (5, "prefill-0"), (7, "decode-0")]
+    faults = tuple(Fault(kind=FaultKind.SCALE, at_s=at_s, member=name) for at_s, name in moments)
+    shape = replace(scenario.shape, num_prefill=1, num_decode=1)
+    return replace(calm(scenario), shape=shape, faults=faults)
+
+
 def mild(scenario: Scenario) -> Scenario:
     return draw_mild(Random(scenario.seed), replace(scenario, hazards=Hazards()))
 
 
 def repeated_messages(scenario: Scenario) -> Scenario:
-    return replace(scenario, faults=(), hazards=Hazards(duplicate=0.3, slowness=10.0))
+    """Two ranks send as much as each other, one often later."""
+    shape = replace(
+        scenario.shape, cp=2, prefill_pages=24, mode=TransferMode.ALL_RANKS, ownership=KvOwnership.REPLICATED
+    )
+    asks = tuple(replace(ask, prompt=(ask.prompt * 16)[: 4 * PAGE_SIZE]) for ask in scenario.asks)
+    hazards = Hazards(duplicate=0.5, slow_write=0.3, slowness=10.0)
+    return replace(scenario, shape=shape, asks=asks, faults=(), hazards=hazards)
+
+
+def dying_streams(scenario: Scenario) -> Scenario:
+    """Decode replicas die, one after the other, while tokens come."""
+    shape = scenario.shape
+    # Room for the longer answers.
+    pages = {"prefill_pages": shape.prefill_pages + 4 * shape.cp, "decode_pages": shape.decode_pages + 4}
+    shape = replace(shape, num_prefill=2, num_decode=2, **pages)
+    asks = tuple(replace(ask, max_tokens=12, patience_s=None) for ask in scenario.asks)
+    faults = tuple(Fault(kind=FaultKind.KILL, at_s=at_s, member=f"decode-{at_s % 2}") for at_s in (2, 5, 8))
+    return replace(scenario, shape=shape, asks=asks, faults=faults, hazards=Hazards(slowness=10.0))
 
 
 def late_words(scenario: Scenario) -> Scenario:
     return replace(scenario, faults=(), hazards=Hazards(stale=0.5, slowness=10.0))
 
 
+def restarts_in_place(scenario: Scenario) -> Scenario:
+    """Replicas die while requests come, and start again where they listened."""
+    shape = replace(scenario.shape, num_prefill=1, num_decode=1, reuses_addresses=True)
+    asks = tuple(replace(ask, at_s=1 + ask.at_s / 4, patience_s=None) for ask in scenario.asks)
+    faults = tuple(Fault(kind=FaultKind.KILL, at_s=1.5, member=name) for name in ("prefill-0", "decode-0"))
+    return replace(scenario, shape=shape, asks=asks, faults=faults, hazards=Hazards(duplicate=0.2, slowness=30.0))
+
+
 def dying_ranks(scenario: Scenario) -> Scenario:
-    shape = replace(scenario.shape, cp=4, prefill_pages=24, settle_s=2.0)
-    faults = [Fault(kind=FaultKind.KILL, at_s=at_s, member="prefill-0", rank=at_s) for at_s in (1, 2, 3)]
-    return replace(scenario, shape=shape, faults=tuple(faults), hazards=Hazards(slowness=30.0))
+    """Prefill dies while requests come, and twice more with those that have come since."""
+    shape = replace(scenario.shape, num_prefill=1, cp=4, prefill_pages=24, settle_s=2.0)
+    asks = tuple(replace(ask, at_s=4 * (number % 3) + ask.at_s / 4) for number, ask in enumerate(scenario.asks))
+    faults = [Fault(kind=FaultKind.KILL, at_s=4 * rank - 2, member="prefill-0", rank=rank) for rank in (1, 2, 3)]
+    return replace(scenario, shape=shape, asks=asks, faults=tuple(faults), hazards=Hazards(slowness=30.0))
 
 
 def lost_machine(scenario: Scenario) -> Scenario:
@@ -53,8 +95,27 @@ def lost_machine(scenario: Scenario) -> Scenario:
     return replace(scenario, faults=(fault,), hazards=Hazards(slowness=30.0))
 
 
+def machine_lost_at_the_start(scenario: Scenario) -> Scenario:
+    """A replica starts again, is perhaps ready in the table when its machine is lost, and so often once more."""
+    shape = replace(scenario.shape, num_prefill=1, num_decode=2, quarantine_limit=1.0)
+    random = Random(scenario.seed)
+    lost_s = random.uniform(3, 6)
+    asks = tuple(replace(ask, at_s=lost_s - random.uniform(0, 0.5), patience_s=None) for ask in scenario.asks)
+    faults = (
+        Fault(kind=FaultKind.KILL, at_s=1, member="prefill-0"),
+        Fault(kind=FaultKind.LOSE_MACHINE, at_s=lost_s, member="prefill-0", duration_s=20.0),
+        Fault(kind=FaultKind.PAUSE, at_s=lost_s, member="prefill-0", duration_s=18.0),
+        Fault(kind=FaultKind.KILL, at_s=17, member="prefill-0"),
+    )
+    return replace(scenario, shape=shape, asks=asks, faults=faults, hazards=Hazards(slowness=30.0))
+
+
 def disorder(scenario: Scenario) -> Scenario:
     return replace(scenario, hazards=Hazards(duplicate=0.2, reorder=0.2, slowness=10.0))
+
+
+def lossy(scenario: Scenario) -> Scenario:
+    return replace(scenario, faults=(), hazards=Hazards(drop=0.1))
 
 
 def cold_tiers(scenario: Scenario) -> Scenario:
@@ -70,21 +131,32 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.skip_the_generation_check, late_words, FOREIGN_WRITE),
         (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
-        (defects.reuse_a_room, as_drawn, FAILS_IN_CALM),
+        (defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
         (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
+        (defects.heed_words_to_an_earlier_start, late_words, OTHER_START),
+        (defects.heed_words_of_an_earlier_start, late_words, f"{FOREIGN_WRITE}|{EARLY_READ}"),
+        (defects.take_any_submit, restarts_in_place, OTHER_START),
+        (defects.take_any_ticket, restarts_in_place, OTHER_START),
+        (defects.decode_any_submit, restarts_in_place, OTHER_START),
+        (defects.leave_out_a_page, calm, FAILS_IN_CALM),
+        (defects.leave_out_a_page_and_count_none, calm, EARLY_READ),
         (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
-        (defects.miscount_pages, as_drawn, FAILS_IN_CALM),
+        (defects.miscount_pages, calm, FAILS_IN_CALM),
+        (defects.end_before_it_is_drained, orders, FAILS_IN_CALM),
         (defects.restart_one_rank_alone, dying_ranks, "of which it was never told|has no KV|" + NEVER_ENDS),
         (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
         (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
+        (defects.prove_only_what_the_driver_has_heard_of, machine_lost_at_the_start, FOREIGN_WRITE),
         (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
         (defects.take_a_page_id_for_its_place, as_drawn, EARLY_READ),
-        (defects.continue_at_output_0, mild, EARLY_READ),
-        (defects.begin_anew_behind_given_tokens, mild, EARLY_READ),
+        (defects.continue_at_output_0, dying_streams, EARLY_READ),
+        (defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
         (defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
         (defects.retry_where_it_failed, mild, FAILS_IN_MILD),
         (defects.cancel_no_other_leg, mild, NOT_TOLD),
+        (defects.never_inquire, lossy, DEADLINE),
+        (defects.answer_no_inquiry, lossy, NEVER_ENDS),
         (defects.end_an_order_with_the_first_answer, cold_tiers, FOREIGN_PAGE),
         (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
         (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
@@ -105,7 +177,21 @@ def test_a_defect_is_caught(
 
 
 @pytest.mark.parametrize(
-    "weather", [mild, repeated_messages, late_words, dying_ranks, lost_machine, disorder, cold_tiers]
+    "weather",
+    [
+        orders,
+        mild,
+        repeated_messages,
+        late_words,
+        restarts_in_place,
+        dying_ranks,
+        dying_streams,
+        lost_machine,
+        machine_lost_at_the_start,
+        disorder,
+        lossy,
+        cold_tiers,
+    ],
 )
 def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather) -> None:
     for seed in range(25):

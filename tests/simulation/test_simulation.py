@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from cluster.simulator.campaign import Campaign
 from cluster.simulator.draw import draw_scenario
-from cluster.simulator.scenario import FaultKind
+from cluster.simulator.scenario import FaultKind, Scenario
 from cluster.simulator.shrink import shrink
 from cluster.simulator.simulation import Outcome, Simulation
 from cluster.spec.tiers import MoveKind
 from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
-FAILING_SEED = 40
+FAILING_SEED = 18
 """The defect that ``broken`` puts in shows here."""
 
 TRACE = """
@@ -115,6 +116,22 @@ def test_command_shows_the_trace_of_a_failing_seed_and_how_to_replay_it() -> Non
     assert f"seed {FAILING_SEED}: Violation: never came to an end" in result.stderr
     assert "Ticket(room=" in result.stderr
     assert result.stderr.endswith(f"replay: baton simulate --seeds 1 --first {FAILING_SEED}\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_command_tells_what_it_has_done(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    def draw(seed: int) -> Scenario:
+        if seed == 2:
+            signal.raise_signal(number)
+        return draw_scenario(seed)
+
+    monkeypatch.setattr("cluster.simulator.campaign.draw_scenario", draw)
+    usual = signal.getsignal(number)
+    result = CliRunner().invoke(app, ["simulate", "--seeds", "1000000", "--json"])
+    assert result.exit_code == 128 + number
+    assert json.loads(result.stdout)["seeds"] == 3
+    assert result.stderr == f"{number.name}: stopped after 3 of 1000000 seeds\n"
+    assert signal.getsignal(number) is usual
 
 
 def test_command_without_json_says_it_in_lines() -> None:

@@ -15,13 +15,12 @@ import msgspec
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Cancel, Drain, FollowPages, Message, Resume, Submit, TableUpdate
+from cluster.spec.messages import Blame, Cancel, Inquire, Message, Submit, TableUpdate
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, UseStorage
 from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
@@ -31,7 +30,7 @@ from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.page_checks import PageChecks
-from workers.scheduler.quarantine import count_pages, describe, quarantined
+from workers.scheduler.quarantine import count_pages, describe, stopping
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
@@ -69,32 +68,25 @@ class DecodeLeader(LeaderCore):
                 self._on_submit(message)
             case Cancel():
                 self._on_cancel(message, now_s)
+            case Inquire():
+                self._on_inquire(message)
             case Result() | Done() | Refused() | Drained():
                 self._on_prefill(message, now_s)
             case PagesChecked():
                 self._on_checked(message)
             case TableUpdate():
                 self._on_table(message.snapshot, now_s)
-            case Drain() | Resume():
-                self.draining = isinstance(message, Drain)
-            case FlushCache():
-                self.flush(message)
-            case PagesMoved() | PinPages() | UseStorage():
-                self.on_tier_message(message)
-            case FollowPages():
-                self.outgoing += self.reporter.follow(message)
             case _:
-                self.drop(message)
+                self.on_other(message)
         self._reserve(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Send tickets again of which nothing was heard, revoke those of which too long; let bytes settle."""
+        """Send tickets again of which nothing was heard, revoke those of which too long; ask; let bytes settle."""
         self._now_s = now_s
         for request in list(self._requests.values()):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
-        for choice in self._queue.late_choices(now_s):
-            self._refuse(choice, "the choice that was to bring its prompt did not come", retryable=True)
+        self.inquire(request.submit for request in self._requests.values() if request.state is not DecodeState.STOPPING)
         self._reserve(now_s)
         self._watch_quarantine()
         self.follow_cache()
@@ -142,6 +134,7 @@ class DecodeLeader(LeaderCore):
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
             total_pages=self._allocator.num_pages,
+            stopping_pages=count_pages(stopping(self._requests.values())),
             quarantined_pages=count_pages(self._quarantined()),
             wrong_pages=self._checks.num_wrong_pages,
             num_taken=self.num_taken,
@@ -169,7 +162,8 @@ class DecodeLeader(LeaderCore):
         if submit.decode.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        request = DecodeRequest(submit, arrival=self._num_arrivals, arrived_s=self._now_s)
+        num_pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
+        request = DecodeRequest(submit, num_pages, arrival=self._num_arrivals, arrived_s=self._now_s)
         self._num_arrivals += 1
         if self._allocator.is_caching and submit.sampling.num_prompt_logprobs is None:
             # Of what is computed here the last token must be, for its logits.
@@ -177,11 +171,9 @@ class DecodeLeader(LeaderCore):
             request.page_keys = page_keys(prompt_ids, self._settings.layout.page_size, submit.cache_salt)
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
-        num_pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         if reason := self.too_large(num_pages, self._allocator.num_pages):
             self._refuse(request, reason, retryable=False)
         elif self._must_await(submit.prompt_of):
-            request.give_up_s = self._now_s + self._settings.request_timeout_s
             self._queue.add_choice(request, submit.prompt_of)
         else:
             self._queue.add(request)
@@ -241,7 +233,7 @@ class DecodeLeader(LeaderCore):
                 self._move(request, DecodeState.STOPPING, session.failure.reason)
                 request.stopping_since_s = self._now_s
                 if session.failure.kind is not FailureKind.CANCELLED:
-                    self.send_failure(request.submit, session.failure.reason, retryable=True, mutual=True)
+                    self.send_failure(request.submit, session.failure.reason, retryable=True, blame=Blame.BOTH)
             elif session.state is ReceiverState.READY:
                 self._verify(request, session)
         if request.state is DecodeState.STOPPING and session.may_free:
@@ -271,7 +263,7 @@ class DecodeLeader(LeaderCore):
             f"{num_wrong} pages of {request.session.prefill.replica} arrived at {self.me.replica} "
             "with other bytes than were sent (transfer.verify)"
         )
-        self.send_failure(request.submit, reason, retryable=True, mutual=True)
+        self.send_failure(request.submit, reason, retryable=True, blame=Blame.BOTH)
         self._end(request, reason)
 
     def _start(self, request: DecodeRequest, session: ReceiverSession) -> None:
@@ -314,10 +306,22 @@ class DecodeLeader(LeaderCore):
         if cancel.incarnation != self.me.incarnation:
             self.drop(cancel)
         elif request is None:
-            self.ended.add(cancel.room, "the request was cancelled")
-            self._fail_choices(cancel.room, "the request was cancelled")
+            self._close(cancel.room, "the request was cancelled")
         else:
             self._stop(request, "the request was cancelled", now_s)
+
+    def _on_inquire(self, inquire: Inquire) -> None:
+        """Tell a router what is over, since it has not heard of it; what has not come by now need not any more."""
+        if inquire.incarnation != self.me.incarnation:
+            self.drop(inquire)
+            return
+        for room in inquire.rooms:
+            request = self._requests.get(room)
+            needed = request.submit.prompt_of if request else room
+            if needed is not None and needed not in self._requests and needed not in self.ended:
+                self._close(needed, "it never came")
+            if room in self.ended:
+                self.say_over(inquire.sender, room)
 
     def _stop(self, request: DecodeRequest, reason: str, now_s: float) -> None:
         """Nobody wants the rest of a request."""
@@ -348,7 +352,7 @@ class DecodeLeader(LeaderCore):
 
     def _quarantined(self) -> list[DecodeRequest]:
         """Those that were given up longer ago than any silence is waited for."""
-        return quarantined(self._requests.values(), self._now_s - self._settings.transfer_timeout_s)
+        return stopping(self._requests.values(), self._now_s - self._settings.transfer_timeout_s)
 
     def _watch_quarantine(self) -> None:
         """With too much in quarantine, take nothing until less is; when nothing else is at hand, begin anew."""
@@ -357,26 +361,28 @@ class DecodeLeader(LeaderCore):
         if self._is_quarantined and len(requests) == len(self._requests):
             self.must_end = describe(requests, num_pages, self._settings.quarantine_limit)
 
-    def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool) -> None:
+    def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
         """Fail a request that holds nothing yet."""
         self._queue.remove(request)
-        self.send_failure(request.submit, reason, retryable=retryable)
+        self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._end(request, reason)
 
-    def _fail_choices(self, awaited: Room, event: str) -> None:
-        for choice in self._queue.end_wait(awaited):
-            self._refuse(choice, f"the choice that was to bring its prompt ended: {event}", retryable=True)
+    def _close(self, room: Room, event: str) -> None:
+        """Nothing more will come of a room, for those that wait for it neither."""
+        self.ended.add(room, event)
+        for choice in self._queue.end_wait(room):
+            reason = f"the choice that was to bring its prompt ended: {event}"
+            self._refuse(choice, reason, retryable=True, blame=Blame.NEITHER)
 
     def _end(self, request: DecodeRequest, event: str) -> None:
         self._move(request, DecodeState.ENDED, event)
         self._allocator.free(request.pages)
         request.pages = []
         self._checks.forget(request.room)
-        self.ended.add(request.submit.room, event)
         del self._requests[request.submit.room]
 
     def _move(self, request: DecodeRequest, target: DecodeState, event: str) -> None:
         request.state = move(MOVES, request.state, target, event, f"room {request.submit.room}")
         if target is DecodeState.STOPPING or target is DecodeState.ENDED:
-            self._fail_choices(request.room, event)
+            self._close(request.room, event)
         self.recorder.enter(request.submit.room, None if target is DecodeState.ENDED else target.value, self._now_s)

@@ -1,13 +1,28 @@
 """Decode requests without pages: in which order they get them, and what of them is here already. Sans I/O."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from cluster.spec.ids import Room
-from cluster.spec.kv import pages_for
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.decode_request import DecodeRequest
 from workers.scheduler.steps import StepScheduler
 from workers.scheduler.waiting import Waiting
+
+
+class _Space(NamedTuple):
+    """What there is for those who wait, until one of them takes of it."""
+
+    num_free: int
+    oldest: DecodeRequest
+    oldest_pages: int
+    """That the oldest one takes from others."""
+    most_passing: int
+    """Most pages that another one may take."""
+
+    def count_passing(self, request: DecodeRequest, needed: int) -> int:
+        """Pages that the oldest might have to wait for if this one took those it needs: none if both fit."""
+        return 0 if request is self.oldest or needed + self.oldest_pages <= self.num_free else needed
 
 
 class DecodeQueue:
@@ -36,10 +51,6 @@ class DecodeQueue:
         """Those that waited for a room; they are not here any more."""
         return self._choices.pop(awaited, [])
 
-    def late_choices(self, now_s: float) -> list[DecodeRequest]:
-        """Those that have waited for a room too long; they are still here."""
-        return [request for waiting in self._choices.values() for request in waiting if request.give_up_s <= now_s]
-
     def remove(self, request: DecodeRequest) -> None:
         """Forget one, if it waits."""
         self._queue.remove(request.room)
@@ -56,35 +67,41 @@ class DecodeQueue:
         """
         if self._steps.num_waiting:
             return
-        for request in self._queue.candidates():
-            num_passing, oldest = self._count_passing(request), self._oldest()
-            if not self._queue.may_pass(num_passing, self._new_pages_for(oldest)):
+        space: _Space | None = None
+        for request in self._queue.untried(self._allocator.num_gains):
+            space = space or self._look()
+            held = self._find_held(request, space)
+            if held is None:
+                self._queue.note_in_vain(request)
                 continue
-            held = self._shared_pages(request) or self._allocator.find(request.page_keys)
-            needed = self._pages_for(request)
-            if self._allocator.can_allocate(needed, held):
-                self._queue.note_passed(num_passing)
-                self._queue.remove(request.room)
-                request.pages = self._allocator.allocate(needed, held)
-                request.num_held = len(held)
-                yield request
+            self._queue.note_passed(space.count_passing(request, self._new_pages_for(request)))
+            self._queue.remove(request.room)
+            request.pages = self._allocator.allocate(request.num_pages, held)
+            request.num_held = len(held)
+            space = None
+            yield request
 
-    def _count_passing(self, request: DecodeRequest) -> int:
-        """Pages that the oldest queued request might have to wait for if this one took them: none if both fit."""
-        needed, oldest = self._new_pages_for(request), self._oldest()
-        fit = needed + self._new_pages_for(oldest) <= self._allocator.num_free
-        return 0 if request is oldest or fit else needed
+    def _look(self) -> _Space:
+        oldest, num_free = self._queue.oldest, self._allocator.num_free
+        assert oldest is not None
+        oldest_pages = self._new_pages_for(oldest)
+        most_passing = max(num_free - oldest_pages, self._queue.most_passing(oldest_pages))
+        return _Space(num_free, oldest, oldest_pages, most_passing)
 
-    def _oldest(self) -> DecodeRequest:
-        assert self._queue.oldest is not None
-        return self._queue.oldest
-
-    def _pages_for(self, request: DecodeRequest) -> int:
-        return pages_for(len(request.submit.prompt_ids), self._page_size)
+    def _find_held(self, request: DecodeRequest, space: _Space) -> list[int] | None:
+        """The pages of it that are here already; None if it may not or cannot have the others."""
+        shared = self._shared_pages(request)
+        if request.num_pages - len(shared) > space.most_passing and request is not space.oldest:
+            return None
+        held = shared or self._allocator.find(request.page_keys)
+        # Cheaper than the allocator's answer, and mostly enough.
+        if request.num_pages - len(held) > space.num_free:
+            return None
+        return held if self._allocator.can_allocate(request.num_pages, held) else None
 
     def _new_pages_for(self, request: DecodeRequest) -> int:
         """Pages that it takes from others, cached or not."""
-        return self._pages_for(request) - len(self._shared_pages(request))
+        return request.num_pages - len(self._shared_pages(request))
 
     def _shared_pages(self, request: DecodeRequest) -> list[int]:
         """Those of the choice that has brought the prompt, but for the last token's; none when it has ended."""

@@ -1,6 +1,5 @@
 """What a decode leader remembers of one request, and the moves it may make."""
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -59,17 +58,17 @@ class DecodeSettings:
     rank_addresses: tuple[str, ...] = ()
     """Every rank's, by global rank."""
     verify: Verify = Verify.COUNTS
-    request_timeout_s: float
-    """Longest wait of a choice for the one that brings its prompt; the router may be unable to say that it is over."""
     settle_s: float
     """How long bytes may be on their way after their sender failed or died."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodeRequest:
     """One request in decode."""
 
     submit: Submit
+    num_pages: int = 0
+    """Of its prompt."""
     arrival: int = 0
     """Its number in the order of coming."""
     arrived_s: float = 0.0
@@ -87,8 +86,6 @@ class DecodeRequest:
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
     """While STOPPING."""
-    give_up_s: float = math.inf
-    """When it waits no longer for another choice."""
     has_prompt: bool = False
     """The prompt's KV is here, and with it the first token."""
 

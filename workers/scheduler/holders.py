@@ -1,8 +1,8 @@
 """Which sequences hold pages and which wait for them. Sans I/O.
 
 A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
-time, and gives its pages back (newest first) when the pool runs dry; its KV is then kept in host memory, or computed
-again from its tokens, with no effect on its output.
+time, and gives its pages back when the pool runs dry, the least urgent first and of those the last to come; its KV is
+then kept in host memory, or computed again from its tokens, with no effect on its output.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from workers.hicache.loader import Loaded
 from workers.hicache.tiers import Tiers
 from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
-from workers.scheduler.waiting import Waiting
+from workers.scheduler.waiting import Waiting, urgency
 
 
 class PageHolders:
@@ -35,7 +35,8 @@ class PageHolders:
         self._releases: list[Room] = []
         self.waiting = Waiting[Sequence]()
         self.running: dict[Room, Sequence] = {}
-        """In the order in which they got their pages."""
+        self._num_left = 0
+        """Running sequences that are no more, whose pages the caller may hold still."""
         self._leaving: list[Sequence] = []
         """Forgotten while pages were loaded: these may still be written to."""
         self.num_retractions = 0
@@ -57,6 +58,7 @@ class PageHolders:
         if sequence is None:
             self._forget_waiting(room)
             return []
+        self._num_left += 1
         if sequence.is_loading:
             self._leaving.append(sequence)
             return []
@@ -69,6 +71,7 @@ class PageHolders:
             self.remove(room)
         else:
             del self.running[room]
+            self._num_left += 1
             self._leave_to_cache(sequence)
 
     def whole_pages(self, room: Room) -> list[int]:
@@ -80,14 +83,19 @@ class PageHolders:
         """Whether a waiting sequence can have its pages, and they are not kept for the oldest waiting one."""
         needed, oldest = self._pages_of(sequence), self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} does not wait"
-        if not self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)):
+        num_gains = self._allocator.num_gains + self._num_left
+        if self.waiting.is_in_vain(sequence, num_gains):
             return False
         if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.is_coming(key):
             return False
         allocator, base = self._allocator, sequence.owner_base
-        return allocator.can_allocate(needed, (), base) or allocator.can_allocate(
-            needed, self._find_cached(sequence), base
+        can_start = self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)) and (
+            allocator.can_allocate(needed, (), base)
+            or allocator.can_allocate(needed, self._find_cached(sequence), base)
         )
+        if not can_start:
+            self.waiting.note_in_vain(sequence)
+        return can_start
 
     def start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages, if it can have them; false too where they are to be loaded first."""
@@ -111,15 +119,19 @@ class PageHolders:
         return not sequence.is_loading
 
     def grow(self, sequence: Sequence, count: int) -> bool:
-        """Make room for more tokens; retracts the newest sequences if it must, this one last."""
+        """Make room for more tokens; retracts others, or this one, if it must.
+
+        Nobody is retracted for one that is less urgent or came later, so that somebody always gets on.
+        """
         if sequence.planned_len + count <= len(sequence.pages) * self._page_size:
             return True
         needed = pages_for(sequence.planned_len + count, self._page_size) - len(sequence.pages)
         next_owner = sequence.owner_base + len(sequence.pages)
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
-            newest = next(other for other in reversed(self.running.values()) if not other.is_loading)
-            self._retract(newest)
-            if newest is sequence:
+            retractable = (other for other in self.running.values() if not other.is_loading)
+            last = max(retractable, key=urgency)
+            self._retract(last)
+            if last is sequence:
                 return False
         if needed > 0:
             sequence.pages += self._allocator.allocate(needed, (), next_owner)

@@ -1,11 +1,23 @@
 """What the worker loop needs of a leader, whatever its role: messages and time in, messages and steps out."""
 
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from cluster.spec.ids import Room
-from cluster.spec.messages import Failure, Message, Submit
+from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.messages import (
+    INQUIRE_EVERY_S,
+    Blame,
+    Command,
+    CommandTaken,
+    Drain,
+    Failure,
+    FollowPages,
+    Inquire,
+    Message,
+    Resume,
+    Submit,
+)
 from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
@@ -59,6 +71,10 @@ class Leader(Protocol):
         """No request is left in any state."""
         ...
 
+    def has(self, room: Room) -> bool:
+        """Whether a request is left in this room, in any state."""
+        ...
+
     def check_integrity(self) -> None:
         """Prove that every page has exactly one holder; raises AssertionError."""
         ...
@@ -66,6 +82,9 @@ class Leader(Protocol):
 
 class LeaderCore:
     """What both leaders are made of: who they are, what they have to say, and which rooms have ended."""
+
+    _requests: Mapping[Room, object]
+    """Those that have not ended."""
 
     def __init__(self, me: Peer, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None) -> None:
         self.outgoing: list[tuple[str, Message]] = []
@@ -77,13 +96,20 @@ class LeaderCore:
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
         """Clock time of the event at hand."""
+        self._inquire_at_s = 0.0
         self.num_taken = 0
         """Requests since the start."""
         self.draining = False
         """Routers are asked for no new requests; those on their way are taken all the same."""
+        self._newest_command: dict[tuple[ReplicaId, Incarnation], int] = {}
+        """Its number, by router."""
         self.ended = Tombstones()
         self.reporter = PageReporter(me, allocator, tiers)
         self.tiers = tiers
+
+    def has(self, room: Room) -> bool:
+        """Whether a request is left in this room, in any state."""
+        return room in self._requests
 
     def send(self, address: str, message: Message) -> None:
         """Leave a message for the loop to take."""
@@ -98,6 +124,29 @@ class LeaderCore:
         self.outgoing += self.reporter.news()
         if self.tiers:
             self.outgoing += self.tiers.advance(self._now_s)
+
+    def drain(self, *, is_draining: bool) -> None:
+        """Ask for no new requests, and leave nothing in this replica alone that others could use; or go on as ever."""
+        self.draining = is_draining
+        if self.tiers:
+            self.tiers.drain(is_draining=is_draining)
+
+    def on_other(self, message: Message) -> None:
+        """What leaders of both roles do alike; anything else is dropped."""
+        match message:
+            case Drain() | Resume():
+                self.drain(is_draining=isinstance(message, Drain))
+            case FlushCache():
+                self.flush(message)
+            case PagesMoved() | PinPages() | UseStorage():
+                self.on_tier_message(message)
+            case Command():
+                if self.takes(message):
+                    self.on_other(message.wanted)
+            case FollowPages():
+                self.outgoing += self.reporter.follow(message)
+            case _:
+                self.drop(message)
 
     def on_tier_message(self, message: PagesMoved | PinPages | UseStorage) -> None:
         """What concerns the tiers below the device cache; nothing where there are none."""
@@ -118,17 +167,47 @@ class LeaderCore:
             self.recorder.follow(submit.room)
         self.recorder.enter(submit.room, state, self._now_s)
 
-    def send_failure(self, submit: Submit, reason: str, *, retryable: bool, mutual: bool = False) -> None:
-        """Tell the router that this leg cannot finish the request; ``mutual`` if the other may be why."""
-        failure = Failure(
-            room=submit.room,
+    def send_failure(self, submit: Submit, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
+        """Tell the router that this leg cannot finish the request."""
+        self.send(submit.router.address, self._failure(submit.room, reason, retryable, blame))
+
+    def say_over(self, router: Peer, room: Room) -> None:
+        """Tell a router that a room has ended here, though it has not heard the end."""
+        reason = f"has nothing more to say of the request: {self.ended.why(room)}"
+        self.send(router.address, self._failure(room, reason, True, Blame.NEITHER))
+
+    def inquire(self, submits: Iterable[Submit]) -> None:
+        """Ask routers, now and then, whether they still have these: their Cancel may have been lost."""
+        if self._now_s < self._inquire_at_s:
+            return
+        self._inquire_at_s = self._now_s + INQUIRE_EVERY_S
+        rooms: dict[Peer, list[Room]] = defaultdict(list)
+        for submit in submits:
+            rooms[submit.router].append(submit.room)
+        for router, asked in rooms.items():
+            self.send(router.address, Inquire(rooms=asked, sender=self.me, incarnation=router.incarnation))
+
+    def _failure(self, room: Room, reason: str, retryable: bool, blame: Blame) -> Failure:
+        return Failure(
+            room=room,
             replica=self.me.replica,
             incarnation=self.me.incarnation,
             reason=reason,
             retryable=retryable,
-            mutual=mutual,
+            blame=blame,
         )
-        self.send(submit.router.address, failure)
+
+    def takes(self, command: Command) -> bool:
+        """Whether a command is to be carried out: it is for this start, and none after it was heard. Answers it."""
+        if command.incarnation != self.me.incarnation:
+            self.drop(command)
+            return False
+        answer = CommandTaken(number=command.number, replica=self.me.replica, incarnation=self.me.incarnation)
+        self.send(command.sender.address, answer)
+        sender = command.sender.replica, command.sender.incarnation
+        newest = self._newest_command.get(sender, 0)
+        self._newest_command[sender] = max(newest, command.number)
+        return command.number > newest
 
     def flush(self, message: FlushCache) -> None:
         """Forget what is cached and needed by nobody."""
@@ -159,8 +238,8 @@ class Tombstones:
         self._rooms: OrderedDict[Room, str] = OrderedDict()
 
     def add(self, room: Room, reason: str) -> None:
-        """Remember that this room has ended, and why."""
-        self._rooms[room] = reason
+        """Remember that this room has ended, and why it first did."""
+        self._rooms.setdefault(room, reason)
         if len(self._rooms) > _REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
 

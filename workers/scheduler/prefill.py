@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from cluster.spec.ids import Room, is_router
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Cancel, Drain, FollowPages, Message, Resume, Submit, TableUpdate
+from cluster.spec.messages import Blame, Cancel, Message, Submit, TableUpdate
 from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import DropSend, ForgetPeer, SendReport, StepPlan, Target
-from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, UseStorage
 from cluster.spec.transfer_messages import Revoke, SendState, Ticket
 from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
@@ -64,33 +63,26 @@ class PrefillLeader(LeaderCore):
                 self._on_report(message)
             case TableUpdate():
                 self._on_table(message.snapshot)
-            case Drain() | Resume():
-                self.draining = isinstance(message, Drain)
-            case FlushCache():
-                self.flush(message)
-            case PagesMoved() | PinPages() | UseStorage():
-                self.on_tier_message(message)
-            case FollowPages():
-                self.outgoing += self.reporter.follow(message)
             case _:
-                self.drop(message)
+                self.on_other(message)
 
     def tick(self, now_s: float) -> None:
-        """Fail requests whose ticket did not come, refuse tickets whose request did not come, let bytes settle."""
+        """Ask about requests that wait, refuse tickets whose request did not come, let bytes settle."""
         self._now_s = now_s
         for request in list(self._requests.values()):
-            if request.state is PrefillState.QUEUED and now_s >= request.deadline_s:
-                self._give_up(request, f"{request.submit.decode.replica} sent no ticket in time", mutual=True)
-            elif request.state is PrefillState.STOPPING:
+            if request.state is PrefillState.STOPPING:
                 self._settle(request)
             else:
                 self._schedule(request)
         for room, (ticket, deadline_s) in list(self._early_tickets.items()):
             if now_s >= deadline_s:
                 del self._early_tickets[room]
-                reason = "the request itself never reached prefill"
+                waited_s = self._settings.ticket_timeout_s
+                reason = f"the router's message with the request itself did not come within {waited_s:g} s"
                 self.ended.add(room, reason)
                 self._refuse(ticket, reason)
+        # All others have a ticket, and decode, which is asked for its end too.
+        self.inquire(request.submit for request in self._requests.values() if request.state is PrefillState.QUEUED)
         self.follow_cache()
 
     def has_work(self) -> bool:
@@ -160,7 +152,7 @@ class PrefillLeader(LeaderCore):
         if submit.prefill is None or submit.prefill.incarnation != self.me.incarnation or is_known:
             self.drop(submit)
             return
-        request = PrefillRequest(submit, self._now_s + self._settings.request_timeout_s, self._now_s)
+        request = PrefillRequest(submit, self._now_s)
         self._requests[room] = request
         if self.tiers and submit.sampling.num_prompt_logprobs is None:
             # The last token is always computed, for its logits.
@@ -195,7 +187,7 @@ class PrefillLeader(LeaderCore):
             mine.replica, mine.geometry, ticket.decode.replica, ticket.geometry
         ) or ticket_refusal(ticket, len(request.submit.prompt_ids))
         if reason is not None:
-            self._give_up(request, reason, mutual=True)
+            self._give_up(request, reason, blame=Blame.BOTH)
         else:
             self._schedule(request)
 
@@ -215,7 +207,7 @@ class PrefillLeader(LeaderCore):
             if request.state is PrefillState.QUEUED and (
                 is_gone or table.reaped.get(decode.replica, 0) >= decode.incarnation
             ):
-                self._give_up(request, f"{decode.replica} was lost before it sent a ticket", mutual=True)
+                self._give_up(request, f"{decode.replica} was lost before it sent a ticket", blame=Blame.BOTH)
             elif self.has_no_router(request.submit, table):
                 self._stop(request, "its router is gone")
 
@@ -229,7 +221,7 @@ class PrefillLeader(LeaderCore):
         if not rows:
             return
         if reason := next(filter(None, (refusal(self._settings.row, row) for row in rows)), None):
-            self._give_up(request, reason, mutual=True)
+            self._give_up(request, reason, blame=Blame.BOTH)
         else:
             self._move(request, PrefillState.SCHEDULED, "ticket")
             request.scheduled_s = self._now_s
@@ -310,7 +302,7 @@ class PrefillLeader(LeaderCore):
             request.quiet_at_s = self._now_s + self._settings.settle_s
             if request.state is not PrefillState.STOPPING:
                 reason = f"rank {report.sender_rank} of {self.me.replica}: {report.reason}"
-                self._give_up(request, reason, mutual=True)
+                self._give_up(request, reason, blame=Blame.BOTH)
         self._settle(request)
 
     def _settle(self, request: PrefillRequest) -> None:
@@ -355,11 +347,11 @@ class PrefillLeader(LeaderCore):
         ticket: Ticket | None = None,
         *,
         retryable: bool = True,
-        mutual: bool = False,
+        blame: Blame = Blame.SENDER,
     ) -> None:
         """Fail a request; a ticket that came before it is answered too."""
         request.ticket = request.ticket or ticket
-        self.send_failure(request.submit, reason, retryable=retryable, mutual=mutual)
+        self.send_failure(request.submit, reason, retryable=retryable, blame=blame)
         self._stop(request, reason)
 
     def _say_drained(self, request: PrefillRequest) -> None:

@@ -47,8 +47,6 @@ class PrefillSettings:
     """Longest wait of a ticket for its request."""
     settle_s: float
     """How long the backend may still move bytes of a write that failed."""
-    request_timeout_s: float
-    """Longest wait of a request for its ticket: decode may queue it until pages are free, which is no fault."""
 
     @property
     def layout(self) -> PoolLayout:
@@ -61,8 +59,6 @@ class PrefillRequest:
     """One request in prefill."""
 
     submit: Submit
-    deadline_s: float
-    """When a request that is still QUEUED is given up."""
     arrived_s: float
     scheduled_s: float = 0.0
     """When its ticket and decode's ranks were there."""

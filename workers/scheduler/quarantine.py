@@ -1,12 +1,13 @@
 """Pages of requests that were given up, to which somebody may still write: how many are too many. Pure."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from workers.scheduler.decode_request import DecodeRequest, DecodeState
 
 
-def quarantined(requests: Iterable[DecodeRequest], since_s: float) -> list[DecodeRequest]:
-    """Those that were given up at that time or before."""
+def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
+    """Those that were given up, at that time or before."""
     return [
         request for request in requests if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
     ]

@@ -3,17 +3,17 @@
 Each has requests, pages and a cache of its own. Here is decided who gets a request, and what is one step. Sans I/O.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import FollowPages, Message, PageNews, Submit
+from cluster.spec.messages import FollowPages, Inquire, Message, PageNews, Submit
 from cluster.spec.ranks import coords_of
-from cluster.spec.registry import RankCoords, ReplicaLoad
+from cluster.spec.registry import ComputeTimes, RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import ExpertWork, StepPlan, StepResult
+from cluster.spec.step_messages import StepPlan, StepResult, StepWork
 from cluster.spec.strategy import DpPolicy
 from cluster.spec.tiers import PagesMoved, joined
 from cluster.spec.transfer_messages import Ticket
@@ -28,6 +28,7 @@ _COUNTS = (
     "free_pages",
     "cached_pages",
     "total_pages",
+    "stopping_pages",
     "quarantined_pages",
     "wrong_pages",
     "num_taken",
@@ -60,8 +61,8 @@ class ReplicaLeader:
         """The DP rank of every room, the newest ones last."""
         self._next_news: dict[str, int] = {}
         """By router's address: the number of its next PageNews."""
-        self._expert_work: dict[int, Mapping[int, int]] = {}
-        """By global rank: tokens by expert."""
+        self._work: dict[int, StepWork] = {}
+        """By global rank, its newest word."""
 
     def take_outgoing(self) -> list[tuple[str, Message]]:
         """Messages to send, as (address, message)."""
@@ -75,8 +76,12 @@ class ReplicaLeader:
         if isinstance(message, StepResult):
             self.commit(message.dp_rank, message.sampled, now_s)
             return
-        if isinstance(message, ExpertWork):
-            self._expert_work[message.global_rank] = message.tokens
+        if isinstance(message, StepWork):
+            self._work[message.global_rank] = message
+            return
+        if isinstance(message, Inquire):
+            for dp_rank, rooms in self._by_home(message).items():
+                self._leaders[dp_rank].on_message(replace(message, rooms=rooms), now_s)
             return
         if isinstance(message, FollowPages):
             self._next_news[message.router.address] = 0
@@ -130,7 +135,11 @@ class ReplicaLeader:
             draining=any(load.draining for load in loads),
             dropped=dict(dropped),
             tiers=joined(states) if states else None,
-            expert_tokens=dict(sum(map(Counter, self._expert_work.values()), Counter())),
+            expert_tokens=dict(sum((Counter(work.expert_tokens) for work in self._work.values()), Counter())),
+            computed=tuple(
+                ComputeTimes(global_rank=rank, num_steps=work.num_steps, total_s=work.step_s)
+                for rank, work in sorted(self._work.items())
+            ),
             sends=tuple(times for load in loads for times in load.sends),
         )
 
@@ -144,6 +153,13 @@ class ReplicaLeader:
         room: Room | None = getattr(message, "room", None)
         return range(len(self._leaders)) if room is None else [self._home(room, message)]
 
+    def _by_home(self, inquire: Inquire) -> dict[int, list[Room]]:
+        """Each leader is asked about its own rooms: another one would say that they never came."""
+        rooms: dict[int, list[Room]] = defaultdict(list)
+        for room in inquire.rooms:
+            rooms[self._home(room, inquire)].append(room)
+        return rooms
+
     def _home(self, room: Room, message: Message) -> int:
         """Where a room is. One that is seen for the first time goes where its request asks, or where the policy says.
 
@@ -156,6 +172,9 @@ class ReplicaLeader:
         return self._homes[room]
 
     def _new_home(self, room: Room, message: Message) -> int:
+        for dp_rank, leader in enumerate(self._leaders):
+            if leader.has(room):  # it has outlived as many newer ones as are remembered
+                return dp_rank
         wanted = None
         if isinstance(message, Submit):
             if message.prompt_of is not None:

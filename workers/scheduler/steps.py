@@ -16,6 +16,7 @@ from workers.scheduler.holders import PageHolders
 from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.turns import Budget, Chunk, Turn, turn
+from workers.scheduler.waiting import urgency
 
 _UNKNOWN = 0
 """Stands for a token that has yet to be drawn."""
@@ -240,10 +241,11 @@ class StepScheduler:
     def _grant_streams(self, budget: Budget) -> None:
         """One token for every sequence that waits for no more; to make room for it others may be retracted.
 
+        None that has its token already is: in this order everybody comes before those that may go for it.
         Where several steps are under way at once, each has its part of the sequences.
         """
         running = self._holders.running.values()
-        streams = [sequence for sequence in running if sequence.is_stream]
+        streams = sorted((sequence for sequence in running if sequence.is_stream), key=urgency)
         if self._limits.depth > 1 and not self._limits.runs_ahead:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
             streams = streams[:num_streams]

@@ -41,6 +41,9 @@ class Waiting(Generic[W]):
         self._by_priority: list[W] = []
         self._num_passed_pages = 0
         """Pages that others took though the oldest one may have to wait for them."""
+        self._in_vain: set[W] = set()
+        """Those that could not have their turn, and cannot before ``_num_gains`` changes or another is the oldest."""
+        self._num_gains = 0
 
     def __len__(self) -> int:
         return len(self._by_arrival)
@@ -58,7 +61,7 @@ class Waiting(Generic[W]):
         oldest = self.oldest
         self._by_room[waiter.room] = waiter
         insort(self._by_arrival, waiter, key=_arrival)
-        insort(self._by_priority, waiter, key=_turn)
+        insort(self._by_priority, waiter, key=urgency)
         self._spare_anew(oldest)
 
     def remove(self, room: Room) -> None:
@@ -67,21 +70,41 @@ class Waiting(Generic[W]):
         if waiter is None:
             return
         oldest = self.oldest
+        self._in_vain.discard(waiter)
         del self._by_arrival[bisect_left(self._by_arrival, _arrival(waiter), key=_arrival)]
-        del self._by_priority[bisect_left(self._by_priority, _turn(waiter), key=_turn)]
+        del self._by_priority[bisect_left(self._by_priority, urgency(waiter), key=urgency)]
         self._spare_anew(oldest)
 
     def candidates(self) -> list[W]:
         """Those that may have their turn now: the first by priority, and the oldest."""
         first = self._by_priority[:LOOKAHEAD]
-        return first if not first or self.oldest in first else [*first, self._by_arrival[0]]
+        if not first or urgency(self._by_arrival[0]) <= urgency(first[-1]):
+            return first
+        return [*first, self._by_arrival[0]]
+
+    def untried(self, num_gains: int) -> list[W]:
+        """Those of the candidates that were not looked at in vain; ``num_gains`` counts what may have helped them."""
+        in_vain = self._since(num_gains)
+        return [waiter for waiter in self.candidates() if waiter not in in_vain]
+
+    def is_in_vain(self, waiter: W, num_gains: int) -> bool:
+        """Whether one was looked at in vain, and nothing has helped it since."""
+        return waiter in self._since(num_gains)
+
+    def note_in_vain(self, waiter: W) -> None:
+        """Spare one from being looked at again before something helps it."""
+        self._in_vain.add(waiter)
 
     def may_pass(self, num_pages: int, oldest_pages: int) -> bool:
         """Whether so many pages may be taken from the oldest one, which waits for ``oldest_pages``.
 
         No more pages pass it than it wants itself.
         """
-        return num_pages == 0 or self._num_passed_pages + num_pages <= oldest_pages
+        return num_pages <= self.most_passing(oldest_pages)
+
+    def most_passing(self, oldest_pages: int) -> int:
+        """Most pages that may be taken from the oldest one, which waits for ``oldest_pages``."""
+        return max(0, oldest_pages - self._num_passed_pages)
 
     def note_passed(self, num_pages: int) -> None:
         """So many pages were taken that the oldest one may have to wait for."""
@@ -90,11 +113,19 @@ class Waiting(Generic[W]):
     def _spare_anew(self, oldest: W | None) -> None:
         if self.oldest is not oldest:
             self._num_passed_pages = 0
+            self._in_vain.clear()
+
+    def _since(self, num_gains: int) -> set[W]:
+        if num_gains != self._num_gains:
+            self._num_gains = num_gains
+            self._in_vain.clear()
+        return self._in_vain
 
 
 def _arrival(waiter: Waiter) -> int:
     return waiter.arrival
 
 
-def _turn(waiter: Waiter) -> tuple[int, int]:
+def urgency(waiter: Waiter) -> tuple[int, int]:
+    """Sorts the most urgent first, and of those the first to come."""
     return waiter.priority, waiter.arrival

@@ -160,6 +160,10 @@ BAD_FILES = {
             "allowed: none, or host memory and the prefix cache, which pages pass through"
         ],
     ),
+    "storage somewhere": (
+        "hicache: {host_gib: 1, storage: {backend: files, folder: kv}}",
+        ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~, on every host"],
+    ),
     "lease": (
         "resources: {heartbeat_s: 2, lease_s: 2}",
         ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],

@@ -2,10 +2,13 @@
 
 from msgspec.structs import replace
 
-from cluster.launch.draining import QUIET_HEARTBEATS, DrainWatch
+from cluster.launch.calls import Deadline
+from cluster.launch.draining import QUIET_HEARTBEATS, DrainWatch, tell_until
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
+from tests.fakes.ray import FakeTable, World
+from tests.fakes.rows import tier_state
 
 D0 = ReplicaId("decode-0")
 EMPTY = ReplicaLoad(draining=True, num_taken=7)
@@ -39,6 +42,13 @@ def test_what_is_open_or_waits_or_does_not_drain_is_not_empty() -> None:
         assert over_at((0.0, table_of(EMPTY)), (1.0, table_of(replace(EMPTY, **change)))) == float("inf")
 
 
+def test_a_replica_that_stores_pages_is_not_empty() -> None:
+    storing = tier_state(is_storing=True)
+    assert over_at((0.0, table_of(replace(EMPTY, tiers=storing)))) == float("inf")
+    done = table_of(replace(EMPTY, tiers=tier_state(is_storing=False)))
+    assert over_at((0.0, table_of(replace(EMPTY, tiers=storing))), (3.0, done)) == 3.0 + QUIET_HEARTBEATS
+
+
 def test_a_request_that_came_and_went_between_two_heartbeats_begins_the_wait_anew() -> None:
     assert over_at((0.0, table_of(EMPTY)), (2.0, table_of(replace(EMPTY, num_taken=8)))) == 2.0 + QUIET_HEARTBEATS
 
@@ -47,3 +57,10 @@ def test_another_start_or_no_table_says_nothing() -> None:
     assert over_at((0.0, table_of(EMPTY, incarnation=4))) == float("inf")
     assert over_at((0.0, table_of(EMPTY)), (1.0, None)) == float("inf")
     assert over_at((0.0, table_of(EMPTY)), (1.0, None), (2.0, table_of(EMPTY))) == 2.0 + QUIET_HEARTBEATS
+
+
+def test_a_drain_without_grace_is_told_all_the_same() -> None:
+    told: list[str] = []
+    world = World()
+    assert not tell_until(FakeTable(world), lambda _: False, lambda: told.append("drain"), Deadline(0.0))
+    assert told == ["drain"]

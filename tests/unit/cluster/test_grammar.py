@@ -56,6 +56,18 @@ def test_special_tokens_come_only_where_they_are_named(grammars: Grammars) -> No
     assert ids(grammars.matcher(lark('start: <s> "a"')).allowed()) == [BOS]
 
 
+@pytest.mark.parametrize("endless", ["start: start", "start: /a[^\\x00-\\x{10ffff}]/"])
+def test_what_no_text_can_follow_is_refused_before_any_token(grammars: Grammars, endless: str) -> None:
+    with pytest.raises(UserError, match=r"^no text can follow it to its end$"):
+        grammars.matcher(lark(endless))
+
+
+def test_what_grows_too_wide_is_said_in_words(grammars: Grammars) -> None:
+    matcher = grammars.matcher(lark("start: " + " | ".join(f'"a{place}"' for place in range(3000))))
+    matcher.advance(b"a")
+    assert matcher.problem.startswith("it has too many ways to go on from one place")
+
+
 def test_a_token_that_does_not_fit_is_a_problem(grammars: Grammars) -> None:
     matcher = grammars.matcher(lark('start: "ab"'))
     matcher.advance(b"x")

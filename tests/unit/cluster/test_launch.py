@@ -14,6 +14,7 @@ from cluster.spec.config import (
     RouterConfig,
 )
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
+from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Incarnation
 from tests.fakes.launching import CONFIG, ONE, WAIT_S, FakeDriver, make_launcher, start_all, wait_until
 from tests.fakes.ray import HOME, FakeSystem, World
@@ -91,6 +92,20 @@ def test_router_processes_share_a_port_and_drain_together() -> None:
         assert f"run {actor}" in world.system.log
     assert launcher.drain()
     assert all(world.end_of(f"{name}-control").is_set() for name in routers)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_replicas_that_store_pages_are_drained_behind_the_routers(*, is_stored: bool) -> None:
+    world = World()
+    storage = {"backend": "files" if is_stored else "none"}
+    hicache = HicacheConfig.model_validate({"host_gib": 1.0, "storage": storage})
+    launcher = Launcher(
+        world.tools(), CONFIG.model_copy(update={"hicache": hicache}), "model", "token", lambda *_: None
+    )
+    start_all(launcher)
+    assert launcher.drain()
+    assert world.end_of("router-control").is_set()
+    assert {entry.load.draining for entry in world.table.snapshot(0.0).replicas} == {is_stored}
 
 
 def test_stop_ends_in_time_when_ray_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:

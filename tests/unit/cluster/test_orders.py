@@ -18,6 +18,7 @@ from cluster.supervisor.events import (
     Place,
     Placed,
     ReplicaDrained,
+    ReplicaResumed,
     ResumeReplica,
     Start,
     Started,
@@ -42,6 +43,8 @@ def go_on(run: Run, action: Action) -> list[Action]:
     match action:
         case DrainReplica(name, incarnation):
             return run.step(ReplicaDrained(name, incarnation, True))
+        case ResumeReplica(name, incarnation):
+            return run.step(ReplicaResumed(name, incarnation, True))
         case End(name, incarnation):
             return run.step(Ended(name, incarnation, True)) + run.step(Tick())
         case Start(name, incarnation):
@@ -73,8 +76,37 @@ def test_a_drain_is_over_when_the_replica_is_empty_and_leaves_it_running() -> No
     assert answers(run.step(ReplicaDrained("decode-0", incarnation, True))) == [(Outcome.DONE, "decode-0: drained")]
     assert run.state("decode-0") is MemberState.RUNNING
     actions = run.order(ResumeOrder(replica=ReplicaId("decode-0")))
-    assert actions[0] == ResumeReplica("decode-0")
-    assert answers(actions)[0][0] is Outcome.DONE
+    assert actions == [ResumeReplica("decode-0", incarnation)]
+    resumed = ReplicaResumed("decode-0", incarnation, True)
+    assert answers(run.step(resumed)) == [(Outcome.DONE, "decode-0: takes requests again")]
+    assert run.step(resumed) == []
+
+
+@pytest.mark.parametrize(
+    "order", [DrainOrder(replica=ReplicaId("decode-0")), ResumeOrder(replica=ReplicaId("decode-0"))]
+)
+def test_an_order_ends_with_the_silence_of_its_replica(order: Order) -> None:
+    run = Run(TWO_OF_EACH).serve()
+    run.order(order)
+    lives = frozenset((name, run.incarnation(name)) for name in TWO_OF_EACH[2:] if name != "decode-0")
+    run.step(TableSeen(ready=lives, draining=frozenset(), silent={"decode-0": [0]}))
+    told: list[Action] = []
+    for _ in range(20):
+        run.now_s += 1.0
+        told += run.step(Tick())
+    ((outcome, line),) = answers(told)
+    assert outcome is Outcome.FAILED
+    assert line.startswith("decode-0: failed, and is started again: rank 0 shows no life")
+    assert run.cluster.order is None
+
+
+def test_a_resume_that_is_not_heard_fails_by_the_name_of_the_replica() -> None:
+    run = Run(TWO_OF_EACH).serve()
+    incarnation = run.incarnation("decode-0")
+    run.order(ResumeOrder(replica=ReplicaId("decode-0")))
+    assert run.step(ReplicaResumed("decode-0", Incarnation(incarnation - 1), True)) == []
+    ((outcome, line),) = answers(run.step(ReplicaResumed("decode-0", incarnation, False)))
+    assert (outcome, line.partition(":")[0]) == (Outcome.FAILED, "decode-0")
 
 
 def test_a_drain_that_takes_too_long_is_told_and_the_replica_stays_as_it_is() -> None:

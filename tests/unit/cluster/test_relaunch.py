@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -12,7 +13,7 @@ from cluster.spec.config import (
     TransferBackendName,
     TransferConfig,
 )
-from cluster.spec.errors import BatonError, ConfigError
+from cluster.spec.errors import BatonError, ConfigError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import ReplicaEntry
 from cluster.supervisor.events import Outcome
@@ -83,7 +84,8 @@ def test_stop_through_the_table_survives_a_bootstrap_that_is_away() -> None:
     assert not following.is_alive()
 
 
-def test_orders_reach_the_replicas_and_the_table_shows_them() -> None:
+def test_orders_reach_the_replicas_and_the_table_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.launch.draining.TELL_AGAIN_S", 0.05)
     driver = FakeDriver(World())
     assert driver.announced.wait(WAIT_S)
     table, system = driver.world.table, driver.world.system
@@ -99,6 +101,11 @@ def test_orders_reach_the_replicas_and_the_table_shows_them() -> None:
     assert entries()["decode-1"].load.draining
     assert give(ResumeOrder(replica=ReplicaId("decode-1")))[0] is Outcome.DONE
     wait_until(lambda: not entries()["decode-1"].load.draining)
+    driver.world.num_told, driver.world.num_lost = 0, 1
+    assert give(DrainOrder(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: drained")
+    driver.world.num_told = 0
+    assert give(ResumeOrder(replica=ReplicaId("decode-1"))) == (Outcome.DONE, "decode-1: takes requests again")
+    assert not entries()["decode-1"].load.draining
     before = {name: entry.incarnation for name, entry in entries().items()}
     assert give(RestartOrder(replicas=(ReplicaId("decode-0"), ReplicaId("decode-1")), is_rolling=True)) == (
         Outcome.DONE,
@@ -142,6 +149,38 @@ def test_what_may_still_live_is_killed_until_it_is_proven_gone(monkeypatch: pyte
     assert len(world.system.living("prefill-0")) == 2
 
 
+def test_what_never_announced_itself_needs_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    world.load_errors["prefill-0", 1] = BatonError("no memory")
+    with pytest.raises(BatonError, match="no memory"):
+        launcher.start("prefill-0", ONE)
+    monkeypatch.setattr(world.system, "kill", lambda *_: False)
+    assert not launcher.end("prefill-0", ONE), "its machine counts as lost"
+    assert launcher.prove("prefill-0", ONE), "or its earlier starts would never be proven gone"
+
+
+def test_a_start_that_others_know_of_is_to_be_proven_gone_before_the_driver_knows_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def miss(*_: object) -> None:
+        wait_until(lambda: world.table.snapshot(0.0).find(ReplicaId("prefill-0")))
+        raise BatonError("not ready in time")
+
+    world = World()
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    monkeypatch.setattr("cluster.launch.gang.Gang._wait_ready", miss)
+    with pytest.raises(BatonError, match="not ready"):
+        launcher.start("prefill-0", ONE)
+    monkeypatch.setattr(world.system, "kill", lambda *_: False)
+    assert not launcher.end("prefill-0", ONE)
+    assert not launcher.prove("prefill-0", ONE)
+    monkeypatch.undo()
+    assert launcher.prove("prefill-0", ONE)
+
+
 def test_a_replica_of_a_lost_machine_is_placed_anew_on_another() -> None:
     away = [Machine(node_id=name, address=f"10.0.0.{name}", cpus=2, gpus=0) for name in ("2", "3")]
     home = Machine(node_id="home", address="10.0.0.1", cpus=0, gpus=0)
@@ -181,13 +220,39 @@ def test_without_another_machine_a_lost_one_is_told_and_waited_for() -> None:
     launcher.start("decode-0", Incarnation(3))
 
 
-def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_is_told_again_until_the_table_has_heard_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor.loop._RETRY_S", 0.001)
+    unregister, attempts = FakeTable.unregister, count()
+
+    def answer_late(self: FakeTable, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
+        if next(attempts) < 20:
+            raise PeerUnreachableError("the bootstrap service does not answer")
+        unregister(self, replica, incarnation, reaped)
+
+    monkeypatch.setattr(FakeTable, "unregister", answer_late)
+    driver = FakeDriver(World())
+    assert driver.announced.wait(WAIT_S)
+    driver.world.system.living("prefill-0")[0].die()
+    wait_until(lambda: ReplicaId("prefill-0") in driver.world.table.snapshot(0.0).reaped)
+    driver.supervisor.request_stop("SIGINT")
+    driver.ended.result(WAIT_S)
+
+
+@pytest.mark.parametrize("answer", [False, RuntimeError("one hiccup of Ray")])
+def test_a_table_hears_of_an_end_as_soon_as_it_is_proven(
+    answer: bool | RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: object) -> bool:
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
     monkeypatch.setattr("cluster.supervisor.loop._PROVE_S", 0.01)
     world = World()
     driver = FakeDriver(world)
     assert driver.announced.wait(WAIT_S)
     with monkeypatch.context() as patch:
-        patch.setattr(world.system, "kill", lambda *_: False)
+        patch.setattr(world.system, "kill", kill)
         world.system.living("prefill-0")[0].die()
         wait_until(lambda: any("running, incarnation" in line for line in driver.lines))
         assert ReplicaId("prefill-0") not in world.table.snapshot(0.0).reaped

@@ -16,7 +16,8 @@ from cluster.supervisor.events import (
 )
 from cluster.supervisor.orders import RestartOrder
 from cluster.supervisor.router_watch import follow_routers
-from cluster.supervisor.state import Phase
+from cluster.supervisor.silence import MAX_LATE_S
+from cluster.supervisor.state import LOOK_S, Phase
 from tests.fakes.supervised import NAMES, PATIENCE_S, Run
 
 
@@ -27,16 +28,20 @@ def see(run: Run, *quiet: str, ranks: dict[str, tuple[int, ...]] | None = None) 
 
 
 def at(run: Run, now_s: float) -> list[Action]:
-    """What happens when the time has come."""
+    """What happens until the time has come, to a driver that looks whenever it is due."""
+    actions: list[Action] = []
+    while (due_s := run.cluster.next_wake_s()) is not None and due_s < now_s:
+        run.now_s = due_s
+        actions += run.step(Tick())
     run.now_s = now_s
-    return run.step(Tick())
+    return [*actions, *run.step(Tick())]
 
 
 def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
     run = Run().serve()
     incarnation = run.incarnation("prefill-0")
     assert see(run, "prefill-0", ranks={"prefill-0": (1,)}) == []
-    assert run.cluster.next_wake_s() == PATIENCE_S
+    assert run.cluster.next_wake_s() == LOOK_S
     assert at(run, PATIENCE_S - 0.1) == []
     assert see(run, "prefill-0", ranks={"prefill-0": (1,)}) == [], "silent for as long as before"
     assert at(run, PATIENCE_S) == [End("prefill-0", incarnation)]
@@ -53,7 +58,7 @@ def test_a_replica_with_a_silent_rank_is_ended_when_patience_is_over() -> None:
 def test_who_shows_life_again_in_time_stays() -> None:
     run = Run().serve()
     see(run, "prefill-0")
-    run.now_s = PATIENCE_S - 1.0
+    at(run, PATIENCE_S - 1.0)
     see(run)
     assert run.cluster.next_wake_s() is None
     assert see(run, "prefill-0") == []
@@ -87,7 +92,7 @@ def test_while_the_table_is_away_only_the_bootstrap_service_is_silent() -> None:
 def test_a_replica_has_time_to_come_back_to_a_new_table() -> None:
     run = Run().serve()
     run.step(TableLost())
-    run.now_s = PATIENCE_S - 1.0
+    at(run, PATIENCE_S - 1.0)
     see(run, "prefill-0", "decode-0")
     assert at(run, PATIENCE_S + 1.0) == []
     see(run)
@@ -99,6 +104,36 @@ def test_a_replica_that_drains_may_not_be_silent_either() -> None:
     run.order(RestartOrder(replicas=()))
     see(run, "decode-0")
     assert End("decode-0", run.incarnation("decode-0")) in at(run, PATIENCE_S)
+
+
+@pytest.mark.parametrize("stands_from_s", [0.0, PATIENCE_S - LOOK_S])
+def test_a_driver_that_stood_still_itself_blames_nobody_for_that_time(stands_from_s: float) -> None:
+    run = Run().serve()
+    see(run, "prefill-0", "decode-0")
+    assert at(run, stands_from_s) == []
+    run.now_s = back_s = stands_from_s + LOOK_S + MAX_LATE_S + 0.1
+    assert run.step(Tick()) == []
+    assert run.lines == ["the driver stood still for 1.1 s: silence counts from now on"]
+    assert at(run, back_s + PATIENCE_S - 0.1) == []
+    see(run, "prefill-0")
+    assert at(run, back_s + PATIENCE_S) == [End("prefill-0", run.incarnation("prefill-0"))]
+
+
+def test_a_driver_that_is_a_little_late_still_sees_who_is_silent() -> None:
+    run = Run().serve()
+    see(run, "prefill-0")
+    while run.now_s < PATIENCE_S:
+        assert run.step(Tick()) == []
+        run.now_s += LOOK_S + 0.9 * MAX_LATE_S
+    assert run.step(Tick()) == [End("prefill-0", run.incarnation("prefill-0"))]
+
+
+def test_a_driver_that_waited_for_nothing_has_not_stood_still() -> None:
+    run = Run().serve()
+    run.now_s = 1000.0
+    see(run, "prefill-0")
+    assert run.lines == []
+    assert at(run, 1000.0 + PATIENCE_S) == [End("prefill-0", run.incarnation("prefill-0"))]
 
 
 def test_nobody_is_ended_for_silence_before_all_is_up_or_when_it_stops() -> None:

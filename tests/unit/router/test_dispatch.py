@@ -42,7 +42,7 @@ def test_open_sends_the_same_submit_to_both_leaders() -> None:
 
 
 def test_the_dp_rank_that_a_client_wants_reaches_the_leaders() -> None:
-    _, actions = make().open(msgspec.structs.replace(ASK, dp_rank=1), PREFILL, DECODE, 1.0)
+    _, actions = make().open(msgspec.structs.replace(ASK, dp_rank=1), 1.0, NOW)
     messages = [action.message for action in actions if isinstance(action, Send)]
     assert [message.dp_rank for message in messages if isinstance(message, Submit)] == [1, 1]
 

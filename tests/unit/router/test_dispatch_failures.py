@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Submit
+from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
@@ -81,14 +81,14 @@ class TestFailures:
 
     def test_deadlines(self) -> None:
         dispatch = make()
-        late, early = opened(dispatch, 20.0), opened(dispatch, 10.0)
-        assert dispatch.next_deadline_s == 10.0
-        assert dispatch.expire(9.9) == []
-        fail = dispatch.expire(10.0)[-1]
+        late, early = opened(dispatch, 20.0), opened(dispatch, 9.0)
+        assert dispatch.next_deadline_s == 9.0
+        assert dispatch.expire(8.9) == []
+        fail = dispatch.expire(9.0)[-1]
         assert isinstance(fail, Fail)
         assert (fail.room, fail.cause) == (early, Cause.TIMED_OUT)
         assert dispatch.is_open(late)
-        assert dispatch.next_deadline_s == 20.0
+        assert dispatch.next_deadline_s == NOW + INQUIRE_EVERY_S
 
     def test_stop_fails_all(self) -> None:
         dispatch = make()
@@ -143,10 +143,19 @@ class TestAnotherAttempt:
     def test_a_fault_of_either_leg_speaks_against_both(self) -> None:
         dispatch = make(max_retries=3)
         room = opened(dispatch)
-        mutual = msgspec.structs.replace(failure(room, DECODE), mutual=True)
-        dispatch.on_failure(mutual, NOW)
+        dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.BOTH), NOW)
         dispatch.on_failure(failure(Room(2), DECODE), NOW)
         assert dispatch.breakers.state(DECODE, NOW) is BreakerState.OPEN
+        assert dispatch.breakers.state(PREFILL, NOW) is BreakerState.CLOSED
+
+    def test_a_fault_of_neither_leg_leaves_both_to_choose_from(self) -> None:
+        dispatch = make(max_retries=3)
+        room = opened(dispatch)
+        for number in (room, Room(2)):
+            dispatch.on_failure(msgspec.structs.replace(failure(number, DECODE), blame=Blame.NEITHER), NOW)
+        sends = sends_of(dispatch.expire(NOW + 2.0))
+        assert {send.address for send in sends} == {PREFILL.address, DECODE.address}
+        assert dispatch.breakers.state(DECODE, NOW) is BreakerState.CLOSED
         assert dispatch.breakers.state(PREFILL, NOW) is BreakerState.CLOSED
 
     def test_the_second_one_waits_and_the_third_twice_as_long(self) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure
+from cluster.spec.messages import Blame
 from cluster.spec.registry import PageFilter, TransferMode
 from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import check
@@ -106,6 +106,7 @@ def test_choices_fail_at_once_with_the_one_that_was_to_bring_the_prompt() -> Non
     world.run()
     reason = "the choice that was to bring its prompt ended: the request was cancelled"
     assert world.clients[second].failure == reason
+    assert world.clients[second].blame is Blame.NEITHER
     assert all(leader.is_idle() for leader in world.leaders.values())
 
 
@@ -114,12 +115,11 @@ def test_a_choice_does_not_wait_for_ever_for_one_that_never_comes() -> None:
     room = world.submit([1] * 9, 4, prompt_of=Room(77))
     while world.act():
         continue
-    decode = world.leaders["decode/0"]
-    decode.tick(599.0)
-    assert not decode.is_idle()
-    decode.tick(600.0)
-    assert decode.is_idle()
-    ((_, failure),) = decode.outgoing
-    assert isinstance(failure, Failure)
-    assert (failure.room, failure.reason) == (room, "the choice that was to bring its prompt did not come")
-    assert failure.retryable
+    assert not world.leaders["decode/0"].is_idle()
+    world.inquire(room)
+    world.run()
+    assert world.leaders["decode/0"].is_idle()
+    client = world.clients[room]
+    assert client.failure is not None
+    assert "the choice that was to bring its prompt ended: it never came" in client.failure
+    assert client.blame is Blame.NEITHER

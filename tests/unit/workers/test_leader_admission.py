@@ -1,14 +1,21 @@
 """Which request the leaders take next, and which they refuse."""
 
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
-from cluster.spec.messages import Cancel
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Cancel, Message
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.transfer_messages import Drained, Ticket
 from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import PROMPT
 from tests.fakes.paged_ranks import PAGE_SIZE
+from workers.scheduler.waiting import Waiting
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def tickets_of(world: World) -> list[Room]:
     return tickets
 
 
-def decode_only(num_pages: int) -> World:
+def decode_only(num_pages: int, prefix_cache: bool = False) -> World:
     return World(
         seed=0,
         cp=1,
@@ -73,7 +80,7 @@ def decode_only(num_pages: int) -> World:
         page_filter=PageFilter.MODULAR,
         num_pages=num_pages,
         chunk_tokens=16,
-        prefix_cache=False,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -105,6 +112,74 @@ def test_an_urgent_request_gets_decode_pages_first_and_the_oldest_is_not_put_off
         order += [sent.room for _, sent in leader.outgoing if isinstance(sent, Ticket)]
         leader.outgoing.clear()
     assert order == [urgent, usual, others[0]]
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_nobody_who_waits_for_pages_is_looked_at_again_before_something_helps(
+    prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = decode_only(4, prefix_cache)
+    rooms = [world.submit([number, 1], 2) for number in range(4 + 768)]
+    assert tickets_of(world) == rooms[:4]
+    decode, looks = world.leaders["decode/0"], Counter[str]()
+    for name in ("find", "can_allocate"):
+        look = partial(count_call, looks, name, getattr(world.allocators[Role.DECODE], name))
+        monkeypatch.setattr(world.allocators[Role.DECODE], name, look)
+
+    decode.tick(0.0)
+    decode.on_message(Cancel(room=rooms[-1], incarnation=Incarnation(1)), 0.0)
+    assert not looks
+    world.submit([1, 2], 2)
+    assert tickets_of(world) == []
+    assert not looks, "behind as many as are looked at"
+    urgent = world.submit([1, 3], 2, priority=-1)
+    assert tickets_of(world) == []
+    assert looks["find"] == 1
+    drain(world, rooms[0])
+    assert [sent.room for _, sent in decode.outgoing if isinstance(sent, Ticket)] == [urgent]
+    assert looks["find"] <= 1 + 256
+
+
+def count_call(calls: Counter[str], name: str, call: Callable[..., object], *args: object) -> object:
+    calls[name] += 1
+    return call(*args)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_whoever_is_not_looked_at_again_could_not_have_had_pages(
+    seed: int, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spared = tickets_of_many(seed, prefix_cache)
+    monkeypatch.setattr(Waiting, "untried", lambda self, _num_gains: self.candidates())
+    monkeypatch.setattr(Waiting, "is_in_vain", lambda *_: False)
+    assert tickets_of_many(seed, prefix_cache) == spared
+
+
+def tickets_of_many(seed: int, prefix_cache: bool) -> list[tuple[Room, list[int]]]:
+    """The rooms that got pages in decode, in order, and which; with retractions, choices and clients that leave."""
+    world, tickets = decode_only(12, prefix_cache), []
+    rng, decode = random.Random(seed), world.leaders["decode/0"]
+    send = decode.send
+
+    def note(address: str, message: Message) -> None:
+        if isinstance(message, Ticket):
+            tickets.append((message.room, message.pages[0]))
+        send(address, message)
+
+    decode.send = note
+    for _ in range(24):
+        prompt = [rng.randrange(3)] * rng.randint(1, 8 * PAGE_SIZE)
+        room = world.submit(prompt, rng.randint(1, 12), priority=rng.randint(-1, 1))
+        if rng.random() < 0.3:
+            world.submit(prompt, 4, prompt_of=room)
+        for _ in range(rng.randrange(12)):
+            world.act()
+        if rng.random() < 0.2:
+            world.cancel(room)
+    world.run()
+    assert all(leader.is_idle() for leader in world.leaders.values())
+    return tickets
 
 
 def drain(world: World, room: Room) -> None:

@@ -8,6 +8,7 @@ from cluster.spec.ids import ROUTER, Incarnation
 from cluster.spec.messages import Cancel, TableUpdate
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.step_messages import ForgetPeer
+from cluster.spec.transfer_messages import Refused, Ticket
 from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import PROMPT, check, quiet_world
 from tests.fakes.paged_ranks import PAGE_SIZE
@@ -67,10 +68,12 @@ def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> 
     for submit in submits:
         decode.on_message(submit, 0.0)
     decode.on_message(Cancel(room=submits[0].room, incarnation=Incarnation(1)), 0.0)
+    assert decode.load().stopping_pages == 3
     decode.tick(59.0)
     assert (decode.load().quarantined_pages, decode.load().draining) == (0, False)
     decode.tick(60.0)
     assert (decode.load().quarantined_pages, decode.load().draining, decode.must_end) == (3, True, "")
+    assert decode.load().stopping_pages == 3
     decode.on_message(Cancel(room=submits[1].room, incarnation=Incarnation(1)), 60.0)
     decode.tick(61.0)
     assert decode.must_end == ""
@@ -96,6 +99,7 @@ def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again(
     decode.on_message(TableUpdate(snapshot=msgspec.structs.replace(world.table(), reaped=reaped)), 61.0)
     decode.tick(62.0)
     assert (decode.load().quarantined_pages, decode.load().draining, decode.must_end) == (0, False, "")
+    assert decode.load().stopping_pages == 0
 
 
 def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:
@@ -107,3 +111,15 @@ def test_a_request_whose_router_is_lost_is_not_decoded_to_its_end() -> None:
     world.run()
     check(world, 300)
     assert len(world.clients[room].tokens) < 100
+
+
+def test_a_ticket_whose_request_was_lost_says_whose_message_was_awaited_and_how_long() -> None:
+    world = quiet_world(num_pages=10)
+    prefill, decode = world.leaders["prefill/0"], world.leaders["decode/0"]
+    world.submit([1] * 3 * PAGE_SIZE, 4)
+    decode.on_message(world.queues[ROUTER, "decode/0"][0], 0.0)
+    (ticket,) = [message for _, message in decode.outgoing if isinstance(message, Ticket)]
+    prefill.on_message(ticket, 0.0)
+    prefill.tick(30.0)
+    (refused,) = [message for _, message in prefill.outgoing if isinstance(message, Refused)]
+    assert refused.reason == "the router's message with the request itself did not come within 30 s"

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
-from cluster.spec.messages import Cancel, FollowPages, Message, PageNews, Resume, Submit
+from cluster.spec.messages import Cancel, FollowPages, Inquire, Message, PageNews, Resume, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
@@ -19,6 +19,7 @@ from cluster.spec.step_messages import Row, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy, Passing, Strategy
 from cluster.spec.tiers import PagesMoved, TierState
 from cluster.spec.transfer_messages import Ticket
+from tests.fakes.rows import tier_state
 from workers.context_parallel.shard_lens import Extend, lens_of
 from workers.context_parallel.shard_plan import make_shard_plan
 from workers.scheduler.replica_leader import ReplicaLeader
@@ -26,17 +27,7 @@ from workers.scheduler.replica_leader import ReplicaLeader
 PEER = Peer(replica=ReplicaId("decode-0"), incarnation=Incarnation(1), address="here")
 
 
-TIERS = TierState(
-    host_pages=10,
-    used_host_pages=3,
-    num_evicted=0,
-    num_lost=0,
-    num_late=0,
-    num_waiting=0,
-    is_attached=True,
-    num_opened=0,
-    work=(),
-)
+TIERS = tier_state(host_pages=10, used_host_pages=3, num_pinned=1)
 
 
 @dataclass
@@ -79,6 +70,9 @@ class FakeLeader:
 
     def is_idle(self) -> bool:
         return not self.plans
+
+    def has(self, room: Room) -> bool:
+        return any(isinstance(message, Submit) and message.room == room for message in self.got)
 
     def check_integrity(self) -> None: ...
 
@@ -169,6 +163,30 @@ def test_another_choice_goes_where_the_pages_of_its_prompt_are() -> None:
     assert [len(leader.got) for leader in leaders] == [3, 0]
 
 
+def test_each_leader_is_asked_about_its_own_requests_and_one_about_what_never_came() -> None:
+    replica, leaders = leader_of(2)
+    replica.on_message(submit(4, dp_rank=1), 0.0)
+    replica.on_message(submit(6, dp_rank=0), 0.0)
+    inquire = Inquire(rooms=[Room(4), Room(6), Room(9)], sender=PEER, incarnation=Incarnation(1))
+    replica.on_message(inquire, 0.0)
+    replica.on_message(submit(9, dp_rank=0), 0.0)
+    assert leaders[0].got[1:] == [replace(inquire, rooms=[Room(6)])]
+    assert leaders[1].got[1:] == [replace(inquire, rooms=[Room(4), Room(9)]), submit(9, dp_rank=0)]
+
+
+def test_a_request_that_outlives_all_rooms_that_are_remembered_is_asked_about_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.scheduler.replica_leader._REMEMBERED_ROOMS", 3)
+    replica, leaders = leader_of(2)
+    replica.on_message(submit(4, dp_rank=1), 0.0)
+    for room in range(10, 15):
+        replica.on_message(submit(room, dp_rank=0), 0.0)
+    inquire = Inquire(rooms=[Room(4)], sender=PEER, incarnation=Incarnation(1))
+    replica.on_message(inquire, 0.0)
+    assert leaders[1].got[1:] == [inquire]
+
+
 def test_what_is_of_no_room_goes_to_all() -> None:
     replica, leaders = leader_of(2)
     replica.on_message(Resume(), 0.0)
@@ -189,7 +207,7 @@ def test_tiers_of_all_ranks_add_up() -> None:
     assert replica.load().tiers is None
     for leader, used in zip(leaders, (3, 4), strict=True):
         leader.tiers = TIERS if used == 3 else replace(TIERS, used_host_pages=used, is_attached=False)
-    assert replica.load().tiers == replace(TIERS, host_pages=20, used_host_pages=7, is_attached=False)
+    assert replica.load().tiers == replace(TIERS, host_pages=20, used_host_pages=7, num_pinned=2, is_attached=False)
 
 
 def test_a_router_sees_one_stream_of_news() -> None:

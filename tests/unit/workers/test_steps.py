@@ -24,7 +24,13 @@ def next_token(tokens: list[int]) -> int:
 
 
 def sequence(
-    room: int, prompt: list[int], max_tokens: int, owner_base: int = 0, stops: Iterable[int] = (), penalty: float = 0.0
+    room: int,
+    prompt: list[int],
+    max_tokens: int,
+    owner_base: int = 0,
+    stops: Iterable[int] = (),
+    penalty: float = 0.0,
+    priority: int = 0,
 ) -> Sequence:
     return Sequence(
         room=Room(room),
@@ -34,6 +40,7 @@ def sequence(
         stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stops)),
         max_len=MAX_LEN,
         owner_base=owner_base,
+        priority=priority,
     )
 
 
@@ -159,6 +166,28 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     plan = steps.next_plan()
     assert plan is not None
     assert [row.room for row in plan.rows] == [0]
+
+
+def test_the_last_to_come_of_the_least_urgent_is_retracted_though_others_got_their_pages_later() -> None:
+    """Room 0 is the oldest and starts again, behind the others; room 2 came before room 3 and is less urgent."""
+    steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
+    holders = steps._holders
+    priorities = [0, 0, 1, 0]
+    for room, priority in enumerate(priorities):
+        steps.add(sequence(room, [room] * 7, 8, priority=priority))
+        assert holders.start(next(iter(holders.waiting)))
+    oldest = holders.running[Room(0)]
+    holders._retract(oldest)
+    assert holders.start(oldest)
+    assert list(holders.running)[-1] == oldest.room
+    retracted = []
+    for _ in range(3):
+        assert holders.grow(oldest, len(oldest.pages) * PAGE_SIZE - oldest.planned_len + 1)
+        oldest.planned_len = len(oldest.pages) * PAGE_SIZE
+        retracted += [waiting.room for waiting in holders.waiting if waiting.room not in retracted]
+    assert retracted == [2, 3]
+    assert not holders.grow(holders.running[Room(1)], 8 * PAGE_SIZE), "it goes before one that is older"
+    assert list(holders.running) == [oldest.room]
 
 
 def test_chunks_of_one_prompt_are_under_way_together_but_no_more_than_there_are_stages() -> None:

@@ -1,0 +1,35 @@
+"""What `baton up` finds out about a model, its layouts and this machine's memory before anything starts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.cli.check_machine import memory_gib
+from cluster.planner.memory import memory_lack, model_problems
+from cluster.planner.model import ModelFacts, facts_of
+from cluster.spec.config import DeployConfig, Device, TransferBackendName
+from cluster.spec.errors import ConfigError, UserError
+
+
+def check_model(config: DeployConfig, folder: Path, say: Callable[[str], None], meminfo: str | None = None) -> None:
+    """Refuse what cannot run; ``say`` hears what fits the machine, but not what is free on it now.
+
+    Raises:
+        UserError: the engine cannot run the model, it cannot be cut or stored so, or the machine is too small.
+    """
+    model = facts_of(config, folder)
+    if problems := model_problems(config, model, with_gpu=False):
+        raise ConfigError(problems)
+    resources, one_machine = config.resources, config.transfer.backend is TransferBackendName.SHARED_MEMORY
+    if one_machine and resources.device is Device.CPU and resources.machine_memory_gib is None:
+        _check_machine(config, model, say, meminfo)
+
+
+def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str], None], meminfo: str | None) -> None:
+    total_gib = memory_gib("MemTotal", meminfo) + memory_gib("SwapTotal", meminfo)
+    if not total_gib:
+        return
+    if lack := memory_lack(config, model, total_gib):
+        raise UserError(f"this machine has {total_gib:.4g} GiB of memory; allowed: {lack}")
+    available_gib = memory_gib("MemAvailable", meminfo)
+    if lack := memory_lack(config, model, available_gib):
+        say(f"memory: {available_gib:.4g} GiB are available on this machine now; wanted: {lack}")

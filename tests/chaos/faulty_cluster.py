@@ -1,0 +1,19 @@
+"""Clusters whose workers can be made to transfer badly."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.chaos.faulty_worker import FOLDER
+from tests.fakes.cluster import RunningCluster, running_cluster
+from tests.readme import ROOT
+
+
+@contextmanager
+def faulty_cluster(folder: Path, name: str, *settings: str) -> Iterator[RunningCluster]:
+    """``deploy/local-cpu.yaml``, up until Ctrl-C, with workers that take their faults from a folder."""
+    program = (sys.executable, "-m", "tests.chaos.faulty_up")
+    env = {FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
+    with running_cluster("deploy/local-cpu.yaml", name, *settings, program=program, env=env) as running:
+        yield running

@@ -1,0 +1,66 @@
+"""What is wrong with what an endurance run saw. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.chaos.random_faults import FIRST, KINDS, MORTAL
+
+EVERY_KIND_MINUTES = 30.0
+"""In so long there must have been a fault of each kind."""
+ENDED_BY = {FIRST: 1}
+"""Requests of one client that a fault may fail: those that a killed router had open. The others only make it wait."""
+MOST_MIB_A_MINUTE = 1.0
+MOST_PEAK = 1.25
+"""Memory of processes that are replaced, as a multiple of that of their like which live on."""
+FEW = 8
+"""Descriptors that a process may have more: connections that stay open for the next request."""
+
+
+def problems(result: Mapping[str, Any]) -> list[str]:
+    """What is not as it should be."""
+    return [*_of_requests(result), *_of_faults(result), *_of_memory(result), *_of_holdings(result)]
+
+
+def _of_requests(result: Mapping[str, Any]) -> Iterator[str]:
+    ends, faults = result["requests"], result["faults"]
+    if not ends.get("right"):
+        yield "no request was right"
+    for end in ("wrong", "hung", "refused"):
+        if ends.get(end):
+            yield f"{ends[end]} {end}"
+    explained = result["clients"] * sum(faults.get(kind, 0) * most for kind, most in ENDED_BY.items())
+    if ends.get("failed", 0) > explained:
+        yield f"{ends['failed']} failed, of which the faults explain {explained}"
+
+
+def _of_faults(result: Mapping[str, Any]) -> Iterator[str]:
+    if result["minutes"] >= EVERY_KIND_MINUTES:
+        yield from (f"no {kind}" for kind in (FIRST, *KINDS) if not result["faults"].get(kind))
+
+
+def _of_memory(result: Mapping[str, Any]) -> Iterator[str]:
+    memory, peaks = result["memory"], result["peak_mib"]
+    for name in result["before"]["descriptors"]:
+        replica, _, rank = name.partition(" ")
+        if replica in MORTAL:
+            like = f"{replica.partition('-')[0]}-0 {rank}"
+            if peaks.get(name, 0.0) > MOST_PEAK * peaks.get(like, 0.0):
+                yield f"{name} had {peaks[name]} MiB, {like} {peaks.get(like, 0.0)}"
+        elif name != "bootstrap" and name not in memory:
+            yield f"{name} did not live long enough to see whether it grows"
+    for name, seen in memory.items():
+        if seen["mib_a_minute"] >= MOST_MIB_A_MINUTE:
+            yield f"{name} grows by {seen['mib_a_minute']} MiB a minute"
+
+
+def _of_holdings(result: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("open_requests", "waiting_requests", "held_pages", "quarantined_pages"):
+        if result[name]:
+            yield f"{result[name]} {name}"
+    before, after = result["before"], result["after"]
+    for name, count in after["descriptors"].items():
+        had = before["descriptors"].get(name, 0)
+        if count > had + FEW:
+            yield f"{name} has {count} descriptors, {had} at first"
+    if after["shared_memories"] != before["shared_memories"]:
+        yield f"{after['shared_memories']} shared memories, {before['shared_memories']} at first"

@@ -1,0 +1,129 @@
+"""Clients leave in five phases of their requests, each when the cluster shows that it is there: nobody else notices."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.chaos.faulty_cluster import faulty_cluster
+from tests.chaos.faulty_worker import Fault, order, proofs
+from tests.chaos.rest import settle
+from tests.chaos.streams import Crowd, Stream
+from tests.chaos.watch import Before, assert_all_right, is_computing, metric
+from tests.fakes.cluster import RunningCluster
+from workers.models.recall_prompts import LINK_LEN, chain_prompt
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
+
+POOL_TOKENS = 8192
+SETTINGS = (
+    "kv.memory_gib=0.02",
+    f"model.max_context={POOL_TOKENS}",
+    "decode.max_fill=1.5",
+    "prefill.chunk_tokens=64",
+    "router.max_wait_s=60",
+)
+LARGE, TOO_MUCH = 7800, 4000
+"""Prompts: with the first one decode has no pages for the second, with two the router holds back the third."""
+NUM_TOKENS = 300
+ROUNDS = 2
+SEEN_S = 120.0
+TOKEN = b'"token_ids"'
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[RunningCluster]:
+    with faulty_cluster(folder, "test-chaos-leavers", *SETTINGS) as running:
+        yield running
+
+
+class Leaver:
+    """A client on a socket of its own."""
+
+    def __init__(self, cluster: RunningCluster, seed: int, prompt_len: int) -> None:
+        body = {"model": "recall", "prompt": chain_prompt(prompt_len, LINK_LEN, seed=seed), "max_tokens": NUM_TOKENS}
+        content = json.dumps(body | {"ignore_eos": True, "stream": True, "return_token_ids": True}).encode()
+        url = urlsplit(cluster.url)
+        self._socket = socket.create_connection((url.hostname, url.port))
+        self._socket.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content))
+        self._socket.sendall(content)
+        self._socket.setblocking(False)
+        self._received = b""
+
+    @property
+    def num_tokens(self) -> int:
+        """Chunks with tokens that have come."""
+        with suppress(BlockingIOError):
+            self._received += self._socket.recv(1 << 20)
+        return self._received.count(TOKEN)
+
+    def leave(self) -> int:
+        """The tokens that it had."""
+        num_tokens = self.num_tokens
+        self._socket.close()
+        return num_tokens
+
+
+class Leaving:
+    """Every phase with a client of its own, who leaves when the phase is seen."""
+
+    def __init__(self, cluster: RunningCluster, folder: Path) -> None:
+        self._cluster, self._folder = cluster, folder
+        self.num_tokens: dict[str, list[int]] = {}
+        """That those had who left, by phase."""
+
+    @contextmanager
+    def _in(self, phase: str, seed: int, prompt_len: int) -> Iterator[Leaver]:
+        """A client who leaves at the end of the context."""
+        client = Leaver(self._cluster, seed, prompt_len)
+        yield client
+        self.num_tokens.setdefault(phase, []).append(client.leave())
+
+    def _sees(self, is_so: Callable[[], object]) -> None:
+        self._cluster.wait_until(is_so, SEEN_S)
+
+    def wait(self, seed: int) -> None:
+        """For pages, and in the router; decode is full."""
+        with self._in("waiting for pages", seed, TOO_MUCH):
+            self._sees(lambda: self._cluster.replicas()["decode-0"]["load"]["num_waiting"])
+            with self._in("waiting in the router", seed + 1, TOO_MUCH):
+                self._sees(lambda: metric(self._cluster, "baton_num_requests_waiting"))
+
+    def compute(self, seed: int) -> None:
+        """Prefill is at work."""
+        with self._in("in prefill", seed, LARGE):
+            self._sees(lambda: is_computing(self._cluster, "prefill-0"))
+
+    def transfer(self, seed: int) -> None:
+        """A write takes seconds."""
+        num_proofs = len(proofs(self._folder))
+        order(self._folder, Fault.DELAY, 1)
+        with self._in("in transfer", seed, 60):
+            self._sees(lambda: len(proofs(self._folder)) > num_proofs)
+
+    def decode(self, seed: int) -> None:
+        """Some tokens have come."""
+        with self._in("in decode", seed, 60) as client:
+            self._sees(lambda: client.num_tokens >= 3)
+
+
+def test_clients_leave_in_five_phases(cluster: RunningCluster, folder: Path) -> None:
+    before, leaving, streams = Before(cluster, "decode-0"), Leaving(cluster, folder), list[Stream]()
+    for seed in range(800, 800 + 100 * ROUNDS, 100):
+        with Crowd(cluster.url, [Stream(NUM_TOKENS, seed, LARGE)]) as crowd:
+            cluster.wait_until(lambda crowd=crowd: crowd.have_tokens(3), SEEN_S)
+            leaving.wait(seed + 10)
+        streams += crowd.streams
+        for number, leave in enumerate((leaving.compute, leaving.transfer, leaving.decode)):
+            settle(cluster)
+            leave(seed + 20 + number)
+    everybody = Crowd(cluster.url, streams)
+    left = ", ".join(f"{len(counts)} {phase}" for phase, counts in leaving.num_tokens.items())
+    line = before.line("clients leave", everybody, f"left: {left}", None, None)
+    assert_all_right(cluster, line, everybody)
+    had_tokens = {phase: all(counts) for phase, counts in leaving.num_tokens.items() if any(counts)}
+    assert (len(leaving.num_tokens), had_tokens) == (5, {"in decode": True}), leaving.num_tokens

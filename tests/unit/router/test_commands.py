@@ -1,0 +1,62 @@
+"""What replicas are told is told again to those that do not answer, and fails by their names."""
+
+import asyncio
+
+import pytest
+
+from cluster.spec.ids import Incarnation
+from cluster.spec.messages import Command, CommandTaken, Drain
+from cluster.spec.peer import Peer
+from router.commands import MAX_TIMES, Commands
+from router.errors import NoAnswerError
+from tests.fakes.dispatching import DECODE, ME, PREFILL
+
+
+class Replicas:
+    """They answer once they have been told so often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers_at: int) -> None:
+        monkeypatch.setattr("router.commands.AGAIN_S", 0.001)
+        self.commands = Commands(ME, self._tell)
+        self.told: list[tuple[str, Command]] = []
+        self._answers_at = answers_at
+
+    def _tell(self, peer: Peer, command: Command) -> None:
+        self.told.append((peer.replica, command))
+        role = peer.replica.partition("-")[0]
+        if self.count(peer) == self._answers_at[role]:
+            taken = CommandTaken(number=command.number, replica=peer.replica, incarnation=peer.incarnation)
+            asyncio.get_running_loop().call_soon(self.commands.on_taken, taken)
+
+    def count(self, peer: Peer) -> int:
+        return sum(name == peer.replica for name, _ in self.told)
+
+
+async def test_only_who_does_not_answer_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = Replicas(monkeypatch, prefill=1, decode=3)
+    await replicas.commands.give([PREFILL, DECODE], Drain())
+    assert (replicas.count(PREFILL), replicas.count(DECODE)) == (1, 3)
+    command = Command(number=1, sender=ME, incarnation=DECODE.incarnation, wanted=Drain())
+    assert {told for name, told in replicas.told if name == DECODE.replica} == {command}
+
+
+async def test_who_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = Replicas(monkeypatch, prefill=1, decode=1000)
+    with pytest.raises(NoAnswerError, match=r"^decode-0: no answer to Drain, told 10 times"):
+        await replicas.commands.give([PREFILL, DECODE], Drain())
+    assert replicas.count(DECODE) == MAX_TIMES
+    replicas.commands.on_taken(CommandTaken(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))
+
+
+async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = Replicas(monkeypatch, decode=1000)
+    given = asyncio.ensure_future(replicas.commands.give([DECODE], Drain()))
+    await asyncio.sleep(0)
+    later = Incarnation(DECODE.incarnation + 1)
+    replicas.commands.on_taken(CommandTaken(number=1, replica=DECODE.replica, incarnation=later))
+    with pytest.raises(NoAnswerError):
+        await given
+
+
+async def test_nobody_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    await Replicas(monkeypatch).commands.give([], Drain())

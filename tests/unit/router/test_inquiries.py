@@ -1,0 +1,70 @@
+"""What the router asks about attempts that are silent, and what it answers to leaders that ask."""
+
+import msgspec
+
+from cluster.spec.ids import Incarnation, Room
+from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Inquire, Submit
+from router.actions import Action, Send, Wait
+from tests.fakes.dispatching import ASK, DECODE, ME, NOW, PREFILL, cancel, failure, make, opened, output, sends_of
+
+DUE = NOW + INQUIRE_EVERY_S
+
+
+def asked(*rooms: Room) -> list[Action]:
+    inquire = Inquire(rooms=list(rooms), sender=ME, incarnation=DECODE.incarnation)
+    return [Send(address=DECODE.address, message=inquire)]
+
+
+def test_decode_is_asked_about_all_that_are_silent_until_something_is_heard() -> None:
+    dispatch = make()
+    first, actions = dispatch.open(ASK, 100.0, NOW)
+    assert actions[-1] == Wait(until_s=DUE)
+    second = opened(dispatch)
+    assert dispatch.next_deadline_s == DUE
+    assert dispatch.expire(DUE - 0.1) == []
+    assert dispatch.expire(DUE) == asked(first, second)
+    dispatch.on_output(output(second, 0, 9), DUE + 1.0)
+    assert dispatch.expire(DUE + INQUIRE_EVERY_S) == asked(first)
+    assert dispatch.expire(DUE + 2 * INQUIRE_EVERY_S) == asked(first, second)
+
+
+def test_a_request_that_has_just_begun_is_not_asked_about() -> None:
+    dispatch = make()
+    first = opened(dispatch)
+    _, actions = dispatch.open(ASK, 100.0, DUE - 1.0)
+    assert not any(isinstance(action, Wait) for action in actions)
+    assert dispatch.expire(DUE) == asked(first)
+
+
+def test_the_time_begins_anew_with_the_next_attempt() -> None:
+    dispatch = make()
+    dispatch.on_client_left(opened(dispatch))
+    assert dispatch.next_deadline_s is None
+    _, actions = dispatch.open(ASK, 1000.0, 500.0)
+    assert actions[-1] == Wait(until_s=500.0 + INQUIRE_EVERY_S)
+
+
+def test_what_decode_does_not_have_goes_on_behind_the_tokens_of_the_client_on_any_pair() -> None:
+    dispatch = make(max_retries=1)
+    room = opened(dispatch)
+    dispatch.on_output(output(room, 0, 9), NOW)
+    sends = sends_of(dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.NEITHER), DUE))
+    submits = [send.message for send in sends if isinstance(send.message, Submit)]
+    assert [(submit.prompt_ids, submit.num_given) for submit in submits] == [([1, 2, 3, 9], 1)] * 2
+    assert dispatch.breakers.allows(DECODE, DUE)
+
+
+def test_a_leader_is_told_again_what_is_over() -> None:
+    dispatch = make()
+    left, open_ = opened(dispatch), opened(dispatch)
+    dispatch.on_client_left(left)
+    inquire = Inquire(rooms=[left, open_, Room(77)], sender=PREFILL, incarnation=ME.incarnation)
+    assert dispatch.on_inquire(inquire) == [cancel(left, PREFILL), cancel(Room(77), PREFILL)]
+    assert dispatch.is_open(open_)
+
+
+def test_who_asks_an_earlier_router_gets_no_answer() -> None:
+    dispatch = make()
+    inquire = Inquire(rooms=[Room(1)], sender=PREFILL, incarnation=Incarnation(ME.incarnation + 1))
+    assert dispatch.on_inquire(inquire) == []
+    assert dispatch.dropped == {"foreign": 1}
