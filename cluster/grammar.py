@@ -22,6 +22,13 @@ _END = "<|baton: end of text|>"
 _MAX_COMPILED = 64
 """Grammars that are kept; the least recently used one goes first."""
 
+_WORDS = {
+    ("NoExtensionBias",): "no text can follow it to its end",
+    ("Too many items", "Current row has"): "it has too many ways to go on from one place; write fewer, or longer, "
+    "alternatives, and repeat from the left",
+}
+"""By what llguidance says of its own parts, what it means."""
+
 
 class Matcher:
     """How far one text has come in its grammar."""
@@ -45,7 +52,7 @@ class Matcher:
     @property
     def problem(self) -> str:
         """Why the text cannot go on, in one line; empty when all is well."""
-        return _in_one_line(self._matcher.get_error())
+        return _in_words(self._matcher.get_error())
 
     def allowed(self) -> NDArray[np.bool_]:
         """Which tokens can come next ``[vocab_size]``; those that only end a text are not told."""
@@ -97,8 +104,11 @@ class Grammars:
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokens.result(), grammar, log_level=0)
-        if matcher.is_error():
-            raise UserError(_in_one_line(matcher.get_error()))
+        # Some of what cannot be followed shows with the first token only.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise UserError(_in_words(first.get_error()))
         return matcher
 
 
@@ -138,6 +148,12 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=max(end + 1, vocab_size), eos_token=end)
     except Exception as error:
         raise UserError(f"this model's tokenizer cannot follow a grammar: {_in_one_line(str(error))}") from error
+
+
+def _in_words(error: str) -> str:
+    """What llguidance says, for those who wrote the grammar; in one line."""
+    known = (words for marks, words in _WORDS.items() if any(mark in error for mark in marks))
+    return next(known, _in_one_line(error))
 
 
 def _in_one_line(text: str) -> str:

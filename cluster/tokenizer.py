@@ -130,6 +130,11 @@ class Detokenizer:
         may_wait = len(self._window) - self._num_given < _MAX_HELD_TOKENS
         return "" if may_wait and (not text or text.endswith(_UNFINISHED)) else self._give(text)
 
+    @property
+    def held_text(self) -> str:
+        """What is held back, as it is."""
+        return self._held_text() if len(self._window) > self._num_given else ""
+
     def flush(self) -> str:
         """What is still held back, as it is."""
         return self._give(self._held_text())

@@ -79,7 +79,8 @@ def regex_part(regex: str, field: str) -> Part:
 def choice_part(choices: Sequence[str], field: str) -> Part:
     """One of several texts."""
     written = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return Part(field=field, grammar={"lark_grammar": f"start: {written}"})
+    # A terminal (in capitals) is followed as one automaton; alternatives of a rule would each be followed alone.
+    return Part(field=field, grammar={"lark_grammar": f"start: CHOICE\nCHOICE: {written}"})
 
 
 def lark_part(lark: str, field: str) -> Part:

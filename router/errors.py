@@ -11,11 +11,22 @@ class NotReadyError(BatonError):
 class QueueFullError(BatonError):
     """No request can be taken before some of those at hand are computed; says how many there are."""
 
+    def __init__(self, message: str, limit: str = "") -> None:
+        """limit: the setting that bounds the wait for room, once that is over."""
+        self.limit = limit
+        super().__init__(message)
+
+
+class NoAnswerError(BatonError):
+    """Replicas did not say that they have heard what an administrator wants."""
+
 
 class KeyLimitError(BatonError):
     """The client's key has what it may have; says what that is."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: int, limit: str) -> None:
+        """limit: which of them, as in the file of keys."""
+        self.limit = limit
         self.retry_after_s = retry_after_s
         super().__init__(message)
 

@@ -106,7 +106,7 @@ class KeyLimits:
             num_others = account.num_open - 1 + self._siblings.account(name).num_open
             if num_others >= limit.max_requests:
                 allowed = f"{limit.max_requests} requests at once"
-                raise KeyLimitError(f"{name}: {num_others} requests are open; allowed: {allowed}", 1)
+                raise KeyLimitError(f"{name}: {num_others} requests are open; allowed: {allowed}", 1, "max_requests")
         if limit.tokens_per_minute is None:
             return
         self._pass_time(account, name, limit.tokens_per_minute)
@@ -114,7 +114,7 @@ class KeyLimits:
         if over >= 0:
             wait_s = max(1, math.ceil((over + 1) * _MINUTE_S / limit.tokens_per_minute))
             message = f"{name}: its tokens of this minute are used up; allowed: {limit.tokens_per_minute} a minute"
-            raise KeyLimitError(message, wait_s)
+            raise KeyLimitError(message, wait_s, "tokens_per_minute")
 
     def _pass_time(self, account: _Account, name: str, tokens_per_minute: int) -> None:
         now_s = self._clock.now_s()

@@ -66,9 +66,14 @@ class Metrics:
         self.registry.register(measures)
         self._watched: Watched | None = None
         self.refused = self._count("request_refused", "HTTP requests answered with an error, by status.", "status")
+        self.rejections = self._count(
+            "admission_rejections", "HTTP requests answered with 429, by which limit.", "reason"
+        )
         self.success = self._count("request_success", "Answers that are whole, by why they ended.", "finished_reason")
         self.prompt_tokens = self._count("prompt_tokens", "Prompt tokens of requests taken.")
         self.cached_tokens = self._count("cached_tokens", "Prompt tokens that prefill took from its cache.")
+        self._cache_queries = self._count("prefix_cache_queries", "Prompt tokens that were looked for in a cache.")
+        self._cache_hits = self._count("prefix_cache_hits", "Those of them that prefill took from its cache.")
         self.generation_tokens = self._count("generation_tokens", "Tokens generated.")
         self.ttft_s = self._spread("time_to_first_token_seconds", "From the HTTP request to its first token.", _TTFT_S)
         self._cached_by_tier = self._count("cached_tokens_by_tier", "The same by where they were.", "tier")
@@ -88,6 +93,9 @@ class Metrics:
         self.decode_s = self._spread(
             "request_decode_time_seconds", "From an answer's first token to its last.", _REQUEST_S
         )
+        self._inference_s = self._spread(
+            "request_inference_time_seconds", "From when prefill began to an answer's last token.", _REQUEST_S
+        )
         self._phases_s = {
             name: self._spread(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
             for name, help_text in (
@@ -99,8 +107,11 @@ class Metrics:
         }
         self.generated = self._spread("request_generation_tokens", "Tokens of each answer.", _TOKENS)
         self._prompts = self._spread("request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
+        self._computed = self._spread(
+            "request_prefill_kv_computed_tokens", "Tokens of each prompt that no cache had.", _TOKENS
+        )
         self._max_tokens = self._spread("request_params_max_tokens", "Most tokens asked for.", _TOKENS)
-        self._n = self._spread("request_params_n", "Choices asked for in one HTTP request.", _CHOICES)
+        self._n = self._spread("request_params_n", "Choices asked for of each prompt of one HTTP request.", _CHOICES)
 
     def note_cached(self, cached: CachedTokens) -> None:
         """Prefill did not compute these tokens of a prompt."""
@@ -131,12 +142,24 @@ class Metrics:
 
     def on_open(self, asks: Sequence[Ask]) -> None:
         """Requests are sent to replicas; those of one prompt share it."""
-        self._n.note(len(asks))
+        self._n.note(len(asks) // sum(not ask.shares_prompt for ask in asks))
         for ask in asks:
             self._max_tokens.note(ask.stopping.max_tokens)
             if not ask.shares_prompt:
                 self.prompt_tokens.add(len(ask.prompt_ids))
                 self._prompts.note(len(ask.prompt_ids))
+                self._cache_queries.add(0 if ask.page_keys is None else len(ask.prompt_ids))
+
+    def on_end(self, phases: PhaseTimes | None, decode_s: float) -> None:
+        """An answer of at least one token is whole."""
+        self.decode_s.note(decode_s)
+        if phases is not None:
+            self._inference_s.note(phases.prefill_s + decode_s)
+
+    def on_prompt(self, prompt_len: int, num_cached: int) -> None:
+        """A prompt is computed, but for what a cache had."""
+        self._cache_hits.add(num_cached)
+        self._computed.note(prompt_len - num_cached)
 
     def on_phases(self, phases: PhaseTimes) -> None:
         """The first token of a prompt is there."""

@@ -17,7 +17,7 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
     yield from _rank_metrics(entries)
     yield from _step_metrics(entries)
     yield _wrong_pages(entries)
-    yield _retractions(entries)
+    yield from _retractions(entries)
     yield _graph_metric(entries)
     yield _expert_metric(entries)
     yield from _page_metrics(entries)
@@ -34,7 +34,16 @@ def _load_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
         cached.add_metric([entry.replica], load.cached_pages)
         running.add_metric([entry.replica], load.num_running)
         waiting.add_metric([entry.replica], load.num_waiting)
-    yield from (usage, cached, running, waiting)
+    yield from (usage, cached, running, waiting, _cache_config(entries))
+
+
+def _cache_config(entries: tuple[ReplicaEntry, ...]) -> Metric:
+    labels = ["replica", "block_size", "num_gpu_blocks", "cache_dtype"]
+    info = GaugeMetricFamily("baton_cache_config_info", "Tokens of a page, pages, and the type in them.", labels=labels)
+    for entry in entries:
+        geometry = entry.rows[0].geometry
+        info.add_metric([entry.replica, str(geometry.page_size), str(entry.load.total_pages), geometry.dtype], 1)
+    return info
 
 
 def _rank_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
@@ -43,16 +52,24 @@ def _rank_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
     num_bytes = CounterMetricFamily("baton_kv_transfer_bytes", "KV sent to decode.", labels=labels)
     seconds = CounterMetricFamily("baton_kv_transfer_seconds", "Time in which KV was written.", labels=labels)
     transfers = CounterMetricFamily("baton_kv_transfers", "Requests whose KV was sent.", labels=labels)
+    steps = CounterMetricFamily("baton_rank_steps", "Steps that a rank has computed.", labels=labels)
+    step_s = CounterMetricFamily(
+        "baton_rank_step_seconds", "Time of these, waiting for other ranks included.", labels=labels
+    )
     for entry in entries:
         for row in entry.rows:
             at = [str(getattr(row.coords, axis)) for axis in _AXES]
             info.add_metric([entry.replica, str(row.global_rank), *at], 1)
+        for computed in entry.load.computed:
+            rank = [entry.replica, str(computed.global_rank)]
+            steps.add_metric(rank, computed.num_steps)
+            step_s.add_metric(rank, computed.total_s)
         for sent in entry.load.sends:
             rank = [entry.replica, str(sent.global_rank)]
             num_bytes.add_metric(rank, sent.num_bytes)
             seconds.add_metric(rank, sent.write_s)
             transfers.add_metric(rank, sent.num_transfers)
-    yield from (info, num_bytes, seconds, transfers)
+    yield from (info, num_bytes, seconds, transfers, steps, step_s)
 
 
 def _step_metrics(entries: tuple[ReplicaEntry, ...]) -> list[Metric]:
@@ -90,7 +107,8 @@ def _wrong_pages(entries: tuple[ReplicaEntry, ...]) -> Metric:
     return wrong
 
 
-def _retractions(entries: tuple[ReplicaEntry, ...]) -> Metric:
+def _retractions(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
+    preemptions = CounterMetricFamily("baton_num_preemptions", "All of these.", labels=["replica"])
     metric = CounterMetricFamily(
         "baton_retractions",
         "Times that requests gave their pages back, by what became of the KV.",
@@ -99,7 +117,8 @@ def _retractions(entries: tuple[ReplicaEntry, ...]) -> Metric:
     for entry in entries:
         metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
         metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
-    return metric
+        preemptions.add_metric([entry.replica], entry.load.num_retracted)
+    yield from (metric, preemptions)
 
 
 def _expert_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
@@ -125,7 +144,11 @@ def _graph_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
 
 
 def _page_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
-    pages = GaugeMetricFamily("baton_replica_pages", "Pages of a replica, by state.", labels=["replica", "state"])
+    pages = GaugeMetricFamily(
+        "baton_replica_pages",
+        "Pages of a replica, by state; stopping: given up, but may still be written to; quarantined: so for long.",
+        labels=["replica", "state"],
+    )
     dropped = CounterMetricFamily(
         "baton_replica_message_dropped",
         "What a leader did not use: messages by type, or why they were not let in.",
@@ -133,9 +156,8 @@ def _page_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
     )
     for entry in entries:
         load = entry.load
-        counts = {"total": load.total_pages, "free": load.free_pages, "quarantined": load.quarantined_pages}
-        for state, count in counts.items():
-            pages.add_metric([entry.replica, state], count)
+        for state in ("total", "free", "stopping", "quarantined"):
+            pages.add_metric([entry.replica, state], getattr(load, f"{state}_pages"))
         for kind, count in sorted(load.dropped.items()):
             dropped.add_metric([entry.replica, kind], count)
     yield pages

@@ -6,6 +6,7 @@ import msgspec
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.tokenizer import Detokenizer, Tokenizer
+from router.token_text import token_bytes
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +98,15 @@ class AnswerText:
     """The text of one choice."""
 
     def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens)
         self._scanner = StopScanner(rules.stops, rules.include_stop)
         self._rules = rules
         self._num_tokens = 0
         self._num_chars = 0
-        """Of the text so far, what is held back and a stop string included."""
+        """Of the text so far, what is held back for a stop string and the stop string included."""
+        self._unfinished_from = 0
+        """Characters of the text before the character that is unfinished, if one is."""
 
     def push(
         self, token_ids: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
@@ -112,7 +116,7 @@ class AnswerText:
             return [Piece("", FinishReason.LENGTH)] if finish is not None else []
         pieces = []
         for index, token_id in enumerate(token_ids):
-            offset = self._num_chars
+            offset = self._offset(token_id)
             text, end = self._take(token_id, finish if index == len(token_ids) - 1 else None)
             pieces.append(Piece(text, end, (token_id,), tuple(logprobs[index : index + 1]), (offset,)))
             if self._scanner.hit:
@@ -120,6 +124,15 @@ class AnswerText:
         if finish is not None and not token_ids:
             pieces.append(Piece(*self._end("", finish)))
         return pieces
+
+    def _offset(self, token_id: int) -> int:
+        """Characters of the text before the one to which the next token's first byte belongs."""
+        held = self._detokenizer.held_text
+        if not held:
+            self._unfinished_from = self._num_chars
+        elif not _goes_on(token_bytes(self._tokenizer, token_id)):
+            self._unfinished_from = self._num_chars + len(held)
+        return self._unfinished_from
 
     def _take(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
         """What one token shows, and why the text ends with it, if it does."""
@@ -139,3 +152,8 @@ class AnswerText:
     def _scan(self, text: str) -> str:
         self._num_chars += len(text)
         return text if self._num_tokens < self._rules.min_tokens else self._scanner.push(text)
+
+
+def _goes_on(token: bytes) -> bool:
+    """A token begins in the middle of a character of UTF-8, or has no bytes."""
+    return not token or token[0] & 0xC0 == 0x80

@@ -1,4 +1,7 @@
-"""A prefill and a decode replica that compute nothing; every answer is there at once, or as fast as it is taken."""
+"""A prefill and a decode replica that compute nothing; every answer is there at once, or as fast as it is taken.
+
+They tell the router of the pages of prompts that they served, as if they had cached them.
+"""
 
 import threading
 import time
@@ -9,6 +12,7 @@ from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Cancel, FollowPages, Message, Output, PageNews, Submit
+from cluster.spec.page_key import page_keys
 from cluster.spec.registry import (
     Endpoint,
     KvOwnership,
@@ -47,6 +51,13 @@ class MockReplicas:
         self._open: dict[Room, tuple[Submit, int]] = {}
         """Requests that have not got all their tokens, and how many they have."""
         self._came_once: set[Room] = set()
+        self._first_keys: set[bytes] = set()
+        """Of the prompts whose pages the router was told, or is to be told."""
+        self._stored: list[bytes] = []
+        """Keys that it is to be told."""
+        self._follower = ""
+        """The router's address, once it has asked."""
+        self._num_news = 0
 
     def table(self) -> TableSnapshot:
         """What the bootstrap service would show of them."""
@@ -78,6 +89,7 @@ class MockReplicas:
                 is_running = is_running and self._take(message)
             for room in list(self._open):
                 self._emit(room)
+            self._tell()
 
     def _take(self, message: Message) -> bool:
         match message:
@@ -90,10 +102,9 @@ class MockReplicas:
             case Cancel():
                 self._open.pop(message.room, None)
             case FollowPages():
-                news = PageNews(
-                    replica=replica_id(Role.PREFILL, 0), incarnation=Incarnation(1), number=0, stored=[], removed=[]
-                )
-                self._outbox.send(message.router.address, news)
+                self._follower, self._num_news = message.router.address, 0
+                self._first_keys.clear()
+                self._stored.clear()
             case Shutdown():
                 return False
         return True
@@ -116,8 +127,34 @@ class MockReplicas:
             return
         if is_last:
             del self._open[room]
+            self._store(submit)
         else:
             self._open[room] = submit, num_sent + 1
+
+    def _store(self, submit: Submit) -> None:
+        """Prompts of one measurement are the same or differ in their first page, so that one look tells which."""
+        first_key = page_keys(submit.prompt_ids[:_PAGE_SIZE], _PAGE_SIZE)
+        if first_key and first_key[0] not in self._first_keys:
+            self._first_keys.add(first_key[0])
+            self._stored += page_keys(submit.prompt_ids, _PAGE_SIZE)
+
+    def _tell(self) -> None:
+        """The first time even of nothing."""
+        if not self._follower or (self._num_news and not self._stored):
+            return
+        news = PageNews(
+            replica=replica_id(Role.PREFILL, 0),
+            incarnation=Incarnation(1),
+            number=self._num_news,
+            stored=self._stored,
+            removed=[],
+        )
+        try:
+            self._outbox.send(self._follower, news)
+        except PeerUnreachableError:
+            return
+        self._num_news += 1
+        self._stored = []
 
     def _entry(self, role: Role) -> ReplicaEntry:
         row = RankRow(

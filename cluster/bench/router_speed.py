@@ -20,6 +20,7 @@ from cluster.bench.http_load import Connection, request_of
 from cluster.bench.statistics import quantiles_ms
 from cluster.bench.workload import FIRST_WORD_ID, check_least
 from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
+from cluster.spec.errors import UserError
 from workers.local import WorkerProcess
 
 _REPLICAS = "cluster.bench.mock_replicas:MockReplicas"
@@ -27,6 +28,11 @@ _ROUTER = "cluster.bench.router_host:RouterHost"
 _PATH = "/v1/completions"
 _WARM_UP_S = 1.0
 _LOOK_S = 0.05
+_ID_LEN = 3
+_IDS = range(FIRST_WORD_ID, 10**_ID_LEN)
+"""All are written in as many bytes, so that one may stand for another."""
+_NUM_VARIED = 8
+"""Ids at the beginning of a prompt that nobody asked before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +48,15 @@ class RouterBench:
     """Tokens of each stream."""
     seconds: float = 5.0
     """Of each of the three measurements."""
+    known_share: float = 0.5
+    """Part of the requests whose prompt was served before; the others differ in their first page."""
 
     def __post_init__(self) -> None:
         check_least("prompt_lens", min(self.prompt_lens), 1)
         for name in ("num_connections", "num_streams", "stream_len"):
             check_least(name, getattr(self, name), 1)
+        if not 0 <= self.known_share <= 1:
+            raise UserError(f"known_share: got {self.known_share:g}; allowed: 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +98,8 @@ class RouterRun:
 
     async def measure(self, prompt_len: int) -> RouterResult:
         """All figures for one length of prompts."""
-        whole, streamed = self._request(prompt_len, 1), self._request(prompt_len, self._bench.stream_len, stream=True)
+        whole = self._prompts(prompt_len, 1)
+        streamed = self._prompts(prompt_len, self._bench.stream_len, stream=True)
         await self._full_load(whole, self._bench.num_connections, _WARM_UP_S)
         num_replies, _, duration_s, request_cores = await self._full_load(
             whole, self._bench.num_connections, self._bench.seconds
@@ -109,13 +120,13 @@ class RouterRun:
             stream_cores=stream_cores,
         )
 
-    def _request(self, prompt_len: int, num_tokens: int, *, stream: bool = False) -> bytes:
-        drawn = random.Random(prompt_len).choices(range(FIRST_WORD_ID, FIRST_WORD_ID + 1000), k=prompt_len)
+    def _prompts(self, prompt_len: int, num_tokens: int, *, stream: bool = False) -> "Prompts":
+        drawn = random.Random(prompt_len).choices(_IDS, k=prompt_len)
         body = {"model": "mock", "prompt": drawn, "max_tokens": num_tokens, "ignore_eos": True, "stream": stream}
-        return request_of(self._url, _PATH, body)
+        return Prompts(request_of(self._url, _PATH, body), prompt_len, self._bench.known_share)
 
     async def _full_load(
-        self, request: bytes, num_connections: int, seconds: float
+        self, prompts: "Prompts", num_connections: int, seconds: float
     ) -> tuple[int, int, float, dict[str, float]]:
         """Every connection asks as soon as it is answered: replies, tokens of streams, time, and cores."""
         connections = [await Connection.open(self._url) for _ in range(num_connections)]
@@ -126,7 +137,7 @@ class RouterRun:
             for count in itertools.count():
                 if time.monotonic() >= end_s:
                     return count
-                await connection.ask(request)
+                await connection.ask(prompts.draw())
             raise AssertionError("counting never ends")
 
         counts = await asyncio.gather(*map(ask, connections))
@@ -137,7 +148,7 @@ class RouterRun:
         cores = {name: round((ended[name] - begun[name]) / duration_s, 2) for name in begun}
         return sum(counts), sum(connection.num_tokens for connection in connections), duration_s, cores
 
-    async def _half_load(self, request: bytes, rate: float) -> list[float]:
+    async def _half_load(self, prompts: "Prompts", rate: float) -> list[float]:
         """Arrivals at random times, with this mean rate: seconds from each arrival to its answer."""
         idle: asyncio.Queue[Connection] = asyncio.Queue()
         connections = [await Connection.open(self._url) for _ in range(4 * self._bench.num_connections)]
@@ -149,7 +160,7 @@ class RouterRun:
             # From now on, not from when it was due: the loop's clock ticks in milliseconds.
             start_s = time.monotonic()
             connection = await idle.get()
-            await connection.ask(request)
+            await connection.ask(prompts.draw())
             took_s.append(time.monotonic() - start_s)
             idle.put_nowait(connection)
 
@@ -170,6 +181,25 @@ class RouterRun:
     def _call(self, name: str, method: str, *args: Any) -> Any:
         self._processes[name].call(method, *args)
         return self._processes[name].result()
+
+
+class Prompts:
+    """Requests of one length, of which some ask the same and the others what nobody asked before."""
+
+    def __init__(self, request: bytes, prompt_len: int, known_share: float) -> None:
+        self._request = request
+        self._num_varied = min(prompt_len, _NUM_VARIED)
+        self._start = request.index(b'"prompt":[') + len(b'"prompt":[')
+        self._end = self._start + (_ID_LEN + 1) * self._num_varied - 1
+        self._known_share = known_share
+        self._random = random.Random(prompt_len)
+
+    def draw(self) -> bytes:
+        """The next request."""
+        if self._random.random() < self._known_share:
+            return self._request
+        first_ids = ",".join(map(str, self._random.choices(_IDS, k=self._num_varied)))
+        return self._request[: self._start] + first_ids.encode() + self._request[self._end :]
 
 
 def run_router_bench(bench: RouterBench) -> Iterator[RouterResult]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Drain, Message, Resume
+from cluster.spec.messages import Drain, Resume, Wanted
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import FlushCache, PinPages, UseStorage
@@ -21,59 +21,34 @@ from router.api.keys import admin_key_needed
 from router.api.target_request import PinRequest, TargetRequest
 from router.service import Service
 
+_BODY_OF_TARGET: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
+
 
 def routes(service: Service) -> APIRouter:
     """The administrator's routes."""
     router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[admin_key_needed(service)])
-    body_of_target: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
 
-    @router.post("/drain", **body_of_target)
+    @router.post("/drain", **_BODY_OF_TARGET)
     async def drain(request: Request) -> dict[str, object]:
         """Send no new requests to a replica; without a name, take no new ones at all. Open ones go on."""
         body = await read(request, TargetRequest)
         if body.replica is None:
             service.relay.pause()
             return {"draining": "router"}
-        service.relay.tell(_peer(service, body.replica), Drain())
+        await _tell(service, [_peer(service, body.replica)], Drain())
         return {"draining": body.replica}
 
-    @router.post("/resume", **body_of_target)
+    @router.post("/resume", **_BODY_OF_TARGET)
     async def resume(request: Request) -> dict[str, object]:
         """The opposite of drain."""
         body = await read(request, TargetRequest)
         if body.replica is None:
             service.relay.resume()
             return {"resumed": "router"}
-        service.relay.tell(_peer(service, body.replica), Resume())
+        await _tell(service, [_peer(service, body.replica)], Resume())
         return {"resumed": body.replica}
 
-    @router.post("/flush_cache", **body_of_target)
-    async def flush_cache(request: Request) -> dict[str, object]:
-        """Forget the cached pages that no request holds: of one replica, or of all."""
-        peers = _peers(service, await read(request, TargetRequest))
-        return {"flushing": _tell(service, peers, FlushCache())}
-
-    @router.post("/pin", openapi_extra=document(PinRequest))
-    async def pin(request: Request) -> dict[str, object]:
-        """Keep the host copies of a prompt's pages, as far as there are any, until they are unpinned."""
-        return await _pin(service, await read(request, PinRequest), is_pinned=True)
-
-    @router.post("/unpin", openapi_extra=document(PinRequest))
-    async def unpin(request: Request) -> dict[str, object]:
-        """The opposite of pin."""
-        return await _pin(service, await read(request, PinRequest), is_pinned=False)
-
-    @router.post("/attach_storage", **body_of_target)
-    async def attach_storage(request: Request) -> dict[str, object]:
-        """Read and write storage again: one replica, or all."""
-        peers = _peers(service, await read(request, TargetRequest))
-        return {"attaching": _tell(service, peers, UseStorage(is_attached=True))}
-
-    @router.post("/detach_storage", **body_of_target)
-    async def detach_storage(request: Request) -> dict[str, object]:
-        """Leave storage alone, for maintenance; what is under way goes on."""
-        peers = _peers(service, await read(request, TargetRequest))
-        return {"detaching": _tell(service, peers, UseStorage(is_attached=False))}
+    _add_cache_routes(router, service)
 
     @router.get("/load")
     async def load() -> Response:
@@ -83,16 +58,55 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
+def _add_cache_routes(router: APIRouter, service: Service) -> None:
+    """Those that concern what replicas keep."""
+
+    @router.post("/flush_cache", **_BODY_OF_TARGET)
+    async def flush_cache(request: Request) -> dict[str, object]:
+        """Forget the cached pages that no request holds: of one replica, or of all."""
+        peers = _peers(service, await read(request, TargetRequest))
+        return {"flushing": await _tell(service, peers, FlushCache())}
+
+    @router.post("/pin", openapi_extra=document(PinRequest))
+    async def pin(request: Request) -> dict[str, object]:
+        """Keep the host copies of a prompt's pages, as far as there are any, until they are unpinned.
+
+        ``baton_host_pinned_pages`` and ``GET /admin/load`` show how many replicas keep.
+        """
+        return await _pin(service, await read(request, PinRequest), is_pinned=True)
+
+    @router.post("/unpin", openapi_extra=document(PinRequest))
+    async def unpin(request: Request) -> dict[str, object]:
+        """The opposite of pin."""
+        return await _pin(service, await read(request, PinRequest), is_pinned=False)
+
+    @router.post("/attach_storage", **_BODY_OF_TARGET)
+    async def attach_storage(request: Request) -> dict[str, object]:
+        """Read and write storage again: one replica, or all."""
+        peers = _peers(service, await read(request, TargetRequest))
+        return {"attaching": await _tell(service, peers, UseStorage(is_attached=True))}
+
+    @router.post("/detach_storage", **_BODY_OF_TARGET)
+    async def detach_storage(request: Request) -> dict[str, object]:
+        """Leave storage alone, for maintenance; what is under way goes on."""
+        peers = _peers(service, await read(request, TargetRequest))
+        return {"detaching": await _tell(service, peers, UseStorage(is_attached=False))}
+
+
 async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
     prompt_ids = await encode(service, body.prompt, True) if isinstance(body.prompt, str) else body.prompt
     keys = page_keys(prompt_ids, service.config.kv.page_size, body.cache_salt or "")
-    replicas = _tell(service, _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned))
-    return {"pages": len(keys), "replicas": replicas}
+    replicas = await _tell(service, _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned))
+    return {"prompt_pages": len(keys), "replicas": replicas}
 
 
-def _tell(service: Service, peers: Sequence[Peer], message: Message) -> list[str]:
-    for peer in peers:
-        service.relay.tell(peer, message)
+async def _tell(service: Service, peers: Sequence[Peer], wanted: Wanted) -> list[str]:
+    """Until every one of them has taken it.
+
+    Raises:
+        NoAnswerError: some did not say so.
+    """
+    await service.relay.commands.give(peers, wanted)
     return [peer.replica for peer in peers]
 
 

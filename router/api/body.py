@@ -9,8 +9,16 @@ from starlette.requests import ClientDisconnect, Request
 
 from router.api.errors import ApiError, bad_request
 from router.api.requests import EXPECTED
+from router.api.unsupported import refuse_unsupported
 
 Body = TypeVar("Body", bound=BaseModel)
+
+_WORDS = {
+    "extra_forbidden": "there is no such field",
+    "too_short": "items needed: at least {min_length}",
+    "too_long": "items allowed: at most {max_length}",
+}
+"""Instead of pydantic's words, by its type of error."""
 
 
 async def read(request: Request, schema: type[Body]) -> Body:
@@ -35,7 +43,13 @@ async def read(request: Request, schema: type[Body]) -> Body:
     try:
         return schema.model_validate_json(bytes(received))
     except ValidationError as error:
-        raise problem_of(error.errors(include_url=False)[0]) from None
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "missing" and len(first["loc"]) == 1:
+            # It may be there by the name that others have for it.
+            refuse_unsupported(
+                {name: value for name, value in first["input"].items() if name not in schema.model_fields}
+            )
+        raise problem_of(first) from None
 
 
 def problem_of(error: ErrorDetails) -> ApiError:
@@ -49,7 +63,9 @@ def problem_of(error: ErrorDetails) -> ApiError:
         return bad_request(f"{path}: field required", path)
     if field in EXPECTED:
         return bad_request(f"{path}: must be {EXPECTED[field]}", path)
-    return bad_request(f"{path}: {error['msg']}, got {_short(error['input'])}", path)
+    words = _WORDS.get(error["type"])
+    said = error["msg"] if words is None else words.format(**error.get("ctx", {}))
+    return bad_request(f"{path}: {said}, got {_short(error['input'])}", path)
 
 
 def _path(loc: tuple[int | str, ...]) -> tuple[str, str]:

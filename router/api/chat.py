@@ -3,7 +3,7 @@
 from functools import partial
 
 from router.api.constrain import checked_grammar, wanted_answer
-from router.api.constraint_fields import NamedTool, Tool
+from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
 from router.api.errors import bad_request
 from router.api.intake import chat_prompt, check, make_ask
 from router.api.requests import ChatRequest
@@ -29,7 +29,7 @@ async def chat_ask(service: Service, body: ChatRequest) -> tuple[Ask, NewReader]
     _check_effort(service, body)
     dialect = _dialect(service, body)
     adds = body.add_generation_prompt is not False
-    prompt_ids, prompt = await chat_prompt(service, body.messages, adds, body.variables)
+    prompt_ids, prompt = await chat_prompt(service, body.messages, adds, body.variables, bool(body.add_special_tokens))
     thinking = thinking_after(prompt) if service.has_thoughts else Thinking.NONE
     grammar = await checked_grammar(service, _constraint(service, body, dialect), thinking)
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -45,7 +45,7 @@ def markers(service: Service, body: ChatRequest) -> tuple[str, ...]:
 
 
 def _reader(body: ChatRequest, dialect: Dialect | None, thinking: Thinking) -> MessageReader:
-    parser = dialect.parser([tool.function.name for tool in body.tools or ()]) if dialect is not None else None
+    parser = dialect.parser([tool.function.name for _, tool in _callable(body)]) if dialect is not None else None
     return MessageReader(thinking, parser)
 
 
@@ -73,10 +73,10 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
     """What the answer must be: of the form that is asked for, or calls, where they must or may be."""
     answer = wanted_answer(body)
-    is_free = body.tool_choice in (None, "auto")
-    if dialect is None or (is_free and answer is None):
+    if dialect is None or (body.tool_choice in (None, "auto") and answer is None):
         return answer
-    calls = _calls(body, dialect, service.tokenizer.special_texts)
+    is_free = may_talk(body.tool_choice)
+    calls = _calls(body, dialect, service.tokenizer.special_texts, with_text=is_free and answer is None)
     if answer is None:
         return calls
     if not is_free:
@@ -84,7 +84,8 @@ def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) ->
     return either(calls, answer)
 
 
-def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str]) -> Constraint:
+def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *, with_text: bool) -> Constraint:
+    """Calls of what may be called, and, ``with_text``, any text before or instead of them."""
     tools = _callable(body)
     names = [tool.function.name for _, tool in tools]
     parts = {
@@ -95,17 +96,25 @@ def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str]) -
         for place, (index, tool) in enumerate(tools)
     }
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
-    return Constraint(rules=dialect.lark(names, special_texts, several=several), starts=("calls",), parts=parts)
+    rules = dialect.lark(names, special_texts, several=several)
+    if with_text:
+        rules += dialect.text_lark(names, special_texts, several=several)
+    return Constraint(rules=rules, starts=("free" if with_text else "calls",), parts=parts)
 
 
 def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:
     """The tools that the choice leaves, with their places among all."""
     tools = list(enumerate(body.tools or ()))
-    if not isinstance(body.tool_choice, NamedTool):
-        return tools
-    name = body.tool_choice.function.name
-    chosen = [(index, tool) for index, tool in tools if tool.function.name == name]
-    if not chosen:
-        allowed = ", ".join(tool.function.name for _, tool in tools)
-        raise bad_request(f"tool_choice: there is no tool {name!r}; allowed: {allowed}", "tool_choice")
-    return chosen
+    match body.tool_choice:
+        case NamedTool(function=function):
+            chosen = [function.name]
+        case AllowedTools(allowed_tools=allowed):
+            chosen = [tool.function.name for tool in allowed.tools]
+        case _:
+            return tools
+    known = [tool.function.name for _, tool in tools]
+    for name in chosen:
+        if name not in known:
+            message = f"tool_choice: there is no tool {name!r}; allowed: {', '.join(known)}"
+            raise bad_request(message, "tool_choice")
+    return [(index, tool) for index, tool in tools if tool.function.name in chosen]

@@ -39,6 +39,9 @@ def wanted_answer(body: GenerationRequest) -> Constraint | None:
         "guided_regex": body.guided_regex,
         "guided_choice": body.guided_choice,
         "guided_grammar": body.guided_grammar,
+        "json_schema": body.json_schema,
+        "regex": body.regex,
+        "ebnf": body.ebnf,
     }
     if outputs is not None:
         asked = outputs.model_dump(by_alias=True) | {"json_object": outputs.json_object or None}
@@ -62,9 +65,12 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
     grammar = constraint.grammar(thinking, service.tokenizer.special_texts)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
-        raise bad_request(f"{field}: more than {MAX_GRAMMAR_CHARS} characters of grammar", field)
-    if problem := await _problem(service, grammar):
-        raise await _blame(service, constraint, problem)
+        raise bad_request(f"{field}: more than {MAX_GRAMMAR_CHARS} characters of grammar, got {len(grammar)}", field)
+    # Thoughts before it would hide that nothing can follow them.
+    bare = constraint.grammar(Thinking.NONE, service.tokenizer.special_texts)
+    for asked in dict.fromkeys((bare, grammar)):
+        if problem := await _problem(service, asked):
+            raise await _blame(service, constraint, problem)
     return grammar
 
 
@@ -90,7 +96,7 @@ async def _problem(service: Service, grammar: str) -> str:
 def _part(field: str, value: Any) -> Part:
     kind = field.removeprefix("structured_outputs.").removeprefix("guided_")
     match kind:
-        case "json":
+        case "json" | "json_schema":
             return json_part(_schema(value, field), field)
         case "json_object":
             return json_part(ANY_OBJECT, field)
@@ -98,7 +104,7 @@ def _part(field: str, value: Any) -> Part:
             return regex_part(value, field)
         case "choice":
             return choice_part(value, field)
-    assert kind == "grammar", f"no such form: {kind}"
+    assert kind in ("grammar", "ebnf"), f"no such form: {kind}"
     try:
         return lark_part(lark_of(value), field)
     except UserError as error:

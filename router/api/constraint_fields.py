@@ -1,4 +1,4 @@
-"""Fields of a request that say what its answer must be made of, as OpenAI's API has them, with vLLM's additions."""
+"""Fields of a request that say what its answer must be made of: OpenAI's, vLLM's and SGLang's."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,8 +11,10 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 Pattern = Annotated[str, Field(min_length=1)]
 
 EXPECTED = {
-    "tool_choice": '"none", "auto", "required" or an object of type "function" that names one of the tools',
+    "tool_choice": '"none", "auto", "required", an object of type "function" that names one of the tools, or one of '
+    'type "allowed_tools" with a mode, "auto" or "required", and at least one of the tools',
     "guided_json": "a JSON schema: an object, or its text",
+    "json_schema": "a JSON schema: an object, or its text",
     "json": "a JSON schema: an object, or its text",
     "format": 'an object of type "text", "json_object" or "json_schema"; the last with "name" and "schema"',
     "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
@@ -79,4 +81,26 @@ class NamedTool(_Part):
     function: FunctionName
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, Field(union_mode="left_to_right")]
+class AllowedSet(_Part):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(_Part):
+    """The tools that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools, Field(union_mode="left_to_right")
+]
+
+
+def may_talk(choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None) -> bool:
+    """No call has to come."""
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+    return mode in (None, "none", "auto")

@@ -10,7 +10,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from router.actions import Cause
-from router.errors import ClientLeftError, KeyLimitError, NotReadyError, QueueFullError, RequestFailedError
+from router.errors import (
+    ClientLeftError,
+    KeyLimitError,
+    NoAnswerError,
+    NotReadyError,
+    QueueFullError,
+    RequestFailedError,
+)
 from router.metrics import Metrics
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -95,8 +102,14 @@ def key_limit(error: KeyLimitError) -> ApiError:
     return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="rate_limit_exceeded", headers=headers)
 
 
+def no_answer(error: NoAnswerError) -> ApiError:
+    """What an administrator wants may have been lost on its way."""
+    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="no_answer")
+
+
 EXPECTED_ERRORS = (
     ApiError,
+    NoAnswerError,
     RequestFailedError,
     NotReadyError,
     QueueFullError,
@@ -111,6 +124,8 @@ def answer_error(metrics: Metrics, request: Request, error: Exception) -> Respon
     """The answer of a request that raised this, which is counted."""
     shaped = _shape(request, error)
     metrics.refused.add(1, str(int(shaped.status)))
+    if isinstance(error, QueueFullError | KeyLimitError):
+        metrics.rejections.add(1, error.limit)
     return Response(shaped.body, shaped.status, shaped.headers, media_type="application/json")
 
 
@@ -136,6 +151,8 @@ def _shape(request: Request, error: Exception) -> ApiError:
             return queue_full(error)
         case KeyLimitError():
             return key_limit(error)
+        case NoAnswerError():
+            return no_answer(error)
         case ClientLeftError() | ClientDisconnect():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
         case HTTPException():

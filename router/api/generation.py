@@ -64,7 +64,7 @@ def job_of(
 ) -> Job:
     """Every choice of every prompt as an ask of its own."""
     session, priority = session_of(request, body.others), priority_of(request, body.priority)
-    dp_rank = dp_rank_of(request, service.config)
+    dp_rank = dp_rank_of(request, service.config, body)
     ours = [msgspec.structs.replace(ask, session=session, priority=priority, dp_rank=dp_rank) for ask in asks]
     return Job(
         caller=caller_of(request),

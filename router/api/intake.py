@@ -76,8 +76,9 @@ async def chat_prompt(
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool,
     variables: dict[str, Any] | None = None,
+    add_special_tokens: bool = False,
 ) -> tuple[list[int], str]:
-    """Token ids and text of a conversation, by the model's chat template.
+    """Token ids and text of a conversation, by the model's chat template, which mostly writes special tokens itself.
 
     Raises:
         ApiError: 400 when there is no template, or it refuses the messages.
@@ -86,7 +87,7 @@ async def chat_prompt(
 
     def render_and_encode() -> tuple[list[int], str]:
         text = service.tokenizer.apply_chat_template(given, add_generation_prompt, variables)
-        return service.tokenizer.encode(text, add_special_tokens=False), text
+        return service.tokenizer.encode(text, add_special_tokens), text
 
     try:
         return await _off_loop(sum(len(message["content"]) for message in given), render_and_encode)
@@ -141,9 +142,10 @@ def check(service: Service, body: GenerationRequest) -> None:
 
 
 async def _prompt_ids(service: Service, body: CompletionRequest) -> list[list[int]]:
+    adds = body.add_special_tokens is not False
     match body.prompt:
         case str():
-            return [await encode(service, body.prompt, True)]
+            return [await encode(service, body.prompt, adds)]
         case [int(), *_]:
             prompts: list[list[int] | str] = [body.prompt]  # type: ignore[list-item]
         case _:
@@ -153,7 +155,7 @@ async def _prompt_ids(service: Service, body: CompletionRequest) -> list[list[in
     if len(prompts) * body.num_choices > MAX_PROMPTS:
         got = f"{len(prompts)} prompts with n = {body.num_choices}"
         raise bad_request(f"n: at most {MAX_PROMPTS} choices in one request, got {got}", "n")
-    return [await encode(service, prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [await encode(service, prompt, adds) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def make_ask(
@@ -188,7 +190,7 @@ def make_ask(
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
     _check_told(len(prompt_ids), body.num_prompt_logprobs)
     sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids, grammar)
-    salt, is_looked_for = body.cache_salt or "", sampling.num_prompt_logprobs is None
+    salt, is_looked_for = body.salt, sampling.num_prompt_logprobs is None
     return Ask(
         prompt_ids=prompt_ids,
         sampling=sampling,

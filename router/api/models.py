@@ -49,7 +49,11 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
         raise bad_request("prompt: give either prompt or messages", "prompt")
     if body.messages is not None:
         token_ids, _ = await chat_prompt(
-            service, body.messages, body.add_generation_prompt is not False, body.variables
+            service,
+            body.messages,
+            body.add_generation_prompt is not False,
+            body.variables,
+            bool(body.add_special_tokens),
         )
         return token_ids
     assert body.prompt is not None

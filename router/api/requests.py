@@ -1,4 +1,4 @@
-"""What clients may send, as OpenAI's API has it, with vLLM's additions. Other fields are kept apart, unread."""
+"""What clients may send: OpenAI's fields, and what vLLM and SGLang add. Others are kept apart, unread."""
 
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -11,6 +11,9 @@ from router.api.constraint_fields import Choices, Pattern, ResponseFormat, Schem
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+DpRank = Annotated[int, Field(ge=0, lt=2**31)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+"""0 leaves the likeliest token alone."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -30,7 +33,7 @@ EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
     "stop": "a string, or a list of at most 16 strings; none of them empty",
     "input": "a string, or a list of messages, function calls, their outputs, and reasoning",
-    "content": "a string, or a list of parts of type text; images, audio and files are not supported",
+    "content": "a string, or a list of parts of type text or refusal; images, audio and files are not supported",
 } | constraint_fields.EXPECTED
 """In words, the fields that may have several types."""
 
@@ -59,7 +62,7 @@ class GenerationRequest(Body):
     model: str
     max_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -76,6 +79,7 @@ class GenerationRequest(Body):
     ) = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -83,6 +87,9 @@ class GenerationRequest(Body):
     return_token_ids: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    extra_key: str | None = None
+    routed_dp_rank: DpRank | None = None
+    data_parallel_rank: DpRank | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeline: bool | None = None
     response_format: ResponseFormat | None = None
@@ -91,6 +98,9 @@ class GenerationRequest(Body):
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     guided_grammar: Pattern | None = None
+    json_schema: Schema | None = None
+    regex: Pattern | None = None
+    ebnf: Pattern | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -106,6 +116,16 @@ class GenerationRequest(Body):
     def continuous_usage(self) -> bool:
         """Every chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def include_stop(self) -> bool:
+        """A stop string is part of the answer that it ends."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
+
+    @property
+    def salt(self) -> str:
+        """Prompts share pages of the caches only with prompts of the same."""
+        return self.cache_salt or "" if not self.extra_key else f"{self.cache_salt or ''}\0{self.extra_key}"
 
     @property
     def num_choices(self) -> int:
@@ -127,6 +147,7 @@ class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     prompt: Prompt
+    add_special_tokens: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
@@ -162,11 +183,23 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """A part of a message in which a model declined to answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What it said."""
+        return self.refusal
+
+
 class ChatMessage(Body):
     """One message; fields beyond these go to the chat template as they are."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[str | list[TextPart], Field(union_mode="left_to_right")] | None = None
+    content: Annotated[str | list[TextPart | RefusalPart], Field(union_mode="left_to_right")] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as transformers' own server shows it to a template.
@@ -191,7 +224,9 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

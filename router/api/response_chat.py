@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
+from router.api.body import problem_of
 from router.api.errors import ApiError, bad_request
-from router.api.requests import ChatRequest
+from router.api.requests import ChatRequest, RefusalPart
 from router.api.response_request import (
+    AllowedTools,
     ChosenTool,
     FunctionTool,
     InputCall,
@@ -19,41 +22,39 @@ from router.api.response_request import (
     ResponseRequest,
     TextFormat,
 )
-from router.api.unsupported import refuse_unsupported
+from router.api.unsupported import HARMLESS, refuse_unsupported
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    **HARMLESS,
     "background": (False,),
     "conversation": (),
+    "include_reasoning": (True,),
     "max_tool_calls": (),
-    "modalities": (["text"],),
+    "n": (1,),
     "previous_response_id": (),
     "prompt": (),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "stream_options": ({}, {"include_usage": True}, {"include_obfuscation": False}, {"include_obfuscation": True}),
     "truncation": ("disabled",),
 }
 """By undeclared field, the values besides null that ask for nothing."""
 
-_ADDITIONS = (
-    "cache_salt",
-    "chat_template_kwargs",
-    "ignore_eos",
-    "min_p",
-    "min_tokens",
-    "priority",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "top_k",
-)
-"""Additions to OpenAI's API that mean what they mean in chat."""
-
 _OWN_WORDS = (
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("logprobs", "top_logprobs"),
     ("response_format.json_schema.schema", "text.format.schema"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
 )
 """How the fields of chat are called here."""
+
+_ADDITIONS = (
+    ChatRequest.model_fields.keys() - ResponseRequest.model_fields.keys() - _HARMLESS.keys() - dict(_OWN_WORDS).keys()
+)
+"""Fields of chat that OpenAI's API does not have here: they mean the same."""
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
@@ -63,6 +64,9 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
         ApiError: 400 that names a field which would change the answer and is not supported.
     """
     refuse_unsupported(body.others, _HARMLESS)
+    for name, own in _OWN_WORDS:
+        if body.others.get(name) is not None:
+            raise bad_request(f"{name}: is called {own} here", name, "unsupported")
     fields = {
         "model": body.model,
         "messages": _messages(body),
@@ -80,11 +84,10 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     }
     additions = {name: body.others[name] for name in _ADDITIONS if name in body.others}
     try:
-        return ChatRequest.model_validate(fields | additions)
+        # As JSON, where the keys of an object that stand for numbers are strings.
+        return ChatRequest.model_validate_json(to_json(fields | additions, inf_nan_mode="constants"))
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        name = ".".join(str(step) for step in wrong["loc"][:1])
-        raise bad_request(f"{name}: {wrong['msg']}", name) from None
+        raise in_own_words(problem_of(error.errors(include_url=False)[0])) from None
 
 
 def in_own_words(error: ApiError) -> ApiError:
@@ -128,7 +131,7 @@ def _add(messages: list[dict[str, Any]], item: InputItem, thoughts: str) -> None
             calls.append({"id": item.call_id, "type": "function", "function": function})
 
 
-def _text(content: str | Sequence[InputPart]) -> str:
+def _text(content: str | Sequence[InputPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -137,9 +140,16 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _tool_choice(body: ResponseRequest) -> Any:
-    if isinstance(body.tool_choice, ChosenTool):
-        return {"type": "function", "function": {"name": body.tool_choice.name}}
+    match body.tool_choice:
+        case ChosenTool() as tool:
+            return _named(tool)
+        case AllowedTools(mode=mode, tools=tools):
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_named(tool) for tool in tools]}}
     return body.tool_choice
+
+
+def _named(tool: ChosenTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _response_format(wanted: TextFormat | None) -> dict[str, Any] | None:

@@ -5,9 +5,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from router.api.constraint_fields import FunctionName, SchemaObject
-from router.api.requests import Body, Effort, NumLogprobs, Positive
+from router.api.requests import Body, Effort, NumLogprobs, Positive, RefusalPart, TopP
 
 LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""What OpenAI's API may add. Only log-probabilities are ever there: the others belong to items that no answer has."""
 
 
 class InputPart(Body):
@@ -17,7 +28,7 @@ class InputPart(Body):
     text: str
 
 
-Texts = Annotated[str | list[InputPart], Field(union_mode="left_to_right")]
+Texts = Annotated[str | list[InputPart | RefusalPart], Field(union_mode="left_to_right")]
 
 
 class InputMessage(Body):
@@ -89,6 +100,14 @@ class ChosenTool(FunctionName):
     type: Literal["function"]
 
 
+class AllowedTools(Body):
+    """The functions that may be called, and whether one of them must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1)]
+
+
 class TextFormat(Body):
     """What the answer's text is."""
 
@@ -109,7 +128,8 @@ class Reasoning(Body):
     """How the model thinks before it answers."""
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Thoughts come whole and have no summary, as those of models that make none."""
 
 
 class ResponseRequest(Body):
@@ -122,12 +142,13 @@ class ResponseRequest(Body):
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_logprobs: NumLogprobs | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Included] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=1024)] | None = None
     tool_choice: (
-        Annotated[Literal["none", "auto", "required"] | ChosenTool, Field(union_mode="left_to_right")] | None
+        Annotated[Literal["none", "auto", "required"] | ChosenTool | AllowedTools, Field(union_mode="left_to_right")]
+        | None
     ) = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None

@@ -59,7 +59,7 @@ async def _work(service: Service, request: Request, body: ResponseRequest, arriv
     except ApiError as error:
         raise in_own_words(error) from None
     session = session_of(request, {"user": body.user} | body.others)
-    dp_rank = dp_rank_of(request, service.config)
+    dp_rank = dp_rank_of(request, service.config, chat)
     ask = msgspec.structs.replace(ask, session=session, priority=priority_of(request, chat.priority), dp_rank=dp_rank)
     work = Work(
         caller=caller_of(request),

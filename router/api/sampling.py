@@ -27,7 +27,7 @@ def text_rules(service: Service, body: GenerationRequest, markers: Collection[st
     return TextRules(
         stops=body.stops,
         stop_token_ids=stop_token_ids(service, body),
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=body.include_stop,
         skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
         min_tokens=body.min_tokens or 0,
         prompt_only=body.max_tokens == 0,
@@ -38,9 +38,10 @@ def make_sampling(
     tokenizer: Tokenizer, body: GenerationRequest, ending_ids: frozenset[int], grammar: str = ""
 ) -> Sampling:
     """How tokens are drawn; a seed is made up where none is given."""
+    is_greedy = body.top_p == 0
     return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        temperature=0.0 if is_greedy else 1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if is_greedy or body.top_p is None else body.top_p,
         top_k=max(body.top_k or 0, 0),
         min_p=body.min_p or 0.0,
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,

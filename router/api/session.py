@@ -6,12 +6,12 @@ from typing import Any
 from starlette.requests import Request
 
 _HEADER = "x-session-id"
-_FIELDS = ("prompt_cache_key", "user")
+_FIELDS = ("prompt_cache_key", "session_id", "user")
 _MAX_CHARS = 256
 
 
 def session_of(request: Request, others: Mapping[str, Any]) -> str:
-    """``X-Session-Id``, else OpenAI's ``prompt_cache_key`` or ``user``; empty where none of them is given.
+    """``X-Session-Id``, else ``prompt_cache_key``, ``session_id`` or ``user``; empty where none of them is given.
 
     ``others`` are the undeclared fields of the body; one that is not a text counts as not given.
     """

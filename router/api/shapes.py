@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -13,7 +14,7 @@ from cluster.tokenizer import Tokenizer
 from router.api.logprobs import chat_logprobs, completion_logprobs
 from router.api.messages import delta, message
 from router.api.prompt_logprobs import ShownPrompt, echo_logprobs, joined, prompt_logprobs
-from router.api.requests import GenerationRequest
+from router.api.requests import ChatRequest, GenerationRequest
 from router.api.responses import (
     ChatChoice,
     ChatChunk,
@@ -147,12 +148,13 @@ class ChatShape(_Common):
         self,
         request_id: str,
         service: Service,
-        body: GenerationRequest,
+        body: ChatRequest,
         new_reader: NewReader,
         prompt_ids: Sequence[int],
     ) -> None:
         super().__init__(f"chatcmpl-{request_id}", service, body)
         self._prompt_ids = prompt_ids
+        self._with_thoughts = body.include_reasoning is not False
         self._readers = defaultdict[int, MessageReader](new_reader)
         """Of every choice."""
 
@@ -201,7 +203,8 @@ class ChatShape(_Common):
         )
 
     def _read(self, index: int, piece: Piece) -> MessagePart:
-        return self._readers[index].push(piece.text, is_end=piece.finish is not None)
+        part = self._readers[index].push(piece.text, is_end=piece.finish is not None)
+        return part if self._with_thoughts else replace(part, thoughts="")
 
     def _finish_reason(self, index: int, piece: Piece) -> str | None:
         """Of a piece that was read."""

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's APIs that change an answer and are not supported: refused, never silently ignored."""
+"""Fields of OpenAI's, vLLM's and SGLang's APIs that change an answer and are not supported: refused, never ignored."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,36 +7,84 @@ import msgspec
 
 from router.api.errors import bad_request
 
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
+    "bootstrap_host": (),
+    "bootstrap_pair_key": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
     "chat_template": (),
     "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
     "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_whitespace_pattern": (),
+    "input_embeds": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
+    "max_thinking_tokens": (),
     "modalities": (["text"],),
     "prompt_embeds": (),
+    "repetition_detection": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_start_len": (0,),
+    "separate_reasoning": (True,),
+    "session_params": (),
+    "stop_regex": ([],),
+    "stream_reasoning": (True,),
     "suffix": ("",),
+    "task": (),
+    "thinking_token_budget": (),
+    "token_ids_logprob": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
-"""By field, the values besides null that ask for nothing."""
+"""By field, the values besides null that ask for nothing. Only where a request does not declare the field."""
+
+ELSEWHERE: Mapping[str, str] = {
+    "input_ids": "/generate calls it prompt_ids",
+    "logprob_start_len": "prompt_logprobs tells of a prompt",
+    "max_new_tokens": "is called max_tokens",
+    "min_new_tokens": "is called min_tokens",
+    "reasoning": "a chat calls it reasoning_effort",
+    "return_logprob": "is called logprobs",
+    "sampling_params": "its fields stand beside the prompt",
+    "sampling_seed": "is called seed",
+    "text": "/v1/completions takes it as prompt",
+    "top_logprobs_num": "is called logprobs",
+}
+"""How what these ask for is asked for here. Only where a request does not declare the field."""
 
 _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
 """Any value of these is harmless beside "none" for that."""
 
 
-def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = _HARMLESS) -> None:
+def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = HARMLESS) -> None:
     """Check the undeclared fields of a request; ``table`` has, by field, the values besides null that ask for nothing.
 
     Raises:
         ApiError: 400 that names the first one that would change the answer.
     """
     for name, value in fields.items():
+        if name in ELSEWHERE and value is not None:
+            raise bad_request(f"{name}: not known here; {ELSEWHERE[name]}", name, "unsupported")
         harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
         if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):
             continue

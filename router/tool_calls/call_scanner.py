@@ -6,7 +6,8 @@ from collections.abc import Collection
 from router.tool_calls.events import Argued, CallBegun, Event
 
 _ARGUMENTS = ("arguments", "parameters")
-_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+"""Members that a call may have."""
 
 
 class CallScanner:
@@ -63,7 +64,7 @@ class CallScanner:
         written, self._written = self._written.strip(), ""
         if char == ":":
             key = _string(written)
-            is_known = self._names is None or key in _KEYS
+            is_known = self._names is None or key in KEYS
             self.is_over = key is None or self._key is not None or not is_known
             self._key = key
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.spec.config import ToolParserName
 from router.tool_calls import hermes, llama3
+from router.tool_calls.call_scanner import KEYS
 from router.tool_calls.events import ToolParser
 
 
@@ -23,6 +24,10 @@ class Dialect:
     closing: str
     between: str
     """Text between calls."""
+    text: str
+    """Lark's terminal of a text that holds no call."""
+    marker: str
+    """What of the opening may stand behind text; empty where calls only begin an answer."""
     markers: tuple[str, ...]
     """Texts that the parser must see, even if they are special tokens."""
     fits: Callable[[str], bool]
@@ -34,14 +39,41 @@ class Dialect:
         special_texts: how special tokens are written; a marker that is one must come as one.
         """
         special = special_texts.intersection(self.markers)
-        one = [
-            f"{_literal(self.opening + json.dumps(name) + self.arguments, special)} @arguments_{index} "
+        call = self._call(self.opening, names, special)
+        return [f"calls: call{self._more(special, several=several)}", f"call: {call}"]
+
+    def text_lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
+        """Lark rules for ``free`` beside those: calls, if any, after any text, if any, that holds no other calls."""
+        special = special_texts.intersection(self.markers)
+        text = f"TEXT: {self.text}"
+        if not self.marker:
+            return ["free: TEXT? | calls", text]
+        if self.marker in special:
+            return ["free: TEXT? calls?", text]
+        # Text is read as far as it goes: the marker of the first call has to end it.
+        rest = self._call(self.opening.removeprefix(self.marker), names, special)
+        return [
+            f"free: TEXT? | lead rest{self._more(special, several=several)}",
+            text,
+            f"lead[suffix={json.dumps(self.marker)}]: /(?s:.*)/",
+            f"rest: {rest}",
+        ]
+
+    def _call(self, opening: str, names: Sequence[str], special: frozenset[str]) -> str:
+        """One call of any of these, begun like this."""
+        return " | ".join(
+            f"{_literal(opening + json.dumps(name) + self.arguments, special)} @arguments_{index} "
             f"{_literal(self.closing, special)}"
             for index, name in enumerate(names)
-        ]
-        repeated = f" ({_literal(self.between, special)} call)*" if several else ""
-        return [f"calls: call{repeated}", f"call: {' | '.join(one)}"]
+        )
 
+    def _more(self, special: frozenset[str], *, several: bool) -> str:
+        """What may follow a call."""
+        return f" ({_literal(self.between, special)} call)*" if several else ""
+
+
+_MEMBERS = "|".join(f'"{key}"' for key in sorted(KEYS))
+"""How an object that is a call may begin."""
 
 DIALECTS: dict[str, Dialect] = {
     "hermes": Dialect(
@@ -50,6 +82,8 @@ DIALECTS: dict[str, Dialect] = {
         arguments=', "arguments": ',
         closing="}\n</tool_call>",
         between="\n",
+        text=f"/(?s:.+)/ & ~/(?s:.*){hermes.OPENING}(?s:.*)/",
+        marker=hermes.OPENING,
         markers=(hermes.OPENING, hermes.CLOSING),
         # Others mark calls alike, but write no JSON between the marks.
         fits=lambda template: (
@@ -62,6 +96,8 @@ DIALECTS: dict[str, Dialect] = {
         arguments=', "parameters": ',
         closing="}",
         between="; ",
+        text=rf"/(?s:.+)/ & ~/\s*({re.escape(llama3.TAG)})?\s*\{{\s*({_MEMBERS})(?s:.*)/",
+        marker="",
         markers=(),
         fits=lambda template: llama3.TAG in template or ("<|eot_id|>" in template and '"parameters"' in template),
     ),

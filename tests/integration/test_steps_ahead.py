@@ -14,7 +14,7 @@ from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Output, Outputs, Submit
+from cluster.spec.messages import Inquire, Output, Outputs, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.step_messages import Shutdown, StepPlan
@@ -101,8 +101,8 @@ class Decode:
             messages = self._inbox.receive(60.0)
             assert messages, "the worker has stopped"
             for message in messages:
-                assert isinstance(message, Outputs), message
-                for output in message.outputs:
+                assert isinstance(message, Outputs | Inquire), message
+                for output in message.outputs if isinstance(message, Outputs) else ():
                     answers[output.room].append(output)
                     num_open -= output.finish is not None
         return list(answers.values())

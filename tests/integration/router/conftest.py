@@ -23,4 +23,4 @@ def shared(folder: Path) -> Iterator[RouterCluster]:
 @pytest.fixture
 def cluster(folder: Path) -> Iterator[RouterCluster]:
     """For tests that change them."""
-    yield from run_cluster(folder, sse_comment_s=0.05, retry_backoff_s=0.001)
+    yield from run_cluster(folder, sse_comment_s=0.5, retry_backoff_s=0.001)

@@ -73,13 +73,25 @@ def test_replicas_are_told(guarded: RouterCluster) -> None:
     assert admin(guarded, "pin", prompt=list(range(3, 200)))["replicas"] == ["prefill-0", "decode-0"]
     (pinned,) = guarded.prefill.wait_told(PinPages)
     assert pinned == PinPages(keys=page_keys(list(range(3, 200)), 64), is_pinned=True)
-    assert admin(guarded, "unpin", prompt="abc", replica="prefill-0") == {"pages": 0, "replicas": ["prefill-0"]}
+    assert admin(guarded, "unpin", prompt="abc", replica="prefill-0") == {"prompt_pages": 0, "replicas": ["prefill-0"]}
     assert admin(guarded, "detach_storage", replica="decode-0") == {"detaching": ["decode-0"]}
     assert guarded.decode.wait_told(UseStorage) == [UseStorage(is_attached=False)]
     assert len(admin(guarded, "attach_storage")["attaching"]) == 2
     unknown = guarded.http.post("/admin/drain", json={"replica": "decode-7"}, headers=ADMIN)
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
     assert "there are: " in unknown.json()["error"]["message"]
+
+
+def test_a_replica_is_told_again_until_it_answers(guarded: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.commands.AGAIN_S", 0.02)
+    guarded.decode.deaf_to = 2
+    assert admin(guarded, "drain", replica="decode-0") == {"draining": "decode-0"}
+    assert guarded.decode.wait_told(Drain) == [Drain()] * 3
+    guarded.decode.deaf_to = 1000
+    silent = guarded.http.post("/admin/detach_storage", json={}, headers=ADMIN)
+    assert (silent.status_code, silent.json()["error"]["code"]) == (504, "no_answer")
+    assert silent.json()["error"]["message"].startswith("decode-0: no answer to UseStorage, told 10 times in ")
+    assert len(guarded.prefill.wait_told(UseStorage)) == 1
 
 
 def test_the_router_drains_and_resumes(guarded: RouterCluster) -> None:
@@ -127,6 +139,7 @@ def test_a_key_has_only_so_many_requests_open(guarded: RouterCluster) -> None:
         refused = ask(guarded, "key-of-busy")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["message"] == "busy: 1 requests are open; allowed: 1 requests at once"
+        assert guarded.metric('baton_admission_rejections_total{reason="max_requests"}') == 1
         guarded.decode.flow.set()
         assert ask(guarded, "key-of-anybody").status_code == 200
         assert "[DONE]" in reply.read().decode()

@@ -23,10 +23,15 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
 
 WRONG_PROMPT = "must be a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty"
 WRONG_STOP = "must be a string, or a list of at most 16 strings; none of them empty"
-WRONG_CONTENT = "must be a string, or a list of parts of type text; images, audio and files are not supported"
+WRONG_CONTENT = (
+    "must be a string, or a list of parts of type text or refusal; images, audio and files are not supported"
+)
 CONTEXT_IS = "this model's context is 512 tokens for prompt and answer together"
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
-WRONG_TOOL_CHOICE = 'must be "none", "auto", "required" or an object of type "function" that names one of the tools'
+WRONG_TOOL_CHOICE = (
+    'must be "none", "auto", "required", an object of type "function" that names one of the tools, or one of '
+    'type "allowed_tools" with a mode, "auto" or "required", and at least one of the tools'
+)
 NO_TOOLS = (
     "not supported here: the chat template of this model shows no way to call tools, or router.tool_parser is none; "
     'allowed beside "tool_choice": "none"'
@@ -43,6 +48,7 @@ LOOK_AHEAD = (
     'at 1(8): invalid regex "a(?=b)" (in regex): regex parse error: '
     "error: look-around, including look-ahead and look-behind, is not supported"
 )
+NO_TEXT = "no text can follow it to its end"
 UNSATISFIABLE = "Unsatisfiable schema: minimum (2) is greater than maximum (1)"
 
 BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
@@ -62,7 +68,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("prompt_logprobs", 21, "Input should be less than or equal to 20, got 21"),
     ("max_tokens", "5", "Input should be a valid integer, got '5'"),
     ("temperature", -1, "Input should be greater than or equal to 0, got -1"),
-    ("top_p", 0, "Input should be greater than 0, got 0"),
+    ("top_p", -0.5, "Input should be greater than or equal to 0, got -0.5"),
     ("top_p", 1.5, "Input should be less than or equal to 1, got 1.5"),
     ("top_k", -2, "Input should be greater than or equal to -1, got -2"),
     ("top_k", 2**70, "Input should be less than 2147483648, got 1180591620717411303424"),
@@ -76,6 +82,8 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("n", 0, "Input should be greater than or equal to 1, got 0"),
     ("n", 129, "Input should be less than or equal to 128, got 129"),
     ("n", True, "Input should be a valid integer, got True"),
+    ("length_penalty", 1.5, "not supported, got 1.5; allowed: null or 1"),
+    ("return_tokens_as_token_ids", True, "not supported, got true; allowed: null or false"),
     ("best_of", 3, "not supported, got 3; allowed: null or 1"),
     ("logprobs", True, "Input should be a valid integer, got True"),
     ("logprobs", 21, "Input should be less than or equal to 20, got 21"),
@@ -87,17 +95,20 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("logit_bias", {"258": 2}, "there is no token 258; allowed: 0 to 257"),
     ("logit_bias.7", {"7": 101}, "Input should be less than or equal to 100, got 101"),
     ("logit_bias.x", {"x": 1}, "Input should be a valid integer, unable to parse string as an integer, got 'x'"),
-    ("allowed_token_ids", [], "List should have at least 1 item after validation, not 0, got []"),
+    ("allowed_token_ids", [], "items needed: at least 1, got []"),
     ("allowed_token_ids", [1, 999], "there is no token 999; allowed: 0 to 257"),
     ("bad_words[0]", [""], "String should have at least 1 character, got ''"),
     ("guided_regex", "a(?=b)", LOOK_AHEAD),
-    ("guided_choice", [], "List should have at least 1 item after validation, not 0, got []"),
+    ("guided_choice", [], "items needed: at least 1, got []"),
     ("guided_json", 5, "must be a JSON schema: an object, or its text"),
     ("guided_json", False, "Unsatisfiable schema: schema is false"),
     ("guided_json", "{", "not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     ("guided_json", {"type": "integer", "minimum": 2, "maximum": 1}, UNSATISFIABLE),
+    ("guided_json", {"$ref": "#"}, NO_TEXT),
+    ("guided_regex", "a[^\\x00-\\x{10ffff}]", NO_TEXT),
+    ("guided_grammar", "start: start", NO_TEXT),
     ("guided_grammar", "nonsense ::", "Expected ::= at line 1, 'nonsense ' ^ '::'"),
-    ("structured_outputs.structural_tag", {"structural_tag": {}}, "Extra inputs are not permitted, got {}"),
+    ("structured_outputs.structural_tag", {"structural_tag": {}}, "there is no such field, got {}"),
     (
         "structured_outputs.choice",
         {"choice": ["a"], "regex": "b"},
@@ -107,7 +118,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
 ]
 BAD_CHATS: list[tuple[str, Any, str]] = [
     ("messages", MISSING, "field required"),
-    ("messages", [], "List should have at least 1 item after validation, not 0, got []"),
+    ("messages", [], "items needed: at least 1, got []"),
     ("messages[0].role", [{"role": "king", "content": "x"}], f"Input should be {ROLES}, got 'king'"),
     ("messages[0].content", [{"role": "user", "content": [{"type": "image_url"}]}], WRONG_CONTENT),
     ("messages", [{"role": "user", "content": "x" * 600}], f"the prompt has 619 tokens; {CONTEXT_IS}"),
@@ -115,6 +126,8 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}], NO_TOOLS),
     ("tool_choice", "required", "there are no tools to choose from"),
     ("tool_choice", "any", WRONG_TOOL_CHOICE),
+    ("echo", True, "not supported, got true; allowed: null or false"),
+    ("verbosity", "low", 'not supported, got "low"; allowed: null or "medium"'),
     ("top_logprobs", 2, "only allowed when logprobs is true"),
     ("reasoning_effort", "low", NO_THOUGHTS),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),

@@ -1,6 +1,5 @@
 """What OpenAI's own client expects of an endpoint, from its synchronous and its asynchronous half alike."""
 
-import inspect
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pydantic
 import pytest
 
 from tests.fakes.model_folder import BOS, write_model_folder
+from tests.fakes.openai_halves import all_of, done, final_of
 from tests.fakes.router_cluster import CACHED_TOKENS, MODEL, RouterCluster, run_cluster
 from tests.integration.router.test_tool_calls import ANSWER, ARGUMENTS, TEMPLATE, TOOLS
 
@@ -38,25 +38,6 @@ async def client(request: pytest.FixtureRequest, cluster: RouterCluster) -> Asyn
     await done(client.close())
     cluster.decode.says = cluster.decode.fails = None
     cluster.assert_empty()
-
-
-async def done(result: Any) -> Any:
-    """The result of either half."""
-    return await result if inspect.isawaitable(result) else result
-
-
-async def all_of(stream: Any) -> list[Any]:
-    stream = await done(stream)
-    return [item async for item in stream] if hasattr(stream, "__aiter__") else list(stream)
-
-
-async def final_of(manager: Any, method: str) -> Any:
-    """What the client's own accumulator has made of a stream at its end."""
-    if hasattr(manager, "__aenter__"):
-        async with manager as stream:
-            return await getattr(stream, method)()
-    with manager as stream:
-        return getattr(stream, method)()
 
 
 async def test_models(client: Any) -> None:

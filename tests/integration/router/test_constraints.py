@@ -63,6 +63,9 @@ CASES: list[tuple[dict[str, Any], tuple[list[str], list[str]]]] = [
     ({"guided_json": SCHEMA}, JSON_CASES),
     ({"guided_json": json.dumps(SCHEMA)}, JSON_CASES),
     ({"structured_outputs": {"json": SCHEMA}}, JSON_CASES),
+    ({"json_schema": json.dumps(SCHEMA)}, JSON_CASES),
+    ({"regex": "a|bc"}, (["a", "bc"], ["ab", "b", ""])),
+    ({"ebnf": 'root ::= "a" [0-9]+'}, (["a12"], ["a"])),
     ({"response_format": {"type": "json_object"}}, (["{}", '{"b": [null, "é"]}'], ["[]", "1", "{"])),
     ({"structured_outputs": {"json_object": True}}, (["{}"], ["[]"])),
     ({"guided_regex": r'\d{2}/[a-z"\n]+'}, (["12/ab", '12/"\n'], ["12/", "1/a", "12/A"])),
@@ -82,6 +85,18 @@ def test_every_form_in_both_apis(
         reply = shared.post(path, max_tokens=2, **prompt, **fields)
         assert reply.status_code == 200, reply.text
         check(grammars, shared, *texts)
+
+
+def test_thousands_of_long_choices_that_begin_alike(shared: RouterCluster, grammars: Grammars) -> None:
+    choices = [f"{'x' * 200}{place}" for place in range(4000)]
+    shared.complete("x", guided_choice=choices)
+    check(grammars, shared, [choices[0], choices[399], choices[-1]], ["x" * 200, f"{choices[-1]}0"])
+
+
+def test_thoughts_do_not_hide_that_nothing_can_follow_them(hermes: RouterCluster) -> None:
+    reply = hermes.post("/v1/chat/completions", messages=MESSAGES, guided_json={"$ref": "#"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "guided_json: no text can follow it to its end"
 
 
 def test_no_form_asks_for_nothing(shared: RouterCluster) -> None:
@@ -122,6 +137,38 @@ def test_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
     check(grammars, llama3, [stop], [get])
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_some_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> None:
+    get, stop, quick = hermes_call("get", '{"a": 1}'), hermes_call("stop", "{}"), hermes_call("quick", "{}")
+    tools = [*TOOLS, {"type": "function", "function": {"name": "quick"}}]
+    ask(hermes, tools=tools, tool_choice=allowed("required", "stop", "get"))
+    check(grammars, hermes, [get, stop, f"{stop}\n{get}"], ["", "hi", quick, f"{get}\n{quick}", f"hi {get}"])
+    ask(hermes, tools=tools, tool_choice=allowed("auto", "get", "stop"))
+    thought = "<think>\nhm < </thin\n</think>\n\n"
+    free = ["", "hi < <tool", get, f"Let me see.\n{get}\n{stop}", thought + stop, f"{thought}so"]
+    check(grammars, hermes, free, [quick, f"so: {quick}", f"{get}\n{quick}", "<tool_call>x", f"{get}x"])
+    shown = hermes.last_submit().prompt_ids
+    ask(hermes, tools=tools, tool_choice=allowed("auto", "get"), parallel_tool_calls=False)
+    check(grammars, hermes, [f"so: {get}"], [stop, f"{get}\n{get}"])
+    ask(hermes, tools=tools, tool_choice=allowed("auto", "get"), response_format={"type": "json_object"})
+    check(grammars, hermes, [get, "{}"], [stop, "hi"])
+    ask(hermes, tools=tools)
+    assert hermes.last_submit().prompt_ids == shown, "the prompt's beginning would not be found in the cache"
+
+
+def test_only_some_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
+    get, stop = '{"name": "get", "parameters": {"a": 1}}', '{"name": "stop", "parameters": {}}'
+    ask(llama3, tools=TOOLS, tool_choice=allowed("auto", "get"))
+    texts = ["", "hi", '{"a": 1}', f"so: {stop}"]
+    check(
+        grammars, llama3, [get, f"{get}; {get}", *texts], [stop, f" {stop}", f"<|python_tag|>{stop}", f"{get}; {stop}"]
+    )
+
+
 def test_what_is_wrong_with_tools_is_named(hermes: RouterCluster) -> None:
     def refused(**fields: Any) -> tuple[str, str]:
         reply = hermes.post("/v1/chat/completions", messages=MESSAGES, **fields)
@@ -138,6 +185,11 @@ def test_what_is_wrong_with_tools_is_named(hermes: RouterCluster) -> None:
         "tool_choice",
         "tool_choice: there is no tool 'other'; allowed: get, stop",
     )
+    assert refused(tools=TOOLS, tool_choice=allowed("auto", "get", "other"))[1] == (
+        "tool_choice: there is no tool 'other'; allowed: get, stop"
+    )
+    assert refused(tools=TOOLS, tool_choice=allowed("auto"))[0] == "tool_choice"
+    assert refused(tool_choice=allowed("auto", "get"))[1] == "tool_choice: there are no tools to choose from"
     param, message = refused(tools=TOOLS, tool_choice="required", response_format=FORMAT)
     assert (param, message.partition(":")[0]) == ("tool_choice", "tool_choice")
     ask(hermes, tools=[*TOOLS, bad])

@@ -83,7 +83,8 @@ def test_prompts_go_where_their_beginning_is_cached_and_others_by_load(folder: P
         assert homes(http, 6, prompt=[*SHARED[:PAGE_SIZE], 97]) == {"prefill-1": 6}
         # The last token is always computed, so one page less can come from a cache.
         assert homes(http, 6, prompt=SHARED[:PAGE_SIZE]) == {"prefill-0": 3, "prefill-1": 3}
-        assert homes(http, 6, prompt=[*SHARED, 97], cache_salt="mine") == {"prefill-0": 3, "prefill-1": 3}
+        for name in ("cache_salt", "extra_key"):
+            assert homes(http, 6, prompt=[*SHARED, 97], **{name: "mine"}) == {"prefill-0": 3, "prefill-1": 3}
         assert homes(http, 6, prompt="hello") == {"prefill-0": 3, "prefill-1": 3}
         reply = http.post("/v1/completions", json={"model": MODEL, "prompt": [*SHARED, 97], "max_tokens": 1})
         assert reply.headers["x-baton-decode"] == "decode-1"

@@ -90,13 +90,22 @@ def test_the_items_go_back_into_the_conversation(cluster: RouterCluster, client:
     assert bytes(cluster.last_submit().prompt_ids).decode().endswith(expected)
 
 
-def test_the_prompt_and_the_grammar_are_those_of_the_same_chat(cluster: RouterCluster, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_the_prompt_and_the_grammar_are_those_of_the_same_chat(
+    cluster: RouterCluster, client: openai.OpenAI, is_allowed: bool
+) -> None:
     cluster.decode.says = CALL.encode()
-    chosen: Any = {"type": "function", "name": "weather"}
-    client.responses.create(model=MODEL, input="hi", tools=TOOLS, tool_choice=chosen, parallel_tool_calls=False)
+    name: Any = {"type": "function", "name": "weather"}
+    chosen: Any = {"type": "allowed_tools", "mode": "auto", "tools": [name]} if is_allowed else name
+    answer = client.responses.create(
+        model=MODEL, input="hi", tools=TOOLS, tool_choice=chosen, parallel_tool_calls=False
+    )
+    assert answer.tool_choice.to_dict() == chosen  # type: ignore[union-attr]
     submit = cluster.last_submit()
     function = {"name": "weather", "parameters": {"type": "object"}}
     named: Any = {"type": "function", "function": {"name": "weather"}}
+    if is_allowed:
+        named = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
     client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "hi"}],

@@ -102,8 +102,13 @@ def test_logprobs(shared: RouterCluster) -> None:
         ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "objec"}}}}, "text"),
         ({"input": "x", "text": {"verbosity": "low"}}, "text"),
         ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning"),
-        ({"input": "x", "reasoning": {"summary": "detailed"}}, "reasoning"),
-        ({"input": "x", "include": ["file_search_call.results"]}, "include"),
+        ({"input": "x", "reasoning": {"summary": "long"}}, "reasoning"),
+        ({"input": "x", "include": ["everything"]}, "include"),
+        ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "max_tokens": 5}, "max_tokens"),
+        ({"input": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"input": "x", "length_penalty": 2.0}, "length_penalty"),
+        ({"input": "x", "bad_words": [""]}, "bad_words"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
@@ -129,6 +134,9 @@ def test_what_cannot_be_done_is_refused_by_name(shared: RouterCluster, body: Any
         {"store": True},
         {"tools": []},
         {"include": []},
+        {"include": ["file_search_call.results", "reasoning.encrypted_content"]},
+        {"reasoning": {"summary": "detailed"}},
+        {"n": 1},
         {"service_tier": "auto"},
         {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
         {"reasoning": {"effort": "none", "summary": "auto"}},
@@ -137,6 +145,25 @@ def test_what_cannot_be_done_is_refused_by_name(shared: RouterCluster, body: Any
 def test_what_changes_nothing_is_ignored(shared: RouterCluster, harmless: Any) -> None:
     reply = shared.post("/v1/responses", input="x", max_output_tokens=1, **harmless)
     assert (reply.status_code, reply.json()["store"]) == (200, False)
+
+
+def test_additions_reach_the_replicas(shared: RouterCluster) -> None:
+    asked = {"frequency_penalty": 1.5, "logit_bias": {"65": 3}, "allowed_token_ids": [65], "bad_words": ["b"]}
+    reply = shared.post("/v1/responses", input="x", max_output_tokens=1, guided_regex="A+", top_p=0, **asked)
+    assert reply.status_code == 200, reply.text
+    sampling = shared.last_submit().sampling
+    assert (sampling.frequency_penalty, sampling.logit_bias, sampling.allowed_ids) == (1.5, {65: 3.0}, {65})
+    assert sampling.bad_words
+    assert sampling.grammar
+    assert sampling.temperature == 0.0
+
+
+def test_what_a_model_refused_before_is_in_the_conversation(shared: RouterCluster) -> None:
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]}
+    asked = {"role": "user", "content": "why"}
+    for path, field in (("/v1/responses", "input"), ("/v1/chat/completions", "messages")):
+        assert shared.post(path, **{field: [said, asked]}).status_code == 200
+        assert b"never" in bytes(token for token in shared.last_submit().prompt_ids if token < 256)
 
 
 def test_a_failure_before_the_first_token_is_a_status_and_later_an_event(cluster: RouterCluster) -> None:

@@ -84,6 +84,22 @@ class TestReplicasAreAsked:
         assert choice["logprobs"] is None
         assert shared.last_submit().sampling.num_logprobs is None
 
+    def test_no_mass_leaves_the_likeliest(self, shared: RouterCluster) -> None:
+        shared.complete("x", temperature=1.5, top_p=0, seed=0)
+        assert shared.last_submit().sampling == Sampling(temperature=0.0, top_p=1.0)
+
+    def test_special_tokens_are_added_on_request(self, shared: RouterCluster) -> None:
+        for adds, head in ((None, [BOS]), (True, [BOS]), (False, [])):
+            shared.complete("x", add_special_tokens=adds)
+            assert shared.last_submit().prompt_ids == [*head, ord("x")]
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for adds, num in ((None, 1), (False, 1), (True, 2)):
+            shared.post("/v1/chat/completions", add_special_tokens=adds, **body)
+            asked = shared.last_submit().prompt_ids
+            assert asked.count(BOS) == num
+            tokens = shared.post("/tokenize", add_special_tokens=adds, messages=body["messages"]).json()["tokens"]
+            assert tokens == asked
+
     def test_tools_that_must_not_be_called(self, shared: RouterCluster) -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 1}
         assert shared.post("/v1/chat/completions", tool_choice="none", **body).status_code == 200
@@ -95,8 +111,9 @@ class TestText:
         assert (choice["text"], choice["finish_reason"]) == ("aba", "stop")
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_the_stop_string_is_shown_on_request(self, shared: RouterCluster, stream: bool) -> None:
-        body: dict[str, Any] = {"prompt": "abcdef", "max_tokens": 99, "stop": "cde", "include_stop_str_in_output": True}
+    @pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+    def test_the_stop_string_is_shown_on_request(self, shared: RouterCluster, stream: bool, name: str) -> None:
+        body: dict[str, Any] = {"prompt": "abcdef", "max_tokens": 99, "stop": "cde", name: True}
         if stream:
             assert text_of(shared.events("/v1/completions", **body)) == "abcde"
         else:
@@ -127,7 +144,7 @@ class TestChoices:
         before = len(shared.prefill.submits), shared.metric("baton_prompt_tokens_total")
         shared.complete(["ab", "cde"], max_tokens=4, n=3)
         submits = shared.decode.submits[-6:]
-        assert shared.prefill.submits[before[0] :] == [submits[0], submits[3]]
+        assert shared.prefill.wait_submits(before[0] + 2)[before[0] :] == [submits[0], submits[3]]
         firsts = [None, submits[0].room, submits[0].room, None, submits[3].room, submits[3].room]
         assert [submit.prompt_of for submit in submits] == firsts
         assert [submit.prefill is None for submit in submits] == [False, True, True] * 2

@@ -1,7 +1,9 @@
 """Routes about the model, the router and the cluster."""
 
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,9 +14,11 @@ from cluster.spec.registry import ReplicaLoad, SendTimes, StepTimes
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import BOS
-from tests.fakes.router_cluster import CONTEXT, MODEL, RouterCluster
+from tests.fakes.router_cluster import CACHED_TOKENS, CONTEXT, MODEL, RouterCluster
 
 pytestmark = pytest.mark.integration
+
+METRICS_DOC = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def references_in(part: Any) -> Iterator[str]:
@@ -107,13 +111,29 @@ class TestStatusRoutes:
         assert cluster.metric('baton_request_decode_queue_time_seconds_count{replica="decode-0"}') == 2
         assert cluster.metric("baton_request_queue_time_seconds_count") == 2
 
+    def test_vllms_names(self, shared: RouterCluster) -> None:
+        """All that docs/metrics.md says to be there are there, with the types that it says."""
+        types = dict(re.findall(r"^# TYPE baton_(\w+) (\w+)$", shared.http.get("/metrics").text, re.MULTILINE))
+        rows = re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \|", METRICS_DOC.read_text("utf-8"), re.MULTILINE)
+        assert len(rows) > 25
+        assert {name: types.get(name) for name, _ in rows} == dict(rows)
+
     def test_requests_by_size_and_end(self, cluster: RouterCluster) -> None:
         cluster.complete("abc", max_tokens=9, n=2)
         assert cluster.metric('baton_request_success_total{finished_reason="length"}') == 2
         assert cluster.metric("baton_request_prompt_tokens_sum") == 4
         assert cluster.metric("baton_request_generation_tokens_sum") == 18
+        assert cluster.metric("baton_prefix_cache_queries_total") == 4
+        assert cluster.metric("baton_prefix_cache_hits_total") == CACHED_TOKENS
+        assert cluster.metric("baton_request_prefill_kv_computed_tokens_sum") == 4 - CACHED_TOKENS
+        assert cluster.metric("baton_request_inference_time_seconds_count") == 2
+        decode_s = cluster.metric("baton_request_decode_time_seconds_sum")
+        assert cluster.metric("baton_request_inference_time_seconds_sum") == pytest.approx(2 * 0.04 + decode_s)
         assert cluster.metric("baton_request_params_max_tokens_sum") == 18
         assert cluster.metric("baton_request_params_n_sum") == 2
+        cluster.complete(["a", "b", "c", "d"], max_tokens=1)
+        assert cluster.metric("baton_request_params_n_sum") == 2 + 1
+        assert cluster.metric("baton_request_params_n_count") == 2
         assert cluster.metric("baton_request_time_per_output_token_seconds_count") == 2
         cluster.decode.says = b"so"
         cluster.complete("abc")

@@ -64,6 +64,23 @@ def test_prompts_that_cannot_be_used(shared: RouterCluster, prompt_ids: Any, mes
     assert message in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input_ids": [1]}, "input_ids: not known here; /generate calls it prompt_ids"),
+        ({"text": "abc"}, "text: not known here; /v1/completions takes it as prompt"),
+        (
+            {"prompt_ids": [1], "sampling_params": {"max_new_tokens": 1}},
+            "sampling_params: not known here; its fields stand beside the prompt",
+        ),
+    ],
+)
+def test_the_names_of_others_are_told_ours(shared: RouterCluster, fields: Any, message: str) -> None:
+    for body in (fields, {"model": MODEL, **fields}):
+        reply = shared.http.post("/generate", json=body)
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, message)
+
+
 def test_the_response_names_replicas_and_request(shared: RouterCluster) -> None:
     body = json.dumps({"model": MODEL, "prompt_ids": PROMPT, "max_tokens": 1})
     reply = shared.http.post("/generate", content=body, headers={"x-request-id": "mine"})

@@ -134,6 +134,17 @@ def test_thinking_can_be_switched_off(cluster: RouterCluster, client: openai.Ope
     assert bytes(cluster.last_submit().prompt_ids).endswith(b"<think>\n\n</think>\n\n")
 
 
+def test_thoughts_can_be_left_out(cluster: RouterCluster, client: openai.OpenAI) -> None:
+    cluster.decode.says = ANSWER.encode()
+    extra = {"include_reasoning": False}
+    message = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=extra).choices[0].message
+    assert message.content is not None
+    assert message.content.startswith("Let me see.")
+    assert message.model_extra == {}
+    stream: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, extra_body=extra)
+    assert collect(list(stream))[:2] == ("", message.content)
+
+
 def test_answers_go_back_into_the_conversation(cluster: RouterCluster, client: openai.OpenAI) -> None:
     cluster.decode.says = CALL.encode()
     message: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS).choices[0].message
@@ -170,9 +181,21 @@ def test_markers_that_are_special_tokens(tmp_path: Path) -> None:
             message = special.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
             assert (message["reasoning_content"], message["content"]) == ("They ask\nfor weather.", "Let me see.")
             assert [call["function"]["arguments"] for call in message["tool_calls"]] == [ARGUMENTS] * 2
-            matcher = grammars.matcher(special.last_submit().sampling.grammar)
-            matcher.advance(tokenizer.encode(f"<think>so</think>{CALL}", add_special_tokens=False).ids)
-            assert (matcher.is_whole, matcher.problem) == (True, "")
+            assert follows(
+                grammars, special, tokenizer.encode(f"<think>so</think>{CALL}", add_special_tokens=False).ids
+            )
+            some = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS}}
+            assert special.post("/v1/chat/completions", **body | {"tool_choice": some}).status_code == 200
+            assert follows(grammars, special, call)
+            others = tokenizer.encode(ANSWER.replace('"weather"', '"other"'), add_special_tokens=False).ids
+            assert not follows(grammars, special, others)
+
+
+def follows(grammars: Grammars, cluster: RouterCluster, token_ids: list[int]) -> bool:
+    """These tokens are a whole answer to the last request, by its grammar."""
+    matcher = grammars.matcher(cluster.last_submit().sampling.grammar)
+    matcher.advance(token_ids)
+    return matcher.is_whole and not matcher.problem
 
 
 def test_tokenize_shows_the_same_prompt(cluster: RouterCluster, client: openai.OpenAI) -> None:

@@ -12,11 +12,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from cluster.launch.kinds import router_environ
 from cluster.spec.errors import UserError
 from router.tracing import Tracing, make_tracing
+from tests.fakes.otlp_collector import collecting
 from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+LIBRARY = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,38 @@ def test_a_request_that_fails_says_why(traced: RouterCluster, exporter: InMemory
     assert "no memory" in (spans["request"].status.description or "")
 
 
+@pytest.mark.parametrize("compression", ["", "gzip"])
+def test_a_collector_gets_them_over_http(folder: Path, monkeypatch: pytest.MonkeyPatch, compression: str) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-router")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", compression)
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        for cluster in run_cluster(folder):
+            header = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+            cluster.http.post("/v1/completions", json={"model": MODEL, "prompt": "abc"}, headers=header)
+            cluster.assert_empty()
+    told = [resource for request in collector.requests for resource in request.resource_spans]
+    services = {
+        fact.value.string_value for each in told for fact in each.resource.attributes if fact.key == "service.name"
+    }
+    spans = [span for resource in told for scope in resource.scope_spans for span in scope.spans]
+    assert services == {"my-router"}
+    assert {span.name for span in spans} == {
+        "request",
+        "queue",
+        "decode queue",
+        "bootstrap",
+        "prefill",
+        "transfer",
+        "decode",
+    }
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    (root,) = [span for span in spans if span.name == "request"]
+    assert root.parent_span_id.hex() == PARENT
+    assert {span.parent_span_id for span in spans if span is not root} == {root.span_id}
+
+
 def test_silent_where_nobody_collects(shared: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = shared.http.post(
         "/v1/completions",
@@ -95,7 +129,7 @@ def test_silent_where_nobody_collects(shared: RouterCluster, monkeypatch: pytest
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    with patch.dict("sys.modules", {"opentelemetry.exporter": None}), pytest.raises(UserError, match=r"baton\[otel\]"):
+    with patch.dict("sys.modules", {LIBRARY: None}), pytest.raises(UserError, match=r"baton\[otel\]"):
         make_tracing()
 
 

@@ -106,3 +106,16 @@ def test_pages_below_the_device_count_by_where_they_are() -> None:
     index.on_news(news(0), 0.0)
     assert index.worth(ONE, keys("abc"), weights) == 3 * 0.25
     assert index.count(ONE, keys("abc")) == 0
+
+
+def test_of_stored_pages_those_told_of_or_asked_for_last_are_known() -> None:
+    index, weights = PageIndex(4), Weights(storage=1.0)
+    index.update([ONE], 0.0)
+    told = [news(0), *(replace(news(number, stored), tier=Tier.STORAGE) for number, stored in ((1, "abcd"), (2, "xy")))]
+    assert not any(index.on_news(message, 0.0) for message in told)
+    assert [index.worth(ONE, keys(prompt), weights) for prompt in ("abcd", "xy")] == [2, 2]
+    assert index.worth(ONE, keys("ab"), weights) == 2
+    index.on_news(replace(news(3, "z"), tier=Tier.STORAGE), 0.0)
+    assert [index.worth(ONE, keys(prompt), weights) for prompt in ("ab", "xy", "z")] == [2, 1, 1]
+    index.on_news(replace(news(4, removed="a"), tier=Tier.STORAGE), 0.0)
+    assert index.worth(ONE, keys("ab"), weights) == 0

@@ -4,23 +4,42 @@ import msgspec
 
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.registry import ComputeTimes, ReplicaEntry, ReplicaLoad, TableSnapshot
 from router.replica_metrics import replica_metrics
 from tests.fakes.paged_ranks import row
 
 
-def test_each_expert_has_its_line() -> None:
-    load = ReplicaLoad(expert_tokens={1: 7, 0: 5})
+def samples(load: ReplicaLoad, family: str) -> list[tuple[dict[str, str], float]]:
+    """Labels and values of one family, where a prefill replica of one rank tells of this load."""
     load = msgspec.json.decode(msgspec.json.encode(load), type=ReplicaLoad)
     first = row(Role.PREFILL, 0, 1, num_pages=1)
     entry = ReplicaEntry(
         replica=first.replica, role=Role.PREFILL, incarnation=Incarnation(1), ready=True, rows=(first,), load=load
     )
-    families = {
-        family.name: family for family in replica_metrics(TableSnapshot(version=1, replicas=(entry,), reaped={}))
-    }
-    samples = [(sample.labels, sample.value) for sample in families["baton_expert_tokens"].samples]
-    assert samples == [
+    families = {made.name: made for made in replica_metrics(TableSnapshot(version=1, replicas=(entry,), reaped={}))}
+    return [(sample.labels, sample.value) for sample in families[family].samples]
+
+
+def test_each_expert_has_its_line() -> None:
+    assert samples(ReplicaLoad(expert_tokens={1: 7, 0: 5}), "baton_expert_tokens") == [
         ({"replica": "prefill-0", "expert": "0"}, 5),
         ({"replica": "prefill-0", "expert": "1"}, 7),
     ]
+
+
+def test_retractions_are_told_by_vllms_name_too() -> None:
+    load = ReplicaLoad(num_retracted=5, num_kept=2)
+    assert samples(load, "baton_num_preemptions") == [({"replica": "prefill-0"}, 5)]
+    assert [value for _, value in samples(load, "baton_retractions")] == [2, 3]
+
+
+def test_each_rank_has_its_steps() -> None:
+    load = ReplicaLoad(computed=(ComputeTimes(global_rank=1, num_steps=3, total_s=0.5),))
+    assert samples(load, "baton_rank_steps") == [({"replica": "prefill-0", "rank": "1"}, 3)]
+    assert samples(load, "baton_rank_step_seconds") == [({"replica": "prefill-0", "rank": "1"}, 0.5)]
+
+
+def test_pages_and_their_type_are_told() -> None:
+    ((labels, value),) = samples(ReplicaLoad(total_pages=9), "baton_cache_config_info")
+    assert (labels["replica"], labels["num_gpu_blocks"], value) == ("prefill-0", "9", 1)
+    assert labels.keys() == {"replica", "block_size", "num_gpu_blocks", "cache_dtype"}

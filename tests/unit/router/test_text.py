@@ -131,6 +131,22 @@ def test_offsets_and_logprobs_belong_to_their_tokens(tokenizer: Tokenizer) -> No
     assert piece.logprobs == tuple(told)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text", "offsets"),
+    [
+        (b"\xe2+l\xe2", "\ufffd+l\ufffd", (0, 1, 2, 3)),
+        (b"\xe2\xe2\x82\xacx", "\ufffd\u20acx", (0, 1, 1, 1, 2)),
+        (b"a\xe2\x82+", "a\ufffd+", (0, 1, 1, 2)),
+        (b"\xe2\xf0\x9f\x98\x80", "\ufffd\U0001f600", (0, 1, 1, 1, 1)),
+    ],
+)
+def test_offsets_beside_broken_characters(
+    tokenizer: Tokenizer, tokens: bytes, text: str, offsets: tuple[int, ...]
+) -> None:
+    whole = join(AnswerText(tokenizer, TextRules()).push([*tokens], FinishReason.LENGTH))
+    assert (whole.text, whole.offsets) == (text, offsets)
+
+
 def joined(pieces: list[Piece]) -> tuple[str, FinishReason | None]:
     """The text of all, and how the last one ends; the others do not."""
     assert not any(piece.finish for piece in pieces[:-1])
