@@ -35,6 +35,8 @@ from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
 OBJECT_STORE_BYTES = 100_000_000
 """Requests, tokens and KV do not go through Ray; its store holds a few call arguments."""
 
+START_TRIES = 2
+
 SHUTDOWN_S = 8.0
 """Time for Ray to end in order; it takes about two seconds, or a minute when one of its own daemons has died."""
 AT_ONCE_S = 0.5
@@ -79,29 +81,23 @@ class RaySystem:
 
         Raises:
             UserError: no cluster answers at the address.
-            BatonError: Ray took too long to start.
+            BatonError: Ray took too long to start, as often as it was tried.
         """
-        self.temp_dir = None if address else _make_temp_dir()
+        self.temp_dir: Path | None = None
         """Sockets and logs of a cluster that was started here are in it, for this account alone."""
         self.is_urgent = False
         """Whether ``shutdown`` is not to wait for Ray's own way of ending."""
-        self._guard = Guard(self.temp_dir) if self.temp_dir else None
+        self._guard: Guard | None = None
         """Of the processes of a cluster that was started here."""
         # A thread that still asks Ray for something after shutdown gets an error, not a cluster of its own.
         ray_auto_init.enable_auto_connect = False
         ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
-        begun_s = time.monotonic()
+        common = {"namespace": namespace, "log_to_driver": worker_logs, "logging_level": logging.ERROR}
         try:
-            with _signals_kept(), _daemons_apart(self._guard):
-                _init(namespace, address, num_cpus, worker_logs, self.temp_dir)
-        except (ConnectionError, RuntimeError) as exc:
-            self.shutdown()
-            raise UserError(f"Ray at {address or 'this machine'} cannot be used: {_first_line(exc)}") from exc
-        except Exception as exc:  # Ray has no class for a start that took too long
-            self.shutdown()
-            waited = f"Ray did not start in {time.monotonic() - begun_s:.0f} s ({_first_line(exc)})"
-            advice = "try again when this machine has less to do; `baton doctor` says what may be wrong with it"
-            raise BatonError(f"{waited}; {advice}") from exc
+            if address:
+                _join(address, common)
+            else:
+                self._start_ray(num_cpus, common)
         except BaseException:
             self.shutdown()
             raise
@@ -196,6 +192,21 @@ class RaySystem:
         if leaving.is_alive():
             atexit.unregister(ray_worker.shutdown)  # it would wait as long, for what is not there any more
 
+    def _start_ray(self, num_cpus: int, common: dict[str, Any]) -> None:
+        """Ray gives its daemons 30 s, which a busy machine may exceed once; then their files have been read."""
+        begun_s = time.monotonic()
+        for tries_left in reversed(range(START_TRIES)):
+            self.temp_dir = _make_temp_dir()
+            self._guard = Guard(self.temp_dir)
+            try:
+                with _signals_kept(), _daemons_apart(self._guard):
+                    _init_here(num_cpus, self.temp_dir, common)
+                return
+            except Exception as exc:  # Ray has no class for a start that took too long
+                if not tries_left:
+                    raise BatonError(_not_started(exc, time.monotonic() - begun_s)) from exc
+                self.shutdown()
+
     def _home_options(self) -> tuple[str, dict[str, Any]]:
         node_id = ray.get_runtime_context().get_node_id()
         return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
@@ -213,15 +224,15 @@ class RaySystem:
             return False  # the machine does not answer: nothing is proven
 
 
-def _init(namespace: str, address: str | None, num_cpus: int, worker_logs: bool, temp_dir: Path | None) -> None:
-    common: dict[str, Any] = {
-        "namespace": namespace,
-        "log_to_driver": worker_logs,
-        "logging_level": logging.ERROR,
-    }
-    if address:
-        ray.init(address, **common)
-        return
+def _join(address: str, common: dict[str, Any]) -> None:
+    try:
+        with _signals_kept():
+            ray.init(address, **common)
+    except Exception as exc:  # by kind of address, Ray raises errors of many classes
+        raise UserError(f"Ray at {address} cannot be used: {_first_line(exc)}") from exc
+
+
+def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:
     ray.init(
         "local",
         num_cpus=num_cpus,
@@ -230,6 +241,11 @@ def _init(namespace: str, address: str | None, num_cpus: int, worker_logs: bool,
         _temp_dir=f"{temp_dir}/ray",  # Ray lets every account write into the folder it is given
         **common,
     )
+
+
+def _not_started(error: Exception, waited_s: float) -> str:
+    waited = f"Ray did not start in {waited_s:.0f} s, tried {START_TRIES} times ({_first_line(error)})"
+    return f"{waited}; try again when this machine has less to do; `baton doctor` says what may be wrong with it"
 
 
 @contextmanager
@@ -244,7 +260,7 @@ def _signals_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _daemons_apart(guard: Guard | None) -> Iterator[None]:
+def _daemons_apart(guard: Guard) -> Iterator[None]:
     """Start Ray's daemons in sessions of their own, and put these under guard.
 
     What is typed at the terminal or sent to the driver's group is for the driver alone, which still needs them to end
@@ -255,8 +271,7 @@ def _daemons_apart(guard: Guard | None) -> Iterator[None]:
 
     def start(*args: Any, **options: Any) -> Any:
         daemon = theirs(*args, start_new_session=True, **options)
-        if guard is not None:
-            guard.watch(daemon.pid)
+        guard.watch(daemon.pid)
         return daemon
 
     services.ConsolePopen = start

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,10 @@ import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
+
+_CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+_UP, _ERASE = "\x1b[1A", "\x1b[2K"
+LAST_LINES = 40
 
 
 class Terminal:
@@ -45,6 +50,20 @@ class Terminal:
         return self._output.decode(errors="replace")
 
     @property
+    def screen(self) -> str:
+        """The last lines as a person sees them: without colours, and what was erased is gone."""
+        lines = [""]
+        for piece in _CONTROL.split(self.output.replace("\r", "")):
+            if piece == _UP:
+                lines = lines[:-1] or [""]
+            elif piece == _ERASE:
+                lines[-1] = ""
+            elif not _CONTROL.fullmatch(piece):
+                first, *more = piece.split("\n")
+                lines = [*lines[:-1], lines[-1] + first, *more]
+        return "\n".join(lines[-LAST_LINES:])
+
+    @property
     def pid(self) -> int:
         """Of the command, which is also its process group."""
         return self._process.pid
@@ -59,8 +78,8 @@ class Terminal:
         while not condition():
             has_ended = not self._reader.is_alive()
             # Its last words may have come since.
-            assert not has_ended or condition(), f"the command has ended:\n{self.output}"
-            assert time.monotonic() < deadline_s, f"not within {timeout_s} s:\n{self.output}"
+            assert not has_ended or condition(), f"the command has ended:\n{self.screen}"
+            assert time.monotonic() < deadline_s, f"not within {timeout_s} s:\n{self.screen}"
             time.sleep(0.05)
 
     def wait(self, timeout_s: float) -> int:
@@ -68,7 +87,7 @@ class Terminal:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.screen}") from None
 
     def __enter__(self) -> "Terminal":
         return self

@@ -90,7 +90,7 @@ def test_the_driver_is_told_to_end() -> None:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
         fault_s = time.monotonic()
         os.kill(cluster.terminal.pid, signal.SIGTERM)
-        assert cluster.terminal.wait(STOP_S) == 0, cluster.terminal.output
+        assert cluster.terminal.wait(STOP_S) == 0, cluster.terminal.screen
         assert "drained: stopping" in cluster.terminal.output
     gone_s = time.monotonic() - fault_s
     assert crowd.count("right") == CLIENTS, [stream.end for stream in crowd.streams]

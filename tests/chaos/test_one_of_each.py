@@ -42,7 +42,7 @@ def assert_serves(cluster: RunningCluster) -> None:
     """A request is answered."""
     stream = Stream(20, seed=2)
     stream.run(cluster.url)
-    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.screen}"
 
 
 def is_known(client: BootstrapClient, incarnations: dict[str, int]) -> bool:

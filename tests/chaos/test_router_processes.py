@@ -32,7 +32,7 @@ def assert_all_serve(cluster: RunningCluster) -> None:
     for seed in range(NUM_TRIES):
         stream = Stream(3, seed=seed)
         stream.run(cluster.url)
-        assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+        assert stream.end == "right", f"{stream.end}\n{cluster.terminal.screen}"
 
 
 def test_one_of_two_is_killed(cluster: RunningCluster) -> None:

@@ -46,7 +46,7 @@ def assert_serves_at_home(cluster: RunningCluster) -> None:
     """A request is answered, by the start that came after the lost one."""
     stream = Stream(20, seed=3)
     stream.run(cluster.url)
-    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.screen}"
     assert cluster.replicas()["decode-0"]["rows"][0]["address"].startswith(f"tcp://{HOME}:")
 
 
@@ -86,7 +86,7 @@ def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
     assert all("decode-0" in stream.end for stream in crowd.streams if stream.end != "right")
     stream = Stream(20, seed=2)
     stream.run(cluster.url)
-    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.output}"
+    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.screen}"
 
 
 def test_a_lost_host_is_replaced(cluster: RunningCluster, nodes: RayNodes) -> None:

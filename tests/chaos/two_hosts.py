@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.fakes.cluster import free_port
+
 HOME, AWAY = "10.231.77.1", "10.231.77.2"
 SPACE, HOME_END, AWAY_END = "baton-away", "baton-h", "baton-a"
 START_S = 120.0
@@ -72,9 +74,7 @@ class RayNodes:
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
-        with socket.create_server((HOME, 0)) as listener, socket.create_server((HOME, 0)) as other:
-            port, self._client_port = listener.getsockname()[1], other.getsockname()[1]
-        self.address = f"{HOME}:{port}"
+        self.address, self._client_port = f"{HOME}:{free_port()}", free_port()
         self._num_nodes = 0
 
     def start_head(self, num_cpus: int) -> None:

@@ -83,5 +83,5 @@ class Before:
 def assert_all_right(cluster: RunningCluster, line: Line, crowd: Crowd) -> None:
     """Every client has its whole answer, and no page is held."""
     ends = [stream.end for stream in crowd.streams]
-    assert line.success == len(ends), f"{ends}\n{cluster.terminal.output}"
+    assert line.success == len(ends), f"{ends}\n{cluster.terminal.screen}"
     assert (line.failed, line.hung, line.leaked_pages) == (0, 0, 0)

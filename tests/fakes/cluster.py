@@ -1,5 +1,6 @@
 """A whole cluster as a user starts it, for tests that go through the endpoint."""
 
+import secrets
 import socket
 import sys
 import time
@@ -16,6 +17,8 @@ from tests.terminal import Terminal
 CTRL_C = b"\x03"
 START_S = 240.0
 STOP_S = 60.0
+LOWEST_PORT = 20_000
+"""Ray's workers have those below."""
 IS_UP = "stops it"
 """Told once every replica takes requests; before, one that fails ends the cluster."""
 BATON = (str(Path(sys.executable).with_name("baton")),)
@@ -96,7 +99,7 @@ def running_cluster(
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         yield cluster
         terminal.press(CTRL_C)
-        assert terminal.wait(STOP_S) == 0, terminal.output
+        assert terminal.wait(STOP_S) == 0, terminal.screen
 
 
 def is_ready(url: str) -> bool:
@@ -113,10 +116,12 @@ def answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on now, and that no other process is given by chance: below the kernel's own range."""
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.choice(range(LOWEST_PORT, first_of_kernel))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def listener_pid(address: str) -> int:

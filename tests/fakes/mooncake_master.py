@@ -8,12 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.fakes.cluster import free_port
 
 
 def _wait_for(port: int, timeout_s: float = 60.0) -> None:
@@ -34,7 +29,7 @@ def mooncake_master(lent_bytes: int = 64 << 20) -> Iterator[tuple[str, "subproce
 
     from workers.hicache.storage.mooncake_store import MooncakeStorage
 
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = free_port(), free_port()
     program = Path(mooncake.__path__[0]) / "mooncake_master"
     arguments = [f"-rpc_port={port}", f"-metrics_port={metrics_port}", "-rpc_address=127.0.0.1"]
     master = subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

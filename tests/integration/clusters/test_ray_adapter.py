@@ -148,25 +148,46 @@ def test_errors_come_back_as_they_were_raised(ray_system: "RaySystem") -> None:
 
 
 LATE = """
+import sys
+from pathlib import Path
+from cluster.ray_environ import set_for_own_cluster
+set_for_own_cluster()
 from cluster import ray_adapter
 from cluster.spec.errors import BatonError
 
-def late(*_):
-    raise Exception("The current node timed out.\\nMore.")
+start, num_late, folders = ray_adapter._init_here, int(sys.argv[1]), []
 
-ray_adapter._init = late
+def late(num_cpus, temp_dir, common):
+    folders.append(temp_dir)
+    if num_late < ray_adapter.START_TRIES:
+        start(num_cpus, temp_dir, common)
+    if len(folders) <= num_late:
+        raise Exception("The current node timed out.\\nMore.")
+
+ray_adapter._init_here = late
 try:
-    ray_adapter.RaySystem("baton-late", None, num_cpus=1, worker_logs=False)
+    with ray_adapter.RaySystem("baton-late", None, num_cpus=1, worker_logs=False) as system:
+        print(len(system.machines()), "machine after", len(folders), [folder.exists() for folder in folders])
 except BatonError as error:
     print(error)
+print([folder.exists() for folder in folders])
 """
 
 
-def test_a_start_that_takes_too_long_is_told_in_one_line() -> None:
-    """In a process of its own, since what did not start is shut down."""
-    said = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True, timeout=WAIT_S)
+def start_late(num_late: int) -> list[str]:
+    """What is said when the first so many starts of Ray time out; in a process of its own, which has one Ray only."""
+    command = [sys.executable, "-c", LATE, str(num_late)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.splitlines()
+
+
+def test_a_start_that_takes_too_long_is_tried_again_with_nothing_left_of_it() -> None:
+    assert start_late(1) == ["1 machine after 2 [False, True]", "[False, False]"]
+
+
+def test_starts_that_take_too_long_are_told_in_one_line() -> None:
     advice = "try again when this machine has less to do; `baton doctor` says what may be wrong with it"
-    assert said.stdout == f"Ray did not start in 0 s (The current node timed out.); {advice}\n"
+    waited = "Ray did not start in 0 s, tried 2 times (The current node timed out.)"
+    assert start_late(2) == [f"{waited}; {advice}", "[False, False]"]
 
 
 def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system: "RaySystem") -> None:

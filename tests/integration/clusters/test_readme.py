@@ -36,7 +36,7 @@ def cluster() -> Iterator[Terminal]:
         terminal.wait_until(_is_ready, START_S)
         yield terminal
         terminal.press(CTRL_C)
-        assert terminal.wait(STOP_S) == 0, terminal.output
+        assert terminal.wait(STOP_S) == 0, terminal.screen
 
 
 @pytest.mark.usefixtures("cluster")
@@ -85,7 +85,7 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
         usage = httpx.post(f"{URL}/v1/completions", json=body, timeout=60).json()["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 4)
         terminal.press(CTRL_C)
-        assert terminal.wait(STOP_S) == 0, terminal.output
+        assert terminal.wait(STOP_S) == 0, terminal.screen
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_signals_to_the_whole_group_while_serving(tmp_path: Path) -> None:
     with up("test-group", tmp_path) as terminal:
         terminal.wait_until(lambda: IS_UP in terminal.output, START_S)
         os.killpg(terminal.pid, signal.SIGTERM)
-        assert terminal.wait(STOP_S) == 0, terminal.output
+        assert terminal.wait(STOP_S) == 0, terminal.screen
         assert "drained: stopping" in terminal.output
         assert "SIGTERM received at" not in terminal.output
 
@@ -59,7 +59,7 @@ def test_a_second_ctrl_c_stops_at_once_even_when_ray_has_died(tmp_path: Path) ->
         terminal.press(CTRL_C)
         terminal.wait_until(lambda: "draining" in terminal.output, STOP_S)
         terminal.press(CTRL_C)
-        assert terminal.wait(AT_ONCE_S) == 0, terminal.output
+        assert terminal.wait(AT_ONCE_S) == 0, terminal.screen
 
 
 def test_ctrl_c_twice_while_ray_starts(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_ctrl_c_twice_while_ray_starts(tmp_path: Path) -> None:
         for _ in range(2):
             time.sleep(0.5)  # anywhere within Ray's start
             terminal.press(CTRL_C)
-        assert terminal.wait(STOP_S + START_S) == 0, terminal.output
+        assert terminal.wait(STOP_S + START_S) == 0, terminal.screen
         assert "SIGINT: stopping once Ray has started" in terminal.output
         assert terminal.output.rstrip().endswith("stopped while starting")
 
