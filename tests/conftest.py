@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from cluster.cli.check_install import installed_version, missing_mooncake_packages
 from tests.leftovers import Before, find_leftovers
-from workers.attention.native.compile import CannotCompileError, find_compiler
+from workers.native.compile import CannotCompileError, find_compiler
 
 REQUIRE = "BATON_REQUIRE"
 """Set by CI: marks, with commas between. Tests of each must run, a skip of one is a failure."""

@@ -5,13 +5,14 @@ import time
 
 import torch
 
+from cluster.spec.config import AttentionSetting
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting
-from workers.attention.registry import fastest_backend
+from workers.attention.registry import choose_backend
 from workers.bench_attention import TimedAttention
 from workers.bench_step import StepLens, StepTime, Way
 from workers.cache.page_pool import PagePool
@@ -25,6 +26,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
+from workers.row_kernels import use_native_rows
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600.0
@@ -44,7 +46,10 @@ class BenchRank:
         self._model = _random_model(config, dtype)
         num_pages = pages_for(max_len, _PAGE_SIZE)
         self._pool = PagePool(num_pages, config.num_kv_heads, config.num_layers, _PAGE_SIZE, config.head_dim, dtype)
-        self._backend = TimedAttention(fastest_backend(self._model.device, dtype))
+        attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype)
+        if attention.name == "native":
+            use_native_rows()
+        self._backend = TimedAttention(attention.backend)
         self._store: ReplicaStore | None = None
         self._groups: dict[int, Communicator] = {}
         self._rates: dict[int, Rates] = {}

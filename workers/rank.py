@@ -30,6 +30,7 @@ from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
 from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups
+from workers.row_kernels import use_native_rows
 from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
 
@@ -100,6 +101,8 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     attention = choose_backend(config.resources.attention, device, dtype)
     _log.info("attention by %s: %s", attention.name, attention.reason)
+    if attention.name == "native":
+        use_native_rows()
     memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host)

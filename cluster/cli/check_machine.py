@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.cli.finding import Finding, Status
-from workers.attention.native.compile import CannotCompileError, find_compiler
+from workers.native.compile import CannotCompileError, find_compiler
 
 GIB = 1024**3
 ENDPOINT = ("127.0.0.1", 8000)

@@ -44,7 +44,7 @@ class AttentionSetting(StrEnum):
     FLASH_ATTN = "flash_attn"
     """On a GPU, in bf16, by the package of this name where it can, by triton elsewhere."""
     NATIVE = "native"
-    """On a CPU, in bf16."""
+    """On a CPU, in bf16; norms, rotations and gates are then native too."""
     TORCH = "torch"
     """On a CPU; the reference."""
 

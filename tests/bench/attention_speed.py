@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from workers.attention.extend import extend
-from workers.attention.native.compile import CannotCompileError
 from workers.attention.paged import flash, gather_pages, page_rows
 from workers.attention.registry import load_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.cpu import use_cpu
+from workers.native.compile import CannotCompileError
 
 ROUNDS = 5
 PREFILL_LEN = 8192

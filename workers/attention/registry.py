@@ -9,11 +9,11 @@ import torch
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from workers.attention.interface import AttentionBackend
-from workers.attention.native.compile import CannotCompileError, find_compiler
+from workers.native.compile import CannotCompileError, find_compiler
 
 BACKENDS = {
     "flash_attn": "workers.attention.flash_attn_backend:FlashAttention",
-    "native": "workers.attention.native.backend:NativeAttention",
+    "native": "workers.attention.native_backend:NativeAttention",
     "torch": "workers.attention.torch_backend:TorchAttention",
     "triton": "workers.attention.triton.backend:TritonAttention",
 }

@@ -4,18 +4,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.expert_parallel.sharing import Lens, TokenSharing
-from workers.kernel_devices import has_kernels
 from workers.layers.cut import even_cut
 from workers.layers.linear import FusedLinear, SummedLinear
 from workers.parallel.model_groups import ModelGroups
+from workers.row_kernels import row_kernels
 
 
 def gated(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of the halves of [num_tokens, 2 * size]."""
-    if has_kernels(gate_up):
-        from workers.kernels.swiglu import swiglu
-
-        return swiglu(gate_up)
+    if (kernels := row_kernels(gate_up)) is not None:
+        return kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
 

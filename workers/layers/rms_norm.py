@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from workers.kernel_devices import has_kernels
 from workers.layers.cut import StoredPart, uncut
+from workers.row_kernels import row_kernels
 
 
 class RMSNorm(nn.Module):
@@ -21,20 +21,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if has_kernels(x):
-            from workers.kernels.rms_norm import rms_norm
-
-            return rms_norm(x, self.weight, self.eps)
+        if (kernels := row_kernels(x)) is not None:
+            return kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, each [rows, size], and the same normalised."""
-        if has_kernels(x):
-            from workers.kernels.rms_norm import add_rms_norm
-
-            return add_rms_norm(x, y, self.weight, self.eps)
+        if (kernels := row_kernels(x)) is not None:
+            return kernels.add_rms_norm(x, y, self.weight, self.eps)
         total = x + y
         return total, self(total)
 

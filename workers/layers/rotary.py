@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.kernel_devices import has_kernels
 from workers.layers.rms_norm import RMSNorm
 from workers.models.rope_config import RopeConfig, RopeType
+from workers.row_kernels import row_kernels
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,9 @@ class Rotation:
 
     def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """Rotate x [num_tokens, num_heads, head_dim], normalised before; dimensions i and i + head_dim/2 are a pair."""
-        if has_kernels(x):
-            from workers.kernels.rotate import rotate
-
-            return (
-                rotate(x, self.cos, self.sin) if norm is None else rotate(x, self.cos, self.sin, norm.weight, norm.eps)
-            )
+        if (kernels := row_kernels(x)) is not None:
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return kernels.rotate(x, self.cos, self.sin, weight, eps)
         if norm is not None:
             x = norm(x)
         first, second = x.chunk(2, dim=-1)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.unit.workers.test_row_attention import check, masked_attention, rank_pairs, seen_by_definition, tensors
 from workers.attention.interface import AttentionBackend
-from workers.attention.native.backend import NativeAttention
-from workers.attention.native.compile import Compiler, find_compiler, runnable_kinds
+from workers.attention.native_backend import NativeAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
+from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
 pytestmark = pytest.mark.native
 

@@ -13,10 +13,10 @@ import torch
 from cluster.cli.check_machine import check_attention
 from cluster.cli.finding import Status
 from workers.attention import registry
-from workers.attention.native import compile as native
-from workers.attention.native.compile import CannotCompileError, Kind, compiled_library, find_compiler, runnable_kinds
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
+from workers.native import compile as native
+from workers.native.compile import CannotCompileError, Kind, compiled_library, find_compiler, runnable_kinds
 
 COMPILER = """#!/bin/sh
 case "$1" in --version) echo 1; exit;; esac
@@ -27,7 +27,7 @@ echo "$2" >> "$(dirname "$0")/compiled"
 """
 KIND = Kind("any", (), ())
 BUILD = """
-from workers.attention.native.compile import Compiler, Kind, compiled_library
+from workers.native.compile import Compiler, Kind, compiled_library
 print(compiled_library(Compiler("c++", Kind("any", (), ()))))
 """
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import RowAttention, StepAttention
-from workers.attention.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
-from workers.attention.native.library import Library
 from workers.attention.pieces import visible_pieces
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
+from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
+from workers.native.library import Library
 
 _ONE_PAGE = 1 << 62
 """Page size of keys that lie in rows."""

@@ -1,4 +1,4 @@
-"""Builds the shared library of attention.cpp, once for a machine, or says why it cannot. Imports no torch."""
+"""Builds the shared library of this folder, once for a machine, or says why it cannot. Imports no torch."""
 
 import fcntl
 import hashlib
@@ -16,9 +16,8 @@ from cluster.spec.env import CACHE_DIR
 
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("attention.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
+    for name in ("attention.cpp", "rows.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
 )
-"""The first is compiled, and includes the rest."""
 
 
 class Kind(NamedTuple):
@@ -87,7 +86,7 @@ def compiled_library(compiler: Compiler) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
             raise CannotCompileError(f"{folder} belongs to another user")
-        path = folder / f"attention-{_digest(compiler)}.so"
+        path = folder / f"baton-{_digest(compiler)}.so"
         with _locked(folder / "lock"):
             if not _is_whole(path):
                 _compile(compiler, path)
@@ -116,7 +115,8 @@ def _digest(compiler: Compiler) -> str:
 def _compile(compiler: Compiler, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler.path, *_OPTIONS, *compiler.kind.options, "-o", str(made), str(SOURCES[0])]
+        units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+        command = [compiler.path, *_OPTIONS, *compiler.kind.options, "-o", str(made), *units]
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if result.returncode:
             message = next((line for line in result.stderr.splitlines() if "error" in line), "no message")

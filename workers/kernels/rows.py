@@ -1,0 +1,7 @@
+"""What a layer does row by row between its products; see workers.row_kernels."""
+
+from workers.kernels.rms_norm import add_rms_norm, rms_norm
+from workers.kernels.rotate import rotate
+from workers.kernels.swiglu import swiglu
+
+__all__ = ["add_rms_norm", "rms_norm", "rotate", "swiglu"]

@@ -1,0 +1,113 @@
+// What a layer does between its products, row by row: norms, rotations, gates. Rounded wherever torch rounds.
+
+#include "vectors.h"
+
+namespace {
+
+// To the nearest number of bf16, to even between two; what is not a number stays so.
+inline vec rounded(vec x) {
+  const words bits = (words)x;
+  const words nearest = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  return x == x ? (vec)nearest : (vec)(bits | 0x400000);
+}
+
+// What ``make`` has of the numbers of each place, rounded.
+template <class Make, class... Given>
+inline Pairs each(Make make, Given... given) {
+  return {rounded(make(given.even...)), rounded(make(given.odd...))};
+}
+
+// The first n numbers, of kPairs at most.
+inline void store(bf16* p, Pairs x, int64_t n) {
+  const words both = (words)x.even >> 16 | ((words)x.odd & 0xffff0000);
+  std::memcpy(p, &both, std::min<int64_t>(n, kPairs) * sizeof(bf16));
+}
+
+inline vec times(vec a, vec b) { return a * b; }
+inline vec plus(vec a, vec b) { return a + b; }
+inline vec minus(vec a, vec b) { return a - b; }
+
+// e^x for x from -87 to 88.722, with a relative error below 1e-6.
+inline vec exp(vec x) {
+  const vec shift = all(12582912.0f), powers = x * float(M_LOG2E);
+  const vec whole = powers + shift, f = powers - (whole - shift);
+  vec p = f * 1.3333558e-3f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  return (vec)((ints)p + ((ints)whole << 23));
+}
+
+// Where e^-x is too large for a float, x is divided by infinity.
+inline vec silu(vec x) {
+  const vec most = all(88.722f), power = largest(-x, all(-87.0f));
+  return power > most ? x * 0.0f : x / (1.0f + exp(power > most ? most : power));
+}
+
+void normalise(const bf16* x, const bf16* weight, bf16* out, int64_t size, float eps) {
+  vec squares = {};
+  for (int64_t d = 0; d < size; d += kPairs) {
+    const Pairs given = load(x + d, size - d);
+    squares += given.even * given.even + given.odd * given.odd;
+  }
+  const vec scale = all(1.0f / std::sqrt(sum_of(squares) / size + eps));
+  const Pairs scales = {scale, scale};
+  for (int64_t d = 0; d < size; d += kPairs) {
+    const Pairs normal = each(times, load(x + d, size - d), scales);
+    store(out + d, each(times, load(weight + d, size - d), normal), size - d);
+  }
+}
+
+// Dimensions i and i + head_dim / 2 are a pair.
+void rotate(const bf16* x, const bf16* cos, const bf16* sin, bf16* out, int64_t head_dim) {
+  const int64_t half = head_dim / 2;
+  for (int64_t d = 0; d < half; d += kPairs) {
+    const auto [first, second] = std::pair(load(x + d, half - d), load(x + half + d, half - d));
+    const Pairs from_second = each(times, second, load(sin + d, half - d));
+    const Pairs from_first = each(times, first, load(sin + half + d, half - d));
+    store(out + d, each(minus, each(times, first, load(cos + d, half - d)), from_second), half - d);
+    store(out + half + d, each(plus, each(times, second, load(cos + half + d, half - d)), from_first), half - d);
+  }
+}
+
+}  // namespace
+
+// Normalise rows begin to end of x, or of x + y, which then is kept in total.
+extern "C" void baton_rms_norm(const bf16* x, const bf16* y, const bf16* weight, bf16* total, bf16* out, int64_t size,
+                               int64_t x_stride, int64_t y_stride, float eps, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const bf16* given = x + row * x_stride;
+    if (y) {
+      bf16* sum = total + row * size;
+      for (int64_t d = 0; d < size; d += kPairs)
+        store(sum + d, each(plus, load(given + d, size - d), load(y + row * y_stride + d, size - d)), size - d);
+      given = sum;
+    }
+    normalise(given, weight, out + row * size, size, eps);
+  }
+}
+
+// Rotate the heads of tokens begin to end, normalised before if there is a weight.
+extern "C" void baton_rotate(const bf16* x, const bf16* cos, const bf16* sin, const bf16* weight, bf16* out,
+                             int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t head_stride, float eps,
+                             int64_t begin, int64_t end) {
+  bf16 normal[kMostDims];
+  for (int64_t token = begin; token < end; ++token)
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const bf16* given = x + token * token_stride + head * head_stride;
+      if (weight) normalise(given, weight, normal, head_dim, eps);
+      bf16* to = out + (token * num_heads + head) * head_dim;
+      rotate(weight ? normal : given, cos + token * head_dim, sin + token * head_dim, to, head_dim);
+    }
+}
+
+// silu(gate) * up of rows begin to end, each [gate, up] of size numbers.
+extern "C" void baton_swiglu(const bf16* gate_up, bf16* out, int64_t size, int64_t stride, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t d = 0; d < size; d += kPairs) {
+      const bf16* gate = gate_up + row * stride + d;
+      const Pairs opened = each(silu, load(gate, size - d));
+      store(out + row * size + d, each(times, opened, load(gate + size, size - d)), size - d);
+    }
+}

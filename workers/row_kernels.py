@@ -1,0 +1,53 @@
+"""Kernels of what a layer does row by row between its products: Triton's on GPUs, native ones for bf16 on CPUs."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workers.kernel_devices import has_kernels
+from workers.native.compile import compiled_library, find_compiler
+
+
+class RowKernels(Protocol):
+    """Each rounds where plain torch does."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
+        """Normalise the last dimension of ``x [..., size]``."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float, /) -> tuple[Tensor, Tensor]:
+        """``x + y``, both ``[rows, size]``, and the same normalised."""
+        ...
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, eps: float = 0.0, /) -> Tensor:
+        """Rotate ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, D]``; with a ``weight [D]``, normalise heads first."""
+        ...
+
+    def swiglu(self, gate_up: Tensor, /) -> Tensor:
+        """silu(gate) * up of the halves of ``[T, 2 * size]``."""
+        ...
+
+
+_native: RowKernels | None = None
+
+
+def row_kernels(x: Tensor) -> RowKernels | None:
+    """Those for ``x``; None where plain torch computes."""
+    if has_kernels(x):
+        from workers.kernels import rows
+
+        return rows
+    return _native if x.dtype == torch.bfloat16 else None
+
+
+def use_native_rows() -> None:
+    """Have bf16 rows on the CPU computed natively in this process from now on, on as many threads as torch has.
+
+    Raises:
+        CannotCompileError: there is no library, and can be none.
+    """
+    global _native
+    from workers.native.rows import NativeRows
+
+    _native = NativeRows(compiled_library(find_compiler()), torch.get_num_threads())
