@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-KERNEL_DEVICES = {"cuda"}
+on_cpu_too = False
+"""For tests, which interpret them."""
 
 
 def has_kernels(x: Tensor) -> bool:
     """Whether what is done with ``x`` is done by a kernel."""
-    return x.device.type in KERNEL_DEVICES
+    return x.is_cuda or on_cpu_too

@@ -24,6 +24,13 @@ class RowKernels(Protocol):
         """Rotate ``x [T, heads, D]`` by ``cos`` and ``sin [T, 1, D]``; with a ``weight [D]``, normalise heads first."""
         ...
 
+    def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor, /) -> None:
+        """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
+
+        Of rows with the same slot, which can only be the trash slot, any wins.
+        """
+        ...
+
     def swiglu(self, gate_up: Tensor, /) -> Tensor:
         """silu(gate) * up of the halves of ``[T, 2 * size]``."""
         ...

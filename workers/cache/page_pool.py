@@ -5,7 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from workers.kernel_devices import has_kernels
+from workers.row_kernels import row_kernels
 
 
 class PagePool:
@@ -72,7 +72,7 @@ class PoolSlots:
 
     def __init__(self, pool: PagePool, slots: Tensor) -> None:
         self._pool, self._slots = pool, slots
-        if has_kernels(slots):
+        if row_kernels(pool.data) is not None:
             return
         page, head, _, which, slot = (stride // pool.data.shape[-1] for stride in pool.data.stride()[:5])
         heads = torch.arange(pool.data.shape[1]) * head + torch.arange(2)[:, None] * which
@@ -83,10 +83,8 @@ class PoolSlots:
     def write(self, layer: int, kv: Tensor) -> None:
         """See PagePool.write."""
         data = self._pool.data
-        if has_kernels(kv):
-            from workers.kernels.store_kv import store_kv
-
-            store_kv(data[:, :, layer], self._slots, kv)
+        if (kernels := row_kernels(data)) is not None:
+            kernels.store_kv(data[:, :, layer], self._slots, kv)
             return
         heads = _words_of(data.view(-1, data.shape[-1]))[layer * data.stride(2) // data.shape[-1] :]
         heads.index_copy_(0, self._rows, _words_of(kv.reshape(len(self._rows), data.shape[-1])))

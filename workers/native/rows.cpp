@@ -102,6 +102,21 @@ extern "C" void baton_rotate(const bf16* x, const bf16* cos, const bf16* sin, co
     }
 }
 
+// Write rows begin to end of kv to their slots; strides count numbers.
+extern "C" void baton_store_kv(bf16* pages, const int64_t* slots, const bf16* kv, int64_t page_size, int64_t num_heads,
+                               int64_t head_dim, int64_t page_stride, int64_t head_stride, int64_t which_stride,
+                               int64_t slot_stride, int64_t row_stride, int64_t kv_which_stride, int64_t kv_head_stride,
+                               int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    bf16* to = pages + slots[row] / page_size * page_stride + slots[row] % page_size * slot_stride;
+    const bf16* from = kv + row * row_stride;
+    for (int64_t which = 0; which < 2; ++which)
+      for (int64_t head = 0; head < num_heads; ++head)
+        std::memcpy(to + head * head_stride + which * which_stride,
+                    from + which * kv_which_stride + head * kv_head_stride, head_dim * sizeof(bf16));
+  }
+}
+
 // silu(gate) * up of rows begin to end, each [gate, up] of size numbers.
 extern "C" void baton_swiglu(const bf16* gate_up, bf16* out, int64_t size, int64_t stride, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row)

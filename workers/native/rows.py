@@ -1,4 +1,4 @@
-"""What a layer does between its products, in bf16 on a CPU: rows.cpp over torch tensors, as in workers.kernels."""
+"""What a layer does between its products, in bf16 on a CPU: rows.cpp over torch tensors; see workers.row_kernels."""
 
 import ctypes
 from collections.abc import Callable
@@ -22,10 +22,12 @@ class NativeRows:
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
         self._rms_norm, self._rotate, self._swiglu = library.baton_rms_norm, library.baton_rotate, library.baton_swiglu
+        self._store_kv = library.baton_store_kv
         self._rms_norm.argtypes = [*[_POINTER] * 5, *[_SIZE] * 3, _FLOAT, *[_SIZE] * 2]
         self._rotate.argtypes = [*[_POINTER] * 5, *[_SIZE] * 4, _FLOAT, *[_SIZE] * 2]
         self._swiglu.argtypes = [*[_POINTER] * 2, *[_SIZE] * 4]
-        for function in (self._rms_norm, self._rotate, self._swiglu):
+        self._store_kv.argtypes = [*[_POINTER] * 3, *[_SIZE] * 12]
+        for function in (self._rms_norm, self._rotate, self._swiglu, self._store_kv):
             function.restype = None
         self._num_threads = num_threads
         self._helpers = ThreadPoolExecutor(num_threads, "rows")
@@ -65,6 +67,21 @@ class NativeRows:
         given = (gate_up.data_ptr(), out.data_ptr(), size, gate_up.stride(0))
         self._share(self._swiglu, given, num_rows, 2 * size)
         return out
+
+    def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
+        """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
+
+        Only the trash slot may repeat.
+        """
+        num_rows, _, num_heads, head_dim = kv.shape
+        assert kv.stride(3) == layer_pages.stride(4) == 1, f"strides {kv.stride()}, {layer_pages.stride()}"
+        assert slots.dtype == torch.int64, f"slots in {slots.dtype}"
+        assert slots.is_contiguous(), f"strides {slots.stride()}"
+        assert len(slots) == num_rows, f"{len(slots)} slots for {num_rows} rows"
+        pointers = (layer_pages.data_ptr(), slots.data_ptr(), kv.data_ptr())
+        sizes = (layer_pages.shape[3], num_heads, head_dim)
+        strides = (*layer_pages.stride()[:4], *kv.stride()[:3])
+        self._share(self._store_kv, (*pointers, *sizes, *strides), num_rows, kv[0].numel() if num_rows else 0)
 
     def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, total: Tensor, out: Tensor) -> None:
         num_rows, size = x.shape

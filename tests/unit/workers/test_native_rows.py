@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from workers import row_kernels
+from workers.cache.page_pool import PagePool
 from workers.layers.gated_mlp import gated
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
@@ -19,6 +20,7 @@ from workers.native.rows import NativeRows
 pytestmark = pytest.mark.native
 
 EPS = 1e-6
+NAMES = {"rms_norm", "add_rms_norm", "rotate", "store_kv", "swiglu"}
 SPECIAL = (0.0, -0.0, 1e-38, 1e-30, 90.0, -90.0, 3e38, float("inf"), float("-inf"), float("nan"))
 ROWS, SIZES, SEEDS = st.integers(0, 5), st.integers(1, 150), st.integers(0, 2**30)
 
@@ -81,6 +83,21 @@ def test_gates(library: NativeRows, num_rows: int, size: int, gap: int, seed: in
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.0)
 
 
+@given(
+    num_rows=ROWS, heads=st.integers(1, 3), dim=st.integers(1, 70), page_size=st.integers(1, 4), seed=SEEDS, gap=SIZES
+)
+def test_rows_of_kv_go_to_their_slots_alone(
+    library: NativeRows, num_rows: int, heads: int, dim: int, page_size: int, seed: int, gap: int
+) -> None:
+    found, expected = (PagePool(6, heads, 2, page_size, dim, torch.bfloat16) for _ in range(2))
+    slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(seed))[:num_rows]
+    kv = draw(seed, len(slots), 3, heads, dim, gap=gap)[:, 1:]
+    library.store_kv(found.data[:, :, 1], slots, kv)
+    for row, slot in enumerate(slots.tolist()):
+        expected.data[slot // page_size, :, 1, :, slot % page_size] = kv[row].transpose(0, 1)
+    assert same_bits(found.data, expected.data)
+
+
 def test_numbers_at_the_edge(library: NativeRows) -> None:
     x = torch.tensor(SPECIAL * 7).bfloat16()[None]
     gate_up = torch.cat((x, torch.ones_like(x)), dim=1)
@@ -118,10 +135,11 @@ def test_layers_use_them_for_bf16_alone(library: NativeRows, monkeypatch: pytest
             return object.__getattribute__(library, name)
 
     monkeypatch.setattr(row_kernels, "_native", object.__new__(Noting))
-    for dtype, expected in ((torch.float32, set()), (torch.bfloat16, {"rms_norm", "add_rms_norm", "rotate", "swiglu"})):
+    for dtype, expected in ((torch.float32, set()), (torch.bfloat16, NAMES)):
         used.clear()
         layer, x = RMSNorm(8, EPS), torch.ones(2, 8, dtype=dtype)
         layer.weight = torch.nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
         layer(x), layer.of_sum(x, x), gated(x), Rotation(x[:, None], x[:, None]).apply(x[:, None], layer)
+        PagePool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(2), x.view(2, 2, 1, 4))
         assert expected <= set(used)
         assert bool(used) == bool(expected)

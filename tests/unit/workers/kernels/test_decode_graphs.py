@@ -60,7 +60,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
         [BatchRow([6], 7, [4, 1], True)],
     ]
     with torch.inference_mode():
-        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", {"cpu"})
+        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
         graphs = DecodeGraphs(model, pool, 3, record)
         before = pool.data.clone()
         replayed = []
@@ -68,17 +68,17 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
             hidden = graphs.run(rows)
             assert hidden is not None
             replayed.append(hidden.clone())
-        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", set())
+        monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
         after, pool.data[:] = pool.data.clone(), before
         for rows, found in zip(steps, replayed, strict=True):
             torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
-        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", {"cpu"})
+        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
         unknown = [row._replace(token_ids=[0]) for row in steps[0]]
         followed = Followed(torch.tensor([0, 2]), torch.tensor([5, 9]))
         hidden = graphs.run([unknown[0], steps[0][1], unknown[2]], followed)
         assert hidden is not None
         torch.testing.assert_close(hidden, replayed[0])
-        monkeypatch.setattr(kernel_devices, "KERNEL_DEVICES", set())
+        monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
     torch.testing.assert_close(after[:-1], pool.data[:-1], atol=1e-4, rtol=1e-4)
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
