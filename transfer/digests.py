@@ -39,22 +39,30 @@ def wrong_pages(pool: memoryview, layout: PoolLayout, told: Iterable[PageDigests
     )
 
 
-def coverage_problem(told: Sequence[PageDigests], pages: Collection[int], num_bytes: int) -> str | None:
+def coverage_problem(told: Sequence[PageDigests], pages: Collection[int], num_bytes: int, num_ranks: int) -> str | None:
     """Why digests do not speak for every byte of some pages, once; None if they do.
 
     Args:
         pages: those of the ticket; each decode rank has its own part of each.
         num_bytes: of these pages on all ranks together.
+        num_ranks: of the decode replica.
     """
-    places = [(part.rank, page, offset) for part in told for page in part.pages for offset, _ in part.spans]
-    covered = sum(len(part.pages) * sum(length for _, length in part.spans) for part in told)
+    places = sorted(
+        ((part.rank, page), offset, length) for part in told for page in part.pages for offset, length in part.spans
+    )
     if any(len(part.pages) != len(part.digests) for part in told):
         return "their number is not that of their pages"
-    if unknown := {page for _, page, _ in places} - set(pages):
+    if unknown := {page for (_, page), _, _ in places} - set(pages):
         return f"pages {sorted(unknown)} are not in the ticket"
-    if len(set(places)) != len(places) or covered != num_bytes:
-        return f"they speak for {covered} of {num_bytes} bytes"
-    return None
+    if strangers := {part.rank for part in told if not 0 <= part.rank < num_ranks}:
+        return f"there are no ranks {sorted(strangers)}; allowed: 0 to {num_ranks - 1}"
+    ends: dict[tuple[int, int], int] = {}
+    for place, offset, length in places:
+        if offset != ends.get(place, 0) or length <= 0:
+            return f"page {place[1]} of rank {place[0]}: none speaks for byte {ends.get(place, 0)} alone"
+        ends[place] = offset + length
+    covered = sum(ends.values())
+    return None if covered == num_bytes else f"they speak for {covered} of {num_bytes} bytes"
 
 
 def _digest(pool: memoryview, start: int, spans: Iterable[tuple[int, int]]) -> bytes:

@@ -92,6 +92,7 @@ class ReceiverSession:
         *,
         num_pages: int,
         num_bytes: int,
+        num_ranks: int,
         silence_s: float,
         settle_s: float,
         verify: Verify = Verify.COUNTS,
@@ -101,6 +102,7 @@ class ReceiverSession:
         Args:
             num_pages: the ticketed ones; all Done together must report a multiple of them, the parts each is sent in.
             num_bytes: bytes that all Done together must report.
+            num_ranks: of the decode replica.
             silence_s: longest wait between two of prefill's words, after the first one.
             settle_s: seconds in which bytes may still arrive after their sender has died.
             verify: whether every Done must bring digests.
@@ -113,6 +115,7 @@ class ReceiverSession:
         """Messages without effect, by why: foreign, duplicate, or the state they came too late for."""
         self._prefill = prefill
         self._expected = (num_pages, num_bytes)
+        self._num_ranks = num_ranks
         self._verify = verify
         self._dones: dict[int, Done] = {}
         self._silence_s = silence_s
@@ -264,7 +267,7 @@ class ReceiverSession:
 
     def _digest_problem(self, num_bytes: int) -> str | None:
         """What is wrong with the digests before a byte is read: they must speak for every byte, once."""
-        if reason := coverage_problem(self.told, self.ticket.pages[0], num_bytes):
+        if reason := coverage_problem(self.told, self.ticket.pages[0], num_bytes, self._num_ranks):
             return f"digests of {self._prefill.replica}: {reason} (transfer.verify)"
         return None
 

@@ -89,6 +89,14 @@ class _DropMark:
 
 
 @dataclass(frozen=True, slots=True)
+class _EndMark:
+    """Stands in the queue behind every job of a transfer that failed."""
+
+    room: Room
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class _ForgetMark:
     target: Endpoint
 
@@ -96,23 +104,30 @@ class _ForgetMark:
 class SenderThread:
     """Writes jobs in the order they come. Outcomes are told on this thread, so the callback must only pass them on.
 
-    A transfer that failed stays barred until it is dropped. The caller sends no job after a drop.
+    The caller sends no job after a drop, nor after it was told that the transfer failed.
     """
 
     def __init__(
-        self, backend: TransferBackend, source: Region, batch_spans: int, on_outcome: Callable[[Outcome], None]
+        self,
+        backend: TransferBackend,
+        source: Region,
+        batch_spans: int,
+        on_outcome: Callable[[Outcome], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         """Start the thread.
 
         Args:
             source: where all spans start; its bytes must not change until the outcome.
             batch_spans: most spans given to the backend at once; a drop waits for one such batch.
+            on_failure: told what ended the thread when nobody closed it; nothing is written or answered any more.
         """
         self._backend = backend
         self._source = source
         self._batch_spans = batch_spans
         self._on_outcome = on_outcome
-        self._queue: queue.SimpleQueue[SendJob | _DropMark | _ForgetMark | None] = queue.SimpleQueue()
+        self._on_failure = on_failure
+        self._queue: queue.SimpleQueue[SendJob | _DropMark | _EndMark | _ForgetMark | None] = queue.SimpleQueue()
         self._barred: set[_Key] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
@@ -138,15 +153,23 @@ class SenderThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            match item:
-                case SendJob():
-                    self._send(item)
-                case _DropMark(room, generation):
-                    self._barred.discard((room, generation))
-                    self._on_outcome(Dropped(room, generation))
-                case _ForgetMark(target):
-                    self._backend.forget(target)
+        try:
+            while (item := self._queue.get()) is not None:
+                self._do(item)
+        except Exception as error:  # whatever it is, a rank that sends nothing must not live on
+            self._on_failure(error)
+
+    def _do(self, item: SendJob | _DropMark | _EndMark | _ForgetMark) -> None:
+        match item:
+            case SendJob():
+                self._send(item)
+            case _DropMark(room, generation):
+                self._barred.discard((room, generation))
+                self._on_outcome(Dropped(room, generation))
+            case _EndMark(room, generation):
+                self._barred.discard((room, generation))
+            case _ForgetMark(target):
+                self._backend.forget(target)
 
     def _send(self, job: SendJob) -> None:
         start_s = time.monotonic()
@@ -156,6 +179,7 @@ class SenderThread:
         except Exception as error:  # whatever the backend raises, other transfers go on and this one is told why
             self._barred.add((job.room, job.generation))
             self._on_outcome(WriteFailed(job.room, job.generation, str(error) or repr(error)))
+            self._queue.put(_EndMark(job.room, job.generation))
             return
         if is_whole:
             num_bytes = sum(total_bytes(write.spans) for write in job.writes)

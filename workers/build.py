@@ -170,7 +170,9 @@ def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> 
     return Tiers(config, tree, host_pages, rows) if host_pages else None
 
 
-def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> KvSender:
+def make_kv_sender(
+    spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
+) -> KvSender:
     """What sends this rank's part of finished KV."""
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
@@ -178,15 +180,19 @@ def make_kv_sender(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Ou
         pool=rank.region.buffer,
         config=spec.config.transfer,
         outbox=outbox,
-        start_writer=partial(SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans),
+        start_writer=partial(
+            SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans, on_failure=on_failure
+        ),
         recorder=rank.step_recorder.recorder,
         staging=rank.staging,
     )
 
 
-def make_page_checker(spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox) -> PageChecker:
+def make_page_checker(
+    spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
+) -> PageChecker:
     """What compares this rank's pages with what was sent."""
-    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, outbox)
+    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, outbox, on_failure)
 
 
 def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:

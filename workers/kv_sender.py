@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import pages_for
-from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
 from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, SendReport, StepPlan, Target
@@ -18,6 +17,7 @@ from transfer.digests import digest_pages
 from transfer.plan import PagePair, local_page, make_spans, owned_pages, receivers
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession
+from workers.post import Post, send_if_heard
 from workers.timeline import KV_SENDER, Recorder
 
 Transfer = tuple[Room, int]
@@ -38,13 +38,6 @@ class Staging(Protocol):
 
     def mark(self) -> Any: ...
     def put_out(self, pages: Sequence[int], written: Any) -> None: ...
-
-
-class Post(Protocol):
-    """What takes messages; ``Outbox`` does."""
-
-    def send(self, address: str, message: Message) -> None: ...
-    def close(self) -> None: ...
 
 
 class KvSender:
@@ -128,7 +121,7 @@ class KvSender:
                 sender_rank=self._row.global_rank,
                 state=SendState.DRAINED,
             )
-            self._outbox.send(self._prefill.address, report)
+            send_if_heard(self._outbox, self._prefill.address, report)
 
     def forget(self, message: ForgetPeer) -> None:
         """Let go of the memory of a decode replica that is gone, which else stays as long as we have it open."""
@@ -237,5 +230,5 @@ class KvSender:
             return
         del self._sessions[session.room, session.target.generation]
         if done := session.done():
-            self._outbox.send(session.target.decode.address, done)
-        self._outbox.send(self._prefill.address, session.report())
+            send_if_heard(self._outbox, session.target.decode.address, done)
+        send_if_heard(self._outbox, self._prefill.address, session.report())

@@ -2,27 +2,37 @@
 
 import queue
 import threading
+from collections.abc import Callable
 
 from cluster.spec.registry import RankRow
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
-from workers.kv_sender import Post
+from workers.post import Post, send_if_heard
 
 
 class PageChecker:
     """Answers the leader one CheckPages after the other; until then the request's pages stay as they are."""
 
-    def __init__(self, row: RankRow, pool: memoryview, leader_address: str, outbox: Post) -> None:
+    def __init__(
+        self,
+        row: RankRow,
+        pool: memoryview,
+        leader_address: str,
+        outbox: Post,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
         """Takes the outbox over, and starts the thread.
 
         Args:
             row: of this rank.
             pool: memory of its pages.
+            on_failure: told what ended the thread when nobody closed it; nothing is answered any more.
         """
         self._row = row
         self._pool = pool
         self._leader_address = leader_address
         self._outbox = outbox
+        self._on_failure = on_failure
         self._queue: queue.SimpleQueue[CheckPages | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="page-checker", daemon=True)
         self._thread.start()
@@ -38,7 +48,10 @@ class PageChecker:
         self._outbox.close()
 
     def _run(self) -> None:
-        while (message := self._queue.get()) is not None:
-            wrong = wrong_pages(self._pool, self._row.layout, message.told)
-            answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
-            self._outbox.send(self._leader_address, answer)
+        try:
+            while (message := self._queue.get()) is not None:
+                wrong = wrong_pages(self._pool, self._row.layout, message.told)
+                answer = PagesChecked(room=message.room, rank=self._row.global_rank, wrong=wrong)
+                send_if_heard(self._outbox, self._leader_address, answer)
+        except Exception as error:  # whatever it is, a rank that checks nothing must not live on
+            self._on_failure(error)

@@ -16,11 +16,10 @@ import msgspec
 
 from cluster.bootstrap.client import LeaseKeeper
 from cluster.bootstrap.rank_keeper import RankKeeper
-from cluster.bootstrap.table import TableRefusedError
 from cluster.channel import Inbox, Outbox
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import PeerUnreachableError, QuarantineError
+from cluster.spec.errors import QuarantineError
 from cluster.spec.messages import Drain, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown, StepPlan, StepResult
@@ -34,6 +33,7 @@ from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
+from workers.post import send_if_heard
 from workers.rank import Rank, load_rank
 from workers.rank_steps import RankSteps
 from workers.scheduler.outgoing import outputs_together
@@ -66,8 +66,8 @@ class Worker:
         self._checker: PageChecker | None = None
         self._load = ReplicaLoad()
         self._num_sent_bytes = 0
-        self._refusal: TableRefusedError | None = None
-        """Why the bootstrap table will not have this replica."""
+        self._failure: Exception | None = None
+        """Why this rank must end, as another of its threads found."""
 
     def open_store(self) -> str:
         """On global rank 0: open the store at which the ranks meet; returns its ``host:port``."""
@@ -89,8 +89,8 @@ class Worker:
         """Work until Shutdown; raises the error that ended this rank. ``rows`` are all ranks' rows, by global rank."""
         assert self._rank is not None, "run before load"
         outbox = Outbox(self._key)
-        sender = make_kv_sender(self.spec, self._rank, rows, Outbox(self._key))
-        self._checker = make_page_checker(self.spec, self._rank, rows, Outbox(self._key))
+        sender = make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)
+        self._checker = make_page_checker(self.spec, self._rank, rows, Outbox(self._key), self._fail)
         mover = make_mover(self.spec, self._rank, rows, partial(Outbox, self._key))
         try:
             if self.spec.is_leader:
@@ -98,8 +98,8 @@ class Worker:
             else:
                 with self._showing_life(rows[self.spec.global_rank]):
                     self._follow(self._rank, sender, mover, outbox, rows[0].address)
-                if self._refusal is not None:
-                    raise self._refusal
+                if self._failure is not None:
+                    raise self._failure
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
             self._rank.groups.leave()
@@ -168,8 +168,8 @@ class Worker:
         finally:
             if lease is not None:
                 lease.stop(unregister=True)
-        if self._refusal is not None:
-            raise self._refusal
+        if self._failure is not None:
+            raise self._failure
 
     def _whole_load(self, load: ReplicaLoad, meter: StepMeter, rank: Rank) -> ReplicaLoad:
         """With what the leader itself does not see."""
@@ -217,7 +217,7 @@ class Worker:
             if isinstance(message, MovePages) and address == self._inbox.address:
                 mover.take(message)
             else:
-                _send_if_heard(outbox, address, message)
+                send_if_heard(outbox, address, message)
 
     def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
         work = self._step_reports(rank)
@@ -225,7 +225,7 @@ class Worker:
         while True:
             messages = self._inbox.receive(IDLE_WAIT_S)
             if told := work.next(self._clock.now_s(), is_idle=not messages):
-                _send_if_heard(outbox, leader_address, told)
+                send_if_heard(outbox, leader_address, told)
             for message in messages:
                 if isinstance(message, StepPlan):
                     steps.begin(message)
@@ -256,7 +256,7 @@ class Worker:
             yield
             return
         url, token = self._rendezvous.bootstrap_url, self._rendezvous.token
-        keeper = RankKeeper(url, token, row, self.spec.config.resources.heartbeat_s, self._on_refused)
+        keeper = RankKeeper(url, token, row, self.spec.config.resources.heartbeat_s, self._fail)
         keeper.start()
         try:
             yield
@@ -269,7 +269,7 @@ class Worker:
 
     def _give_timeline(self, asked: GiveTimeline, outbox: Outbox) -> None:
         assert self._rank is not None
-        _send_if_heard(outbox, asked.reply_to, make_timeline(self.spec, self._rank, asked.room, self._clock.now_s()))
+        send_if_heard(outbox, asked.reply_to, make_timeline(self.spec, self._rank, asked.room, self._clock.now_s()))
 
     def _keep_lease(self, rows: list[RankRow]) -> LeaseKeeper | None:
         if self._rendezvous is None:
@@ -286,25 +286,17 @@ class Worker:
             lambda: self._load,
             on_table,
             self.spec.config.resources.heartbeat_s,
-            self._on_refused,
+            self._fail,
         )
         lease.start()
         return lease
 
-    def _on_refused(self, error: TableRefusedError) -> None:
-        """On the lease's thread: a replica that nobody can find must not go on."""
-        self._refusal = error
-        self.stop(str(error))
+    def _fail(self, error: Exception) -> None:
+        """On another thread: a rank that nobody can find, or that has lost a thread, must not go on."""
+        self._failure = error
+        self.stop(str(error) or repr(error))
 
     def _post(self, message: Message) -> None:
         outbox = Outbox(self._key)
         outbox.send(self._inbox.address, message)
         outbox.close()
-
-
-def _send_if_heard(outbox: Outbox, address: str, message: Message) -> None:
-    """A peer that does not listen is the business of leases and deadlines."""
-    try:
-        outbox.send(address, message)
-    except PeerUnreachableError as error:
-        _log.warning("%s", error)

@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -128,7 +129,7 @@ def sender_of(
         pool=source.buffer,
         config=TransferConfig(verify=verify),
         outbox=Outbox(),
-        start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans),
+        start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans, on_failure=pytest.fail),
     )
 
 
@@ -204,8 +205,12 @@ def test_a_bit_that_flips_between_the_write_and_its_check_is_found(
         sender.after_step(plan, {ROOM: Known(admit, PAGES)})
         (done,) = messages(decode, 1)
     assert isinstance(done, Done)
-    assert coverage_problem(done.digests, TICKETED, done.num_bytes) is None
-    with closing(PageChecker(theirs, target.buffer, decode.address, Outbox())) as checker:
+    assert coverage_problem(done.digests, TICKETED, done.num_bytes, 1) is None
+    failures: list[Exception] = []
+    with closing(PageChecker(theirs, target.buffer, decode.address, Outbox(), failures.append)) as checker:
         checker.check(CheckPages(room=ROOM, told=done.digests))
         (checked,) = messages(decode, 1)
+        if flipped_page is None:
+            checker.check(CheckPages(room=ROOM, told=[msgspec.structs.replace(done.digests[0], digests=[])]))
+    assert len(failures) == (flipped_page is None), "a thread that ends is told of"
     assert checked == PagesChecked(room=ROOM, rank=0, wrong=[] if flipped_page is None else [flipped_page])

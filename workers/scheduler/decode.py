@@ -30,7 +30,7 @@ from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.page_checks import PageChecks
-from workers.scheduler.quarantine import count_pages, describe, stopping
+from workers.scheduler.quarantine import all_wait, count_pages, describe, stopping
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
@@ -87,6 +87,8 @@ class DecodeLeader(LeaderCore):
             if request.session is not None and request.state is not DecodeState.RUNNING:
                 self._follow(request, request.session, request.session.tick(now_s))
         self.inquire(request.submit for request in self._requests.values() if request.state is not DecodeState.STOPPING)
+        for address, check in self._checks.repeat(now_s):
+            self.send(address, check)
         self._reserve(now_s)
         self._watch_quarantine()
         self.follow_cache()
@@ -245,7 +247,7 @@ class DecodeLeader(LeaderCore):
             self._start(request, session)
             return
         self._move(request, DecodeState.VERIFYING, "result and all done")
-        for address, message in self._checks.begin(request.room, session.told):
+        for address, message in self._checks.begin(request.room, session.told, self._now_s):
             self.send(address, message)
 
     def _on_checked(self, checked: PagesChecked) -> None:
@@ -355,11 +357,17 @@ class DecodeLeader(LeaderCore):
         return stopping(self._requests.values(), self._now_s - self._settings.transfer_timeout_s)
 
     def _watch_quarantine(self) -> None:
-        """With too much in quarantine, take nothing until less is; when nothing else is at hand, begin anew."""
+        """With too much in quarantine, take nothing until less is; begin anew when nothing else can get on."""
         requests, num_pages = self._quarantined(), self._allocator.num_pages
-        self._is_quarantined = count_pages(requests) > self._settings.quarantine_limit * num_pages
-        if self._is_quarantined and len(requests) == len(self._requests):
-            self.must_end = describe(requests, num_pages, self._settings.quarantine_limit)
+        limit = self._settings.quarantine_limit
+        self._is_quarantined = count_pages(requests) > limit * num_pages
+        others = [request for request in self._requests.values() if request not in requests]
+        if not requests or not all_wait(others, self._steps):
+            return
+        if self._is_quarantined:
+            self.must_end = describe(requests, num_pages, f"more than {limit:g} of them (transfer.quarantine_limit)")
+        elif others:
+            self.must_end = describe(requests, num_pages, "which a request waits for")
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
         """Fail a request that holds nothing yet."""

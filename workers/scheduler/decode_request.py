@@ -157,6 +157,7 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         prefill,
         num_pages=len(pages),
         num_bytes=len(pages) * settings.page_bytes,
+        num_ranks=len(settings.rank_addresses),
         silence_s=settings.transfer_timeout_s,
         settle_s=settings.settle_s,
         verify=settings.verify,

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from cluster.spec.ids import Room
 from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked
 
+AGAIN_S = 10.0
+"""A rank that has not answered is asked again after so long: the question or the answer may be lost."""
+
 
 @dataclass(slots=True)
 class _Check:
+    told: Sequence[PageDigests]
     unchecked: set[int]
     """Ranks that have not answered."""
+    again_s: float
     num_wrong: int = 0
 
 
@@ -24,13 +29,17 @@ class PageChecks:
         self.num_wrong_pages = 0
         """Pages that were not as they were sent, since the start."""
 
-    def begin(self, room: Room, told: Sequence[PageDigests]) -> Iterator[tuple[str, CheckPages]]:
+    def begin(self, room: Room, told: Sequence[PageDigests], now_s: float) -> Iterator[tuple[str, CheckPages]]:
         """What each rank is asked, and where."""
-        ranks = {part.rank for part in told}
-        self._checks[room] = _Check(ranks)
-        for rank in sorted(ranks):
-            parts = [part for part in told if part.rank == rank]
-            yield self._rank_addresses[rank], CheckPages(room=room, told=parts)
+        check = self._checks[room] = _Check(told, {part.rank for part in told}, now_s + AGAIN_S)
+        return self._ask(room, check)
+
+    def repeat(self, now_s: float) -> Iterator[tuple[str, CheckPages]]:
+        """What is asked again."""
+        for room, check in self._checks.items():
+            if check.unchecked and check.again_s <= now_s:
+                check.again_s = now_s + AGAIN_S
+                yield from self._ask(room, check)
 
     def expects(self, checked: PagesChecked) -> bool:
         """Whether this rank has not answered yet."""
@@ -44,6 +53,11 @@ class PageChecks:
         check.num_wrong += len(checked.wrong)
         self.num_wrong_pages += len(checked.wrong)
         return None if check.unchecked else check.num_wrong
+
+    def _ask(self, room: Room, check: _Check) -> Iterator[tuple[str, CheckPages]]:
+        for rank in sorted(check.unchecked):
+            parts = [part for part in check.told if part.rank == rank]
+            yield self._rank_addresses[rank], CheckPages(room=room, told=parts)
 
     def forget(self, room: Room) -> None:
         """The request has ended, or runs."""

@@ -266,6 +266,10 @@ class PrefillLeader(LeaderCore):
             self.drop(revoke)
             return
         request = self._requests.get(revoke.room)
+        ticket = request.ticket if request is not None else None
+        if ticket is not None and (ticket.generation, ticket.decode) != (revoke.generation, revoke.decode):
+            self.drop(revoke)
+            return
         self._early_tickets.pop(revoke.room, None)
         if request is None:
             self.ended.add(revoke.room, "decode revoked its ticket")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from workers.scheduler.decode_request import DecodeRequest, DecodeState
+from workers.scheduler.steps import StepScheduler
 
 
 def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
@@ -18,10 +19,16 @@ def count_pages(requests: Iterable[DecodeRequest]) -> int:
     return sum(len(request.pages) - request.num_held for request in requests)
 
 
-def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
-    """Why a replica with a pool of ``num_pages`` ends because of them."""
+def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
+    """Whether none of these has pages, or can have any now."""
+    waiting = {DecodeState.QUEUED} if steps.num_running else {DecodeState.QUEUED, DecodeState.RUNNING}
+    return all(request.state in waiting for request in requests) and not steps.has_work()
+
+
+def describe(requests: Sequence[DecodeRequest], num_pages: int, reason: str) -> str:
+    """Why a replica with a pool of ``num_pages`` ends because of them; reason: why they are too many."""
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
     return (
-        f"{count_pages(requests)} of {num_pages} pages are in quarantine, more than {limit:g} of them "
-        f"(transfer.quarantine_limit): {names} did not say that it writes no more"
+        f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "
+        f"{names} did not say that it writes no more"
     )

@@ -52,7 +52,7 @@ def wrong(pair: Pair, pools: dict[int, bytearray], told: list[PageDigests]) -> d
 def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: int, data: st.DataObject) -> None:
     pools, told = handoff(pair, seed)
     num_bytes = NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode)
-    assert coverage_problem(told, PAGES, num_bytes) is None
+    assert coverage_problem(told, PAGES, num_bytes, max(row.global_rank for row in pair.decode) + 1) is None
     assert wrong(pair, pools, told) == {}
     row = data.draw(st.sampled_from(pair.decode))
     rank, page_bytes = row.global_rank, row.layout.page_bytes
@@ -75,7 +75,13 @@ def test_pages_that_changed_places_are_wrong() -> None:
     ("change", "reason"),
     [
         (lambda told: told[:-1], "they speak for "),
-        (lambda told: [*told, told[0]], "they speak for "),
+        (lambda told: [*told, told[0]], "page 0 of rank 0: none speaks for byte "),
+        (
+            lambda told: [replace(told[0], spans=[(0, 64), (1, told[0].spans[0][1] - 64)]), *told[1:]],
+            "page 0 of rank 0: none speaks for byte 64 alone",
+        ),
+        (lambda told: [replace(told[0], spans=[(0, 0), *told[0].spans]), *told[1:]], "page 0 of rank 0: "),
+        (lambda told: [replace(told[0], rank=99), *told[1:]], "there are no ranks [99]; allowed: 0 to 0"),
         (
             lambda told: [replace(told[0], pages=[99, *told[0].pages[1:]]), *told[1:]],
             "pages [99] are not in the ticket",
@@ -87,6 +93,6 @@ def test_digests_that_do_not_speak_for_every_byte_once_are_refused(change: objec
     pair = SIMPLE
     _, told = handoff(pair, seed=1)
     num_bytes = NUM_PAGES * pair.decode[0].layout.page_bytes
-    problem = coverage_problem(change(told), PAGES, num_bytes)  # type: ignore[operator]
+    problem = coverage_problem(change(told), PAGES, num_bytes, len(pair.decode))  # type: ignore[operator]
     assert problem is not None
     assert problem.startswith(reason)

@@ -22,7 +22,7 @@ SETTLE_S = 5.0
 
 def _session(*, is_open: bool = True) -> ReceiverSession:
     session = ReceiverSession(
-        ticket([4, 5, 6]), PREFILL, num_pages=3, num_bytes=30, silence_s=SILENCE_S, settle_s=SETTLE_S
+        ticket([4, 5, 6]), PREFILL, num_pages=3, num_bytes=30, num_ranks=1, silence_s=SILENCE_S, settle_s=SETTLE_S
     )
     if is_open:
         assert session.open(0.0) == session.ticket
@@ -249,7 +249,7 @@ def test_a_gone_prefill_frees_after_its_bytes_have_settled() -> None:
 
 
 def test_a_gone_prefill_frees_at_once_where_nothing_can_be_on_its_way() -> None:
-    session = ReceiverSession(ticket([4]), PREFILL, num_pages=1, num_bytes=10, silence_s=9.0, settle_s=0.0)
+    session = ReceiverSession(ticket([4]), PREFILL, num_pages=1, num_bytes=10, num_ranks=1, silence_s=9.0, settle_s=0.0)
     session.open(0.0)
     session.cancel("client left", 1.0)
     session.prefill_gone(Incarnation(PREFILL.incarnation + 4), 1.0)
@@ -276,6 +276,7 @@ def test_counts_alone_do_not_make_a_verified_transfer_ready() -> None:
             PREFILL,
             num_pages=3,
             num_bytes=30,
+            num_ranks=1,
             silence_s=SILENCE_S,
             settle_s=SETTLE_S,
             verify=Verify.DIGEST,

@@ -20,7 +20,10 @@ class _Rig:
         self.source = self.backend.allocate(64)
         self.source.buffer[:] = bytes(range(64))
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.thread = SenderThread(self.backend, self.source, batch_spans=2, on_outcome=self.outcomes.put)
+        self.failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self.thread = SenderThread(
+            self.backend, self.source, batch_spans=2, on_outcome=self.outcomes.put, on_failure=self.failures.put
+        )
 
     def job(self, room: int, pages: list[int], *targets: Region) -> SendJob:
         spans = [Span(PAGE * page, PAGE * page, PAGE) for page in pages]
@@ -104,3 +107,22 @@ def test_close_skips_what_is_queued(rig: _Rig) -> None:
     rig.thread.send(rig.job(2, [1], target))
     assert rig.outcomes.empty()
     assert not any(target.buffer[PAGE:])
+
+
+def test_nothing_is_remembered_of_transfers_that_failed(rig: _Rig) -> None:
+    target = rig.backend.allocate(8)
+    for room in range(5):
+        rig.thread.send(rig.job(room, [7], target))
+        assert isinstance(rig.next(), WriteFailed)
+    rig.thread.drop(Room(9), 1)
+    assert rig.next() == Dropped(Room(9), 1)
+    assert not rig.thread._barred
+
+
+def test_a_thread_that_ends_by_itself_is_told_of(rig: _Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise OSError("no such peer")
+
+    monkeypatch.setattr(rig.backend, "forget", fail)
+    rig.thread.forget(rig.backend.allocate(64).endpoint)
+    assert str(rig.failures.get(timeout=10)) == "no such peer"

@@ -158,6 +158,7 @@ class TransferProtocol(RuleBasedStateMachine):
             PREFILL,
             num_pages=num_pages,
             num_bytes=num_pages * PAGE_BYTES,
+            num_ranks=1,
             silence_s=SILENCE_S,
             settle_s=SETTLE_S,
         )

@@ -1,6 +1,7 @@
 """What the leaders do when a router, a replica or the proof that pages are free is lost."""
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +83,28 @@ def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> 
         "6 of 10 pages are in quarantine, more than 0.25 of them (transfer.quarantine_limit): "
         "prefill-0 did not say that it writes no more"
     )
+
+
+@pytest.mark.parametrize(
+    ("cancelled_pages", "reason"),
+    [
+        (3, "3 of 10 pages are in quarantine, more than 0.25 of them (transfer.quarantine_limit): "),
+        (2, "2 of 10 pages are in quarantine, which a request waits for: "),
+    ],
+)
+def test_requests_that_wait_for_pages_in_quarantine_do_not_keep_the_replica(cancelled_pages: int, reason: str) -> None:
+    world = quiet_world(num_pages=10)
+    decode = world.leaders["decode/0"]
+    world.submit([1] * cancelled_pages * PAGE_SIZE, 4)
+    world.submit([1] * 9 * PAGE_SIZE, 4)
+    first, second = world.queues[ROUTER, "decode/0"]
+    decode.on_message(first, 0.0)
+    decode.on_message(second, 0.0)
+    decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)
+    decode.tick(59.0)
+    assert (decode.load().num_waiting, decode.must_end) == (1, "")
+    decode.tick(60.0)
+    assert decode.must_end.startswith(reason)
 
 
 def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again() -> None:
