@@ -141,11 +141,11 @@ class Launcher:
         self._lost.pop((name, incarnation), None)
         return True
 
-    def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None:
-        """Tell the rank table that no process of this start is left. Raises PeerUnreachableError."""
+    def mark_ended(self, replica: ReplicaId, incarnation: Incarnation, *, proven: bool) -> None:
+        """Tell the rank table that a start is over; proven: no process of it is left. Raises PeerUnreachableError."""
         table = self._tools.connect(self._rendezvous.result())
         try:
-            table.unregister(replica, incarnation, reaped=True)
+            table.unregister(replica, incarnation, reaped=proven)
         finally:
             table.close()
 

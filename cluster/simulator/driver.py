@@ -132,8 +132,8 @@ class Driver:
                 self._around.after(random.uniform(0.05, 0.5), partial(self.post, event))
             case words.Prove(name, incarnation):
                 self._prove(name, incarnation)
-            case words.MarkReaped(name, incarnation):
-                self._mark_reaped(ReplicaId(name), incarnation)
+            case words.MarkEnded(name, incarnation, proven):
+                self._mark_ended(ReplicaId(name), incarnation, proven)
             case words.DrainReplica(name, incarnation):
                 self.replicas[name].leader.take(Drain())
                 watch = DrainWatch(ReplicaId(name), incarnation, HEARTBEAT_S)
@@ -229,12 +229,12 @@ class Driver:
             del self._unproven[name, incarnation]
             self.post(words.Proven(name, incarnation))
 
-    def _mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None:
+    def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool) -> None:
         def ask(table: BootstrapTable) -> None:
-            table.unregister(replica, incarnation, reaped=True)
+            table.unregister(replica, incarnation, reaped=proven)
 
         def on_answer(answer: BatonError | None) -> None:
             if isinstance(answer, PeerUnreachableError):
-                self._around.after(_RETRY_S, partial(self._mark_reaped, replica, incarnation))
+                self._around.after(_RETRY_S, partial(self._mark_ended, replica, incarnation, proven))
 
         self.bootstrap.call(HOME, ask, on_answer)

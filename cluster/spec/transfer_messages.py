@@ -1,7 +1,8 @@
 """What prefill and decode leaders say to each other of a handoff, and decode to its ranks of what came.
 
-Room, generation and incarnation travel on every one that concerns pages, so that a late or foreign one can be told
-apart and dropped.
+Room, generation and incarnation travel on every one between replicas that concerns pages, so that a late or foreign one
+can be told apart and dropped. Within a replica, whose ranks start and end as one at addresses of their own, the room is
+enough.
 """
 
 from enum import IntEnum

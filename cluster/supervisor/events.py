@@ -186,11 +186,12 @@ class Prove:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkReaped:
-    """Tell the rank table that the processes of an incarnation, and of all before it, are gone."""
+class MarkEnded:
+    """Tell the rank table that an incarnation, and all before it, are over; proven: their processes are gone."""
 
     name: str
     incarnation: Incarnation
+    proven: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +270,7 @@ Action = (
     Start
     | End
     | Prove
-    | MarkReaped
+    | MarkEnded
     | Announce
     | Drain
     | Stop

@@ -31,7 +31,7 @@ class Members(Protocol):
     def start(self, name: str, incarnation: Incarnation) -> None: ...
     def end(self, name: str, incarnation: Incarnation) -> bool: ...
     def prove(self, name: str, incarnation: Incarnation) -> bool: ...
-    def mark_reaped(self, replica: ReplicaId, incarnation: Incarnation) -> None: ...
+    def mark_ended(self, replica: ReplicaId, incarnation: Incarnation, *, proven: bool) -> None: ...
     def place(self, names: Sequence[str]) -> None: ...
     def drain_replica(self, name: str, grace_s: float | None) -> bool: ...
     def resume_replica(self, name: str) -> bool: ...
@@ -163,8 +163,8 @@ class Supervisor:
                 return words.Ended(name, incarnation, members.end(name, incarnation))
             case words.Prove(name, incarnation):
                 return self._prove(name, incarnation, members)
-            case words.MarkReaped(name, incarnation):
-                self._mark_reaped(ReplicaId(name), incarnation, members)
+            case words.MarkEnded(name, incarnation, proven):
+                self._mark_ended(ReplicaId(name), incarnation, proven, members)
             case words.Announce():
                 self._announce()
             case words.Place(names):
@@ -196,11 +196,11 @@ class Supervisor:
                 self._report(f"{name}: no proof that incarnation {incarnation} is gone: {_told(error)}")
         return None
 
-    def _mark_reaped(self, replica: ReplicaId, incarnation: Incarnation, members: Members) -> None:
+    def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool, members: Members) -> None:
         """Until the table has heard it; one that starts anew is told again."""
         while self._cluster.phase is Phase.SERVING:
             try:
-                members.mark_reaped(replica, incarnation)
+                members.mark_ended(replica, incarnation, proven=proven)
                 return
             except PeerUnreachableError:
                 time.sleep(_RETRY_S)

@@ -100,8 +100,9 @@ def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
     running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s)
     cluster = cluster.with_member(running)
     actions: list[Action] = []
-    if event.name == BOOTSTRAP:  # a new table knows nothing of the dead
-        actions += [words.MarkReaped(name, incarnation) for name, incarnation in cluster.reaped.items()]
+    if event.name == BOOTSTRAP:  # a new table knows nothing of the dead, nor of those that may wake up
+        actions += [words.MarkEnded(name, incarnation, True) for name, incarnation in cluster.reaped.items()]
+        actions += [words.MarkEnded(name, max(starts), False) for name, starts in cluster.unproven.items() if starts]
     if cluster.phase is Phase.SERVING:
         actions.append(words.Report(f"{event.name}: running, incarnation {event.incarnation}"))
     elif cluster.phase is Phase.STARTING and _all_running(cluster):
@@ -168,7 +169,7 @@ def _reap(cluster: Cluster, name: str) -> Step:
         incarnation < proven for incarnation in cluster.unproven.get(name, ())
     ):
         return cluster, []
-    return replace(cluster, reaped={**cluster.reaped, name: proven}), [words.MarkReaped(name, proven)]
+    return replace(cluster, reaped={**cluster.reaped, name: proven}), [words.MarkEnded(name, proven, True)]
 
 
 def _on_stop_requested(cluster: Cluster, event: words.StopRequested) -> Step:

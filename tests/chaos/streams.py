@@ -13,7 +13,7 @@ import httpx
 
 from workers.models.recall_prompts import LINK_LEN, chain_prompt, recall_oracle
 
-HUNG_S = 300.0
+HUNG_S = 90.0
 """A stream that has had nothing for so long never will."""
 REFUSALS = (400, 413, 429)
 """Answers to a request that cannot be taken, or not now."""

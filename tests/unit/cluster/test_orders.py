@@ -13,7 +13,7 @@ from cluster.supervisor.events import (
     End,
     Ended,
     Failed,
-    MarkReaped,
+    MarkEnded,
     Outcome,
     Place,
     Placed,
@@ -125,7 +125,7 @@ def test_a_rolling_restart_takes_one_replica_at_a_time() -> None:
     assert begun(actions) == [line for name in names for line in (f"DrainReplica {name}", f"Start {name}")]
     assert answers(actions)[-1] == (Outcome.DONE, "restarted")
     assert [name for name in TWO_OF_EACH if run.incarnation(name) > before[name]] == names
-    assert [action.name for action in actions if isinstance(action, MarkReaped)] == names
+    assert [action.name for action in actions if isinstance(action, MarkEnded)] == names
     assert run.cluster.members["decode-1"].num_failures == 0
 
 
@@ -206,7 +206,7 @@ def test_fewer_replicas_drain_before_they_go_and_come_back_as_later_starts() -> 
     first = run.incarnation("decode-1")
     actions = carry_out(run, ScaleOrder(decode=1))
     assert begun(actions) == ["DrainReplica decode-1"]
-    assert MarkReaped("decode-1", first) in actions
+    assert MarkEnded("decode-1", first, True) in actions
     assert answers(actions) == [(Outcome.DONE, "decode: 1")]
     assert run.state("decode-1") is MemberState.REMOVED
     assert run.cluster.next_wake_s() is None

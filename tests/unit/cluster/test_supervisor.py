@@ -17,7 +17,7 @@ from cluster.supervisor.events import (
     Ended,
     Failed,
     Kill,
-    MarkReaped,
+    MarkEnded,
     Outcome,
     Prove,
     Proven,
@@ -65,7 +65,7 @@ def test_dead_rank_takes_its_gang_down_and_the_gang_comes_back() -> None:
     assert run.fail("prefill-0") == [End("prefill-0", first)]
     assert run.lines == [f"prefill-0: failed, incarnation {first}: rank 1: no memory"]
     assert run.fail("prefill-0") == [], "the gang's other ranks end with it"
-    assert run.step(Ended("prefill-0", first, True)) == [MarkReaped("prefill-0", first)]
+    assert run.step(Ended("prefill-0", first, True)) == [MarkEnded("prefill-0", first, True)]
     run.now_s = 0.9
     assert run.step(Tick()) == []
     run.now_s = 1.0
@@ -96,7 +96,7 @@ def test_only_proof_marks_an_incarnation_reaped() -> None:
     ended, actions = restart(run, "decode-0", proven=False)
     assert actions == [Prove("decode-0", ended)]
     assert run.cluster.reaped == {}
-    assert run.step(Proven("decode-0", ended)) == [MarkReaped("decode-0", ended)]
+    assert run.step(Proven("decode-0", ended)) == [MarkEnded("decode-0", ended, True)]
 
 
 def test_a_proven_end_says_nothing_of_an_earlier_start_that_may_still_write() -> None:
@@ -105,7 +105,7 @@ def test_a_proven_end_says_nothing_of_an_earlier_start_that_may_still_write() ->
     second, actions = restart(run, "prefill-0", proven=True)
     assert actions == []
     assert run.cluster.reaped == {}
-    assert run.step(Proven("prefill-0", first)) == [MarkReaped("prefill-0", second)]
+    assert run.step(Proven("prefill-0", first)) == [MarkEnded("prefill-0", second, True)]
 
 
 def test_a_start_of_which_the_driver_has_not_heard_may_write_all_the_same() -> None:
@@ -116,7 +116,7 @@ def test_a_start_of_which_the_driver_has_not_heard_may_write_all_the_same() -> N
     assert actions == [Prove("prefill-0", second)]
     third, actions = restart(run, "prefill-0", proven=True)
     assert actions == []
-    assert run.step(Proven("prefill-0", second)) == [MarkReaped("prefill-0", third)]
+    assert run.step(Proven("prefill-0", second)) == [MarkEnded("prefill-0", third, True)]
 
 
 def test_services_are_restarted_and_replicas_hear_of_the_routers_end() -> None:
@@ -124,7 +124,7 @@ def test_services_are_restarted_and_replicas_hear_of_the_routers_end() -> None:
     for name in ("bootstrap", "router"):
         first = run.incarnation(name)
         run.fail(name)
-        marks = [MarkReaped(name, first)] if name == "router" else []
+        marks = [MarkEnded(name, first, True)] if name == "router" else []
         assert run.step(Ended(name, first, True)) == marks
         assert run.state(name) is MemberState.WAITING
     run.now_s = 1.0
@@ -140,7 +140,19 @@ def test_new_bootstrap_is_told_who_is_gone() -> None:
     run.step(Ended("bootstrap", run.incarnation("bootstrap"), True))
     run.now_s = 1.0
     run.step(Tick())
-    assert run.step(Started("bootstrap", run.incarnation("bootstrap"))) == [MarkReaped("decode-0", reaped)]
+    assert run.step(Started("bootstrap", run.incarnation("bootstrap"))) == [MarkEnded("decode-0", reaped, True)]
+
+
+def test_new_bootstrap_is_told_who_has_ended_and_may_wake_up() -> None:
+    run = Run().serve()
+    ended = run.incarnation("decode-0")
+    run.fail("decode-0")
+    run.step(Ended("decode-0", ended, False))
+    run.fail("bootstrap")
+    run.step(Ended("bootstrap", run.incarnation("bootstrap"), True))
+    run.now_s = 1.0
+    run.step(Tick())
+    assert run.step(Started("bootstrap", run.incarnation("bootstrap"))) == [MarkEnded("decode-0", ended, False)]
 
 
 def test_waits_double_and_a_stable_run_resets_them() -> None:
