@@ -1,5 +1,6 @@
 """Mooncake Store under the contract of storage backends, and under a cluster."""
 
+import os
 import signal
 import socket
 import threading
@@ -83,6 +84,17 @@ def seconds_of(call: Callable[[], object]) -> float:
     return seconds
 
 
+def stop(pid: int) -> None:
+    """Returns once all of its threads stand still; until then they answer."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(0.001)
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_master_that_accepts_and_says_nothing_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -98,7 +110,7 @@ def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_
     with mooncake_master() as (address, process):
         storage = MooncakeStorage("127.0.0.1", address, 0)
         storage.write("n/a", [memoryview(b"abc")])
-        process.send_signal(signal.SIGSTOP)
+        stop(process.pid)
         try:
             for call in (
                 lambda: storage.count_leading(["n/a"]),
