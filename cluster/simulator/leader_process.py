@@ -106,6 +106,7 @@ class LeaderProcess(RankProcess):
         self.leader.tick(self.around.now_s())
         self._show_new()
         if self.leader.must_end:
+            self.around.was_quarantined = True
             self.around.happened["quarantine"] += 1
             self._on_refused(self.leader.must_end)
             return
