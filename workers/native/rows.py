@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-MOST_DIMS = 1024
-"""Of a head that is normalised."""
+from workers.native.library import MOST_DIMS
+
 _LEAST_SHARED = 1 << 17
 """Numbers from which on threads share the rows."""
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

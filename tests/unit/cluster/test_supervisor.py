@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,28 +132,17 @@ def test_services_are_restarted_and_replicas_hear_of_the_routers_end() -> None:
     assert {action.name for action in run.step(Tick()) if isinstance(action, Start)} == {"bootstrap", "router"}
 
 
-def test_new_bootstrap_is_told_who_is_gone() -> None:
-    run = Run().serve()
-    reaped = run.incarnation("decode-0")
-    run.fail("decode-0")
-    run.step(Ended("decode-0", reaped, True))
-    run.fail("bootstrap")
-    run.step(Ended("bootstrap", run.incarnation("bootstrap"), True))
-    run.now_s = 1.0
-    run.step(Tick())
-    assert run.step(Started("bootstrap", run.incarnation("bootstrap"))) == [MarkEnded("decode-0", reaped, True)]
-
-
-def test_new_bootstrap_is_told_who_has_ended_and_may_wake_up() -> None:
+@pytest.mark.parametrize("proven", [True, False], ids=["gone", "may wake up"])
+def test_new_bootstrap_is_told_who_has_ended(proven: bool) -> None:
     run = Run().serve()
     ended = run.incarnation("decode-0")
     run.fail("decode-0")
-    run.step(Ended("decode-0", ended, False))
+    run.step(Ended("decode-0", ended, proven))
     run.fail("bootstrap")
     run.step(Ended("bootstrap", run.incarnation("bootstrap"), True))
     run.now_s = 1.0
     run.step(Tick())
-    assert run.step(Started("bootstrap", run.incarnation("bootstrap"))) == [MarkEnded("decode-0", ended, False)]
+    assert run.step(Started("bootstrap", run.incarnation("bootstrap"))) == [MarkEnded("decode-0", ended, proven)]
 
 
 def test_waits_double_and_a_stable_run_resets_them() -> None:
