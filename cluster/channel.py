@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
+from cluster.spec import wire
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import Message
 from cluster.spec.worker_spec import ChannelKey
@@ -49,10 +50,7 @@ def decode(frame: bytes) -> Message:
     Raises:
         msgspec.DecodeError: the frame is not one of our messages.
     """
-    try:
-        return _decoder.decode(frame)
-    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these through
-        raise msgspec.DecodeError(str(error)) from error
+    return wire.decode(_decoder, frame)
 
 
 def draw_key() -> ChannelKey:

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from cluster.spec import wire
 from cluster.spec.clock import Clock, SystemClock
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.worker_spec import RouterPlace
@@ -149,7 +151,8 @@ class Siblings:
         for index in self._others:
             content = self._board.read(self._num + index) if self._board is not None else None
             if content is not None:
-                yield _figures_decoder.decode(content)
+                with suppress(msgspec.DecodeError):
+                    yield wire.decode(_figures_decoder, content)
 
     def _read_all(self) -> list[Now]:
         """What the others say now, read again where it has changed."""
@@ -161,8 +164,9 @@ class Siblings:
             number = self._board.number(index)
             if self._seen.get(index, (0, None))[0] == number or (content := self._board.read(index)) is None:
                 continue
-            self._seen[index] = number, _now_decoder.decode(content)
-            has_changed = True
+            with suppress(msgspec.DecodeError):  # a process that writes what nobody can read has said nothing
+                self._seen[index] = number, wire.decode(_now_decoder, content)
+                has_changed = True
         if has_changed:
             self._loads = _sum_of(now for _, now in self._seen.values())
         return [now for _, now in self._seen.values()]

@@ -6,6 +6,7 @@ A target returns, or raises only what its decoder promises; anything else, a han
 import atexit
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -35,18 +36,25 @@ from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
+from cluster.spec.worker_spec import RouterPlace
 from cluster.supervisor.orders import RestartOrder, ScaleOrder
 from router.api.body import problem_of
 from router.api.errors import ApiError
 from router.api.requests import ChatRequest, CompletionRequest, TokensRequest
 from router.api.response_request import ResponseRequest
+from router.board import PAGE_BYTES, Board
 from router.key_ring import read_keys
+from router.policies.candidate import Load
+from router.siblings import Account, Figures, Now, Siblings
+from tests.fakes.page_stores import GEOMETRY
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fuzz.http_surface import HTTP, requests, surface
 from tests.fuzz.mutate import Codec
+from tests.fuzz.samples import messages
 from tests.readme import ROOT
 from tests.unit.transfer.samples import PREFILL, ticket
 from workers.engine.weights import CheckpointError, stored_tensors
+from workers.hicache.storage.objects import Naming
 from workers.models.config import ModelConfig
 from workers.models.rope_config import UnsupportedModelError
 
@@ -102,13 +110,62 @@ def _messages() -> list[Message]:
         token_ids=[5],
         logprobs=[TokenLogprobs(logprob=-0.5, top_ids=[5], top_logprobs=[-0.5])],
     )
-    return [submit, plan, done, output, ticket([1, 2, 3]), CheckPages(room=Room(7), told=[told])]
+    return [submit, plan, done, output, ticket([1, 2, 3]), CheckPages(room=Room(7), told=[told]), *messages()]
 
 
 def _feed_frame(data: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
         frame = encode(decode(data))
         assert encode(decode(frame)) == frame, "read again it is another message"
+
+
+# ---- what router processes write for each other
+
+
+class _Shared:
+    """The memory of two router processes, as the first of them reads it."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("baton-fuzz")
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.board = Board(path, 4)
+        self.siblings = Siblings(RouterPlace(name=ReplicaId("router"), index=0, num_processes=2, board=path))
+
+    def feed(self, data: bytes) -> None:
+        """As the content of both pages of the other process, and over whatever it writes."""
+        self.board.write(1, data)
+        self.board.write(3, data)
+        self._look()
+        os.pwrite(self._descriptor, data, PAGE_BYTES)
+        self._look()
+
+    def _look(self) -> None:
+        assert all(load.num_requests is not None for load in self.siblings.loads.values())
+        assert len(list(self.siblings.figures())) <= 1
+        self.siblings.account("a")
+
+
+@cache
+def _shared() -> _Shared:
+    return _Shared()
+
+
+def _pages() -> list[bytes]:
+    key = (ReplicaId("decode-0"), Incarnation(1))
+    now = Now(num_open=2, loads={key: Load(num_requests=1, num_tokens=9)}, accounts={"a": Account(num_open=1)})
+    figures = Figures(told={"requests": {("a",): [1.0, 2.0]}}, recent=[{"ended": 1.0}])
+    return [msgspec.msgpack.encode(now), msgspec.msgpack.encode(figures)]
+
+
+# ---- names in storage
+
+
+def _feed_mark(data: bytes) -> None:
+    naming = Naming(GEOMETRY, "weights")
+    cut = naming.cut_of(data)
+    if cut is not None:
+        assert naming.mark_of(cut).rstrip(b"\0") == data.rstrip(b"\0")
+        assert len(list(naming.parts(cut, b"key", 3, range(4), range(2)))) <= cut.tp * cut.pp
 
 
 # ---- bodies of the bootstrap service
@@ -245,6 +302,8 @@ def _feed_sse(data: bytes) -> None:
 
 TARGETS: dict[str, Target] = {
     "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
+    "board": Target(_pages, lambda data: _shared().feed(data), MSGPACK),
+    "marks": Target(lambda: [b"replicated-cp2-tp1-pp1".ljust(64, b"\0")], _feed_mark),
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),
