@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import BatonError
+from cluster.spec.errors import BatonError, PeerLostError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
@@ -35,8 +35,8 @@ from cluster.spec.worker_spec import WorkerSpec
 HOST = "127.0.0.1"
 ANSWER_TIMEOUT_S = 600.0
 WORKER = "workers.worker:Worker"
-_CONSEQUENCE = "CollectiveError"
-"""How the error of a rank begins that another one has left; its class is not imported, since it brings torch along."""
+_CONSEQUENCES = ("CollectiveError", PeerLostError.__name__)
+"""How the error of a rank begins that another one has left; the first class is not imported, as it brings torch."""
 
 
 _context = multiprocessing.get_context("forkserver")
@@ -217,7 +217,7 @@ class LocalReplica:
             except RemoteError as error:
                 errors.append(error)
         if errors:
-            raise min(errors, key=lambda error: str(error).startswith(_CONSEQUENCE))
+            raise min(errors, key=lambda error: str(error).startswith(_CONSEQUENCES))
         return results
 
     @property

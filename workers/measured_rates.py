@@ -9,7 +9,7 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore
+from workers.parallel.groups import ReplicaStore, told_by_all
 from workers.rank_groups import RankGroups
 from workers.scheduler.step_time import slowest
 
@@ -30,6 +30,7 @@ def measured_rates(
     if spec.role is Role.DECODE:
         return shape, Rates()
     rates = calibrate(model, pool, backend, groups.cp, shape)
-    store.set(f"rates/{spec.global_rank}", msgspec.json.encode((shape, rates)).decode())
-    told = [msgspec.json.decode(bytes(store.get(f"rates/{rank}")), type=_Told) for rank in range(spec.world_size)]
+    word = msgspec.json.encode((shape, rates)).decode()
+    words = told_by_all(store, "rates", spec.global_rank, spec.world_size, word)
+    told = [msgspec.json.decode(word, type=_Told) for word in words]
     return slowest(told, spec.sizes.cp, spec.config.prefill.chunk_tokens)

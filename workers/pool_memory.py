@@ -11,7 +11,7 @@ from workers.cache.page_pool import PagePool
 from workers.engine.gpu_memory import check_fits, measure_memory
 from workers.engine.runner import ModelRunner
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore
+from workers.parallel.groups import ReplicaStore, told_by_all
 from workers.rank_groups import RankGroups
 
 _log = logging.getLogger(__name__)
@@ -46,5 +46,4 @@ def pool_memory_gib(
 
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:
     """The same number on every rank, since all have equally many pages."""
-    store.set(f"pool_gib/{spec.global_rank}", repr(gib))
-    return min(float(bytes(store.get(f"pool_gib/{rank}")).decode()) for rank in range(spec.world_size))
+    return min(map(float, told_by_all(store, "pool_gib", spec.global_rank, spec.world_size, repr(gib))))

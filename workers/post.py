@@ -1,9 +1,11 @@
 """What takes messages to other processes."""
 
 import logging
+from collections.abc import Iterable
 from typing import Protocol
 
-from cluster.spec.errors import PeerUnreachableError
+from cluster.channel import Outbox
+from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.messages import Message
 
 _log = logging.getLogger(__name__)
@@ -22,3 +24,11 @@ def send_if_heard(post: Post, address: str, message: Message) -> None:
         post.send(address, message)
     except PeerUnreachableError as error:
         _log.warning("%s", error)
+
+
+def send_to_ranks(outbox: Outbox, addresses: Iterable[str], message: Message) -> None:
+    """To others of the same replica. PeerLostError: one no longer listens, and its own error says why."""
+    try:
+        outbox.broadcast(addresses, message)
+    except PeerUnreachableError as error:
+        raise PeerLostError(str(error)) from error

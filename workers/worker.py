@@ -33,7 +33,7 @@ from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
-from workers.post import send_if_heard
+from workers.post import send_if_heard, send_to_ranks
 from workers.rank import Rank, load_rank
 from workers.rank_steps import RankSteps
 from workers.scheduler.outgoing import outputs_together
@@ -149,7 +149,7 @@ class Worker:
                     raise QuarantineError(leader.must_end)
                 if plans:
                     for addresses, plan in zip(followers, plans, strict=True):
-                        outbox.broadcast(addresses, plan)
+                        send_to_ranks(outbox, addresses, plan)
                     steps.begin(plans[self.spec.coords.dp])
                 if steps.num_begun > (leader.num_ahead if plans else 0):
                     ended = steps.end()
@@ -233,7 +233,7 @@ class Worker:
                     work.count(ended.seconds)
                     if rank.runner.draws and message.rows:
                         result = StepResult(step=message.step, dp_rank=self.spec.coords.dp, sampled=ended.sampled)
-                        outbox.send(leader_address, result)
+                        send_to_ranks(outbox, [leader_address], result)
                 elif isinstance(message, MovePages):
                     mover.take(message)
                 elif isinstance(message, DropSend):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.spec.errors import BatonError, PeerLostError, UserError
 
@@ -40,14 +40,21 @@ def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[An
         BatonError: any other error, or the deadline has passed.
     """
     wait(calls.values(), deadline.left_s(), FIRST_EXCEPTION)
-    if failed := _failed(calls):
-        if all(isinstance(error, PeerLostError) for error in failed.values()):
-            # Whoever ended first may still be on its way out.
-            wait(calls.values(), min(deadline.left_s(), LAST_WORDS_S))
-        raise blame(_failed(calls))
+    raise_failure(calls, deadline)
     if late := [who for who, call in calls.items() if not call.done()]:
         raise deadline.missed(f"{', '.join(late)}: not ready")
     return [call.result() for call in calls.values()]
+
+
+def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> None:
+    """Raise what ``blame`` makes of the calls that have failed; returns if none has."""
+    failed = _failed(calls)
+    if not failed:
+        return
+    if all(isinstance(error, PeerLostError) for error in failed.values()):
+        # Whoever ended first may still be on its way out.
+        wait(calls.values(), min(deadline.left_s(), LAST_WORDS_S))
+    raise blame(_failed(calls))
 
 
 def blame(failed: Mapping[str, BaseException]) -> BatonError:
@@ -58,7 +65,7 @@ def blame(failed: Mapping[str, BaseException]) -> BatonError:
     return labelled(who, error)
 
 
-def _failed(calls: "Mapping[str, Future[Answer]]") -> dict[str, BaseException]:
+def _failed(calls: "Mapping[str, Future[Any]]") -> dict[str, BaseException]:
     return {who: error for who, call in calls.items() if call.done() and (error := call.exception())}
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from cluster.actors import Actor, Reservation
-from cluster.launch.calls import Deadline, blame, gather
+from cluster.launch.calls import Deadline, gather, raise_failure
 from cluster.launch.draining import DrainWatch, tell_until, wait_drained
 from cluster.launch.kinds import worker_environ
 from cluster.launch.tools import Table, Tools
@@ -166,9 +166,9 @@ class Gang:
         table = self._tools.connect(meeting)
         try:
             while not self._is_ready(table):
-                failed = {who: run.exception() for who, run in self.runs.items() if run.done()}
-                if failed:
-                    raise blame({who: error or BatonError("ended at once") for who, error in failed.items()})
+                raise_failure(self.runs, deadline)
+                if ended := [who for who, run in self.runs.items() if run.done()]:
+                    raise BatonError(f"{', '.join(ended)}: ended at once")
                 if not deadline.left_s():
                     raise deadline.missed(f"{self._placement.replica}: not ready in the rank table")
         finally:

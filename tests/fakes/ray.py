@@ -20,7 +20,7 @@ from cluster.bootstrap.table import BootstrapTable, rows_digest
 from cluster.launch.kinds import ActorKinds
 from cluster.launch.tools import Tools
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import PeerUnreachableError
+from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Message, Resume
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
@@ -129,6 +129,8 @@ class World:
         self.stages: list[tuple[str, str]] = []
         self.load_errors: dict[tuple[str, int], Exception] = {}
         """By replica and global rank: what loading raises."""
+        self.run_errors: dict[tuple[str, int], Exception] = {}
+        """By replica and global rank: what running raises. What follows from another's error comes before it."""
         self.drains = True
         """Whether the router's open requests end in time."""
         self.num_open = 0
@@ -216,6 +218,11 @@ class FakeWorker:
 
     def run(self, rows: list[RankRow]) -> None:
         row = rows[self._spec.global_rank]
+        error = self._world.run_errors.get((self._spec.replica, self._spec.global_rank))
+        if error is not None:
+            if not isinstance(error, PeerLostError):
+                time.sleep(0.05)
+            raise error
         if self._spec.is_leader:
             for each in rows:
                 self._world.table.register(each)

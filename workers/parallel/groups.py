@@ -44,6 +44,19 @@ def join_store(address: str, timeout_s: float) -> TCPStore:
         raise CollectiveError(f"no store answered at {address} within {timeout_s} s: {exc}") from exc
 
 
+def told_by_all(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
+    """Everybody's word, by global rank; every rank of the replica calls this. ``name`` is unique in the store.
+
+    Raises:
+        CollectiveError: a rank says nothing within the store's timeout, or the store is gone.
+    """
+    try:
+        store.set(f"{name}/{global_rank}", word)
+        return [bytes(store.get(f"{name}/{rank}")).decode() for rank in range(world_size)]
+    except RuntimeError as exc:
+        raise CollectiveError(f"{name}: not all of {world_size} ranks have told theirs: {exc}") from exc
+
+
 def join_group(
     store: Store,
     name: str,

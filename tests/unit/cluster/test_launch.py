@@ -150,6 +150,18 @@ def test_a_running_rank_that_lost_its_peer_speaks_last(
     assert [words in line for words, line in zip(told, ended, strict=True)] == [True] * len(told)
 
 
+def test_ranks_that_end_before_the_table_shows_them_are_told_by_the_first_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.launch.calls.LAST_WORDS_S", WAIT_S)
+    world = World()
+    world.run_errors = {("prefill-0", 0): PeerLostError("rank 1 is gone"), ("prefill-0", 1): RuntimeError("no memory")}
+    launcher = make_launcher(world)
+    launcher.start("bootstrap", ONE)
+    with pytest.raises(BatonError, match=r"^prefill-0 rank 1: RuntimeError: no memory$"):
+        launcher.start("prefill-0", ONE)
+
+
 def test_ended_gang_gives_its_seats_back() -> None:
     world = World()
     launcher = make_launcher(world)
