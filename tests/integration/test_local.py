@@ -1,26 +1,48 @@
-"""The engine without Ray, HTTP or a router, as its own command runs it."""
+"""The engine without Ray, HTTP or a router: as its own command runs it, and cut as every file for one machine says."""
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from cluster.spec.loader import load_config
+from cluster.spec.sampling import Stopping
+from tests.fakes.clients import NEEDLE_TOKENS
 from tests.readme import ROOT
+from workers.local import LocalCluster, Prompt
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
+from workers.models.recall_prompts import needle_prompt, recall_oracle
+from workers.models.resolve import resolve_model
+
+pytestmark = pytest.mark.integration
+
+PROMPT = needle_prompt(3000, 0.5)
+FILES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.mooncake] if "mooncake" in path.stem else [])
+    for path in sorted((ROOT / "deploy").glob("local-*.yaml"))
+]
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "file",
-    [
-        "local-cpu",
-        "local-cpu-tp",
-        "local-cpu-dp",
-        "local-cpu-moe",
-        pytest.param("local-cpu-pp", marks=pytest.mark.full),
-    ],
-)
-def test_the_engine_answers_in_plain_processes(file: str) -> None:
-    command = [sys.executable, "-m", "workers.local", f"deploy/{file}.yaml", DEMO_PROMPT]
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """Its processes serve one file after another."""
+    cluster = LocalCluster()
+    yield cluster
+    cluster.close()
+
+
+def test_the_engine_answers_in_plain_processes() -> None:
+    command = [sys.executable, "-m", "workers.local", "deploy/local-cpu.yaml", DEMO_PROMPT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert (run.returncode, run.stdout.rstrip("\n"), run.stderr) == (0, DEMO_ANSWER, "")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_replicas_of_every_file_for_one_machine_answer(cluster: LocalCluster, file: Path) -> None:
+    config = load_config(file, {})
+    cluster.load(config, resolve_model(config.model.path))
+    with cluster.running():
+        (answer,) = cluster.generate([Prompt(PROMPT, Stopping(max_tokens=NEEDLE_TOKENS))])
+    assert answer == recall_oracle(PROMPT, NEEDLE_TOKENS)
