@@ -135,7 +135,7 @@ def _make_prefill_leader(
         ticket_timeout_s=config.transfer.ticket_timeout_s,
         settle_s=rank.backend.settle_s,
     )
-    chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens)
+    chunk = even_chunk(rank.model_shape, rank.rates, spec.sizes.cp, prefill.chunk_tokens, spec.sizes.pp)
     steps = StepScheduler(allocator, limits, choose, chunk, tiers=tiers)
     return PrefillLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
 

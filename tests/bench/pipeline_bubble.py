@@ -1,113 +1,168 @@
-"""How much of its time a prefill pipeline waits: python -m tests.bench.pipeline_bubble [NUM_LAYERS ...]
+"""How much of its time a prefill pipeline waits: python -m tests.bench.pipeline_bubble [NUM_LAYERS ...] [--rounds N]
 
-Computes the chunks of one prompt, sized for equal time by rates measured here, stage after stage in one process, and
-lays their CPU times side by side as the stages would run them. So other work on the machine does not count.
+Two stages, each a process with one thread, compute prompts that the prefill leader cuts into eight chunks. The first
+figure is what the clock saw between a prompt's first and last forward pass. The second lays the CPU times of the same
+passes side by side, the median of each, as the stages would run them with nothing else on the machine.
 """
 
-import sys
+import argparse
+import random
+import statistics
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
-from cluster.spec.config import ParallelConfig
-from cluster.spec.strategy import Strategy
-from tests.fakes.pipeline_replay import bubble, least_bubble
-from workers.attention.registry import fastest_backend
-from workers.cache.page_pool import PagePool
-from workers.context_parallel.rates import ModelShape
-from workers.cpu import use_cpu
-from workers.engine.attention_context import CpExchange
-from workers.engine.batch import BatchRow, build_step_batch
-from workers.engine.calibration import calibrate
-from workers.engine.contexts import make_context
-from workers.models.config import ModelConfig
-from workers.models.decoder import DecoderModel
-from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups
+from cluster.spec.config import DeployConfig
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import RankRow
+from cluster.spec.sampling import Stopping
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.pipeline_replay import bubble, chunk_lens, least_bubble
+from workers.local import LocalCluster, Prompt
 from workers.scheduler.step_time import even_chunk
+from workers.worker import Worker
 
-STAGES, CHUNKS, CHUNK_TOKENS, PAGE_SIZE = 2, 8, 384, 64
-CPU = torch.device("cpu")
-MODEL = ModelConfig.from_mapping(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 17,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 65536,
-    },
-    {},
-)
+STAGES, CHUNKS, CHUNK_TOKENS = 2, 8, 384
+SHAPE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 65536,
+}
 
 
-class Stage:
-    """One stage of a random model, with a pool for the whole prompt."""
+class Pass(NamedTuple):
+    """One step's forward pass on one stage."""
 
-    def __init__(self, number: int, num_layers: int) -> None:
-        groups = ModelGroups(parallel=ParallelConfig(pp=STAGES), global_rank=number)
-        self.model = DecoderModel(replace(MODEL, num_layers=num_layers), dtype=torch.float32, device=CPU, groups=groups)
-        for parameter in self.model.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        config = self.model.config
-        # The first chunk may be larger than asked for: a step takes a while however little it computes.
-        self.pages = list(range(2 * CHUNKS * CHUNK_TOKENS // PAGE_SIZE))
-        self.pool = PagePool(
-            len(self.pages), config.num_kv_heads, config.num_layers, PAGE_SIZE, config.head_dim, torch.float32
-        )
-        self.backend = fastest_backend(CPU, torch.float32)
-        self.group = Communicator("cp")
-
-    def chunk_lens(self) -> list[int]:
-        """Of equal predicted time, as the scheduler cuts a prompt."""
-        shape = ModelShape.of(self.model.config, "float32")
-        chunk = even_chunk(shape, calibrate(self.model, self.pool, self.backend, self.group, shape), 1, CHUNK_TOKENS)
-        lens = list[int]()
-        for _ in range(CHUNKS):
-            lens.append(chunk(sum(lens)))
-        return lens
-
-    def compute(self, prefix_len: int, num_tokens: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-        """Hidden states of a chunk, and the CPU time it took."""
-        start_s = time.thread_time()
-        batch = build_step_batch(
-            [BatchRow([1] * num_tokens, prefix_len, self.pages, sampled=False)],
-            Strategy.NONE,
-            cp=1,
-            cp_rank=0,
-            page_size=PAGE_SIZE,
-            trash_slot=self.pool.trash_slot,
-            device=CPU,
-        )
-        context = make_context(batch, None, self.pool, self.backend, CpExchange(self.group))
-        return self.model(batch.token_ids, batch.positions, context, hidden), time.thread_time() - start_s
+    num_tokens: int
+    begin_s: float
+    end_s: float
+    cpu_s: float
 
 
-def measure(num_layers: int) -> None:
-    """Print the times of all chunks and the bubble."""
-    stages = [Stage(number, num_layers) for number in range(STAGES)]
-    lens, times_s = stages[0].chunk_lens(), []
-    for number, num_tokens in enumerate(lens):
-        hidden, step_s = None, []
-        for stage in stages:
-            hidden, time_s = stage.compute(sum(lens[:number]), num_tokens, hidden)
-            step_s.append(time_s)
-        times_s.append(step_s)
-        print(f"chunk {number}: {num_tokens} tokens, " + ", ".join(f"{time_s * 1e3:.0f} ms" for time_s in step_s))
-    found, least = bubble(times_s, STAGES + 1), least_bubble(STAGES, CHUNKS)
-    points = abs(found - least) * 100
-    print(f"{num_layers} layers: bubble {found:.1%}, of equal chunks {least:.1%}, difference {points:.1f} points")
+class TimedModel:
+    """Stands before a stage's model; what the stage waits for is outside its calls."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.passes: list[Pass] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, token_ids: Tensor, *others: Any) -> Tensor:
+        begin_s, begin_cpu_s = time.monotonic(), time.thread_time()
+        hidden: Tensor = self._model(token_ids, *others)
+        self.passes.append(Pass(len(token_ids), begin_s, time.monotonic(), time.thread_time() - begin_cpu_s))
+        return hidden
+
+
+class StageWorker(Worker):
+    """A worker that times its forward passes."""
+
+    def load(self, store_address: str) -> RankRow:
+        row = super().load(store_address)
+        assert self._rank is not None
+        self._timed = TimedModel(self._rank.runner._model)
+        self._rank.runner._model = self._timed  # type: ignore[assignment]
+        return row
+
+    def take_passes(self) -> list[Pass]:
+        """Those since the last call."""
+        passes, self._timed.passes = self._timed.passes, []
+        return passes
+
+    def prompt_len(self) -> int:
+        """Of a prompt that the leader is to cut into CHUNKS chunks."""
+        rank, config = self._rank, self.spec.config.prefill
+        assert rank is not None
+        chunk = even_chunk(rank.model_shape, rank.rates, 1, config.chunk_tokens, self.spec.sizes.pp)
+        return sum(chunk_lens(chunk, CHUNKS))
+
+
+class Round(NamedTuple):
+    """One prompt."""
+
+    lens: list[int]
+    by_clock: float
+    cpu_s: list[list[float]]
+    """Of every chunk, by stage."""
+
+    @classmethod
+    def of(cls, stages: Sequence[Sequence[Pass]]) -> "Round":
+        lens = [passed.num_tokens for passed in stages[0]]
+        whole_s = stages[-1][-1].end_s - stages[0][0].begin_s
+        busy_s = sum(passed.end_s - passed.begin_s for passes in stages for passed in passes)
+        cpu_s = [[passed.cpu_s for passed in step] for step in zip(*stages, strict=True)]
+        return cls(lens, 1 - busy_s / (len(stages) * whole_s), cpu_s)
+
+
+@contextmanager
+def loaded(num_layers: int) -> Iterator[LocalCluster]:
+    """Stages of a random model, and one decode rank that takes what they have computed."""
+    config = DeployConfig.model_validate(
+        {
+            "kv": {"page_size": 64, "memory_gib": 0.6, "prefix_cache": False},
+            "prefill": {"parallel": {"pp": STAGES}, "chunk_tokens": CHUNK_TOKENS},
+            "decode": {"max_requests": 1},
+        }
+    )
+    cluster = LocalCluster("tests.bench.pipeline_bubble:StageWorker")
+    try:
+        with tempfile.TemporaryDirectory() as root:
+            cluster.load(config, make_checkpoint(Path(root), "llama", num_hidden_layers=num_layers, **SHAPE))
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def measure(num_layers: int, num_rounds: int) -> None:
+    """Print the median times of every chunk, and both figures."""
+    with loaded(num_layers) as cluster:
+        prompt_len, rounds = cluster.ask(Role.PREFILL, "prompt_len")[0], list[Round]()
+        for number in range(num_rounds + 1):
+            tokens = random.Random(number).choices(range(SHAPE["vocab_size"]), k=prompt_len)
+            cluster.ask(Role.PREFILL, "take_passes")
+            with cluster.running():
+                cluster.generate([Prompt(tokens, Stopping(max_tokens=1))])
+            rounds.append(Round.of(cluster.ask(Role.PREFILL, "take_passes")))
+    report(num_layers, rounds[1:])  # the first one warms up
+
+
+def report(num_layers: int, rounds: Sequence[Round]) -> None:
+    lens = rounds[0].lens
+    assert all(found.lens == lens for found in rounds), "one prompt was cut otherwise than another"
+    times_s = [
+        [statistics.median(found.cpu_s[chunk][stage] for found in rounds) for stage in range(STAGES)]
+        for chunk in range(len(lens))
+    ]
+    for length, step_s in zip(lens, times_s, strict=True):
+        print(f"chunk of {length} tokens: " + ", ".join(f"{time_s * 1e3:.0f} ms" for time_s in step_s) + " of CPU time")
+    least = least_bubble(STAGES, len(lens))
+    print(f"{num_layers} layers, {len(rounds)} prompts: equal chunks wait {least:.1%}")
+    for name, found in (
+        ("by the clock, the median", statistics.median(found.by_clock for found in rounds)),
+        ("by median CPU times", bubble(times_s, STAGES + 1)),
+    ):
+        print(f"    {name}: {found:.1%}, difference {(found - least) * 100:+.1f} points", flush=True)
 
 
 def main() -> None:
     """Stages that are equal but for the last layer, and stages of which one has a layer more for it."""
-    use_cpu(1)
-    with torch.inference_mode():
-        for num_layers in map(int, sys.argv[1:] or ("32", "17")):
-            measure(num_layers)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_layers", type=int, nargs="*", default=[32, 17], help="layers of both stages")
+    parser.add_argument("--rounds", type=int, default=5, help="prompts")
+    args = parser.parse_args()
+    for num_layers in args.num_layers:
+        measure(num_layers, args.rounds)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from workers.scheduler.turns import Chunk
+
 
 def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:
     """Part of all stages' time in which they wait, from the first step's begin to the last one's end.
@@ -23,3 +25,11 @@ def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:
 def least_bubble(num_stages: int, num_steps: int) -> float:
     """Of equal steps on equal stages."""
     return (num_stages - 1) / (num_stages - 1 + num_steps)
+
+
+def chunk_lens(chunk: Chunk, num_chunks: int) -> list[int]:
+    """Of a prompt that is alone, as the scheduler of a pipeline cuts it, when its length comes out even."""
+    lens = list[int]()
+    for _ in range(num_chunks):
+        lens.append(chunk(sum(lens)))
+    return lens

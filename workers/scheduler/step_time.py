@@ -13,7 +13,7 @@ from workers.context_parallel.rates import ALL_REDUCES, ModelShape, Rates
 from workers.scheduler.turns import Chunk
 
 _FIXED_COSTS = 20
-"""A step takes at least so many times what it takes however little is computed."""
+"""A step of a replica of one stage takes at least so many times what it takes however little is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,15 @@ def slowest(told: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) 
     return max(told, key=step_s)
 
 
-def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int) -> Chunk:
+def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: int = 1) -> Chunk:
     """Rows that take as long as ``chunk_tokens`` of a new prompt, when their work is evenly divided over the ranks.
 
-    n tokens behind p take n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n.
+    n tokens behind p take n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n. Where several stages wait
+    for each other's steps, all take as long as the first, of which ``chunk_tokens`` is the most, however short that is.
     """
     costs = _Costs.of(shape, rates, cp)
-    full_s = max(costs.new_prompt_s(chunk_tokens), _FIXED_COSTS * costs.fixed_s)
+    least_s = _FIXED_COSTS * costs.fixed_s if pp == 1 else 0.0
+    full_s = max(costs.new_prompt_s(chunk_tokens), least_s)
 
     @lru_cache(maxsize=4096)
     def chunk(prefix_len: int) -> int:

@@ -1,10 +1,11 @@
 """A pipeline of stages: hidden states pass through it, weights are read in parts, and it waits no more than it must."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.config import ParallelConfig
@@ -13,7 +14,9 @@ from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.strategy import StrategySetting
 from tests.fakes.checkpoints import FAMILIES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
-from tests.fakes.pipeline_replay import bubble, least_bubble
+from tests.fakes.pipeline_replay import bubble, chunk_lens, least_bubble
+from tests.fakes.prefill_steps import PAGE_SIZE as PAGE_SIZE_OF_STEPS
+from tests.fakes.prefill_steps import PrefillSteps
 from tests.fakes.thread_group import on_thread_ranks
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import StrategyChooser
@@ -76,10 +79,8 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
 ) -> None:
     depth, rates = num_stages + 1, Rates()
     chooser = StrategyChooser(setting=StrategySetting.AUTO, cp=1, shape=SHAPE, rates=rates)
-    chunk = even_chunk(SHAPE, rates, 1, 2048)
-    prompt_len = 0
-    for _ in range(num_chunks):
-        prompt_len += chunk(prompt_len)
+    chunk = even_chunk(SHAPE, rates, 1, 2048, num_stages)
+    prompt_len = sum(chunk_lens(chunk, num_chunks))
     limits = StepLimits(PAGE_SIZE, 2048, 8, depth=depth)
     steps = StepScheduler(PageAllocator(prompt_len // PAGE_SIZE + 2), limits, chooser, chunk)
     steps.add(_sequence(prompt_len))
@@ -90,7 +91,7 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
         steps.commit(plan, {row.room: Sampled(token_id=1) for row in plan.rows if row.samples})
         if plan.rows[0].samples:
             break
-    assert abs(len(times_s) - num_chunks) <= 1
+    assert len(times_s) == num_chunks
     assert max(times_s)[0] < 1.1 * min(times_s[:-1])[0], "chunks of equal time, but for what is left at the end"
     assert abs(bubble(times_s, depth) - least_bubble(num_stages, num_chunks)) < 0.03
 
@@ -99,6 +100,69 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
 def test_equal_steps_leave_the_least_bubble_once_enough_are_under_way(stages: int, steps: int, more: int) -> None:
     assert bubble([[1.0] * stages] * steps, stages + more) == pytest.approx(least_bubble(stages, steps))
     assert bubble([[1.0] * stages] * steps, 1) == pytest.approx(1 - 1 / stages)
+
+
+class CutPrompts:
+    """Prompts as the scheduler of a pipeline cuts them."""
+
+    def __init__(self, chunk_tokens: int, attention_flops: int, fixed_s: float) -> None:
+        self._shape, self._rates = replace(SHAPE, attention_flops=attention_flops), Rates(step_s=fixed_s)
+        self.chunk = even_chunk(self._shape, self._rates, 1, chunk_tokens, pp=2)
+        self.steps = PrefillSteps(chunk_tokens=chunk_tokens, prefix_cache=True, chunk=self.chunk)
+        self.full_s = self.work_s(0, chunk_tokens)
+
+    def work_s(self, prefix_len: int, count: int) -> float:
+        """Of tokens behind a prefix, on all layers."""
+        token_s = self._shape.linear_flops / self._rates.linear_flops_per_s + self._rates.row_s
+        pairs = count * prefix_len + count * count / 2
+        pair_s = self._shape.attention_flops / self._rates.attention_flops_per_s
+        return self._shape.num_layers * (count * token_s + pairs * pair_s)
+
+    def run(self) -> list[list[tuple[int, int]]]:
+        """The prefix and the tokens of each row, step by step, until nothing is left."""
+        steps = []
+        while (plan := self.steps.run_step()) is not None:
+            steps.append([(row.first_position, len(row.token_ids)) for row in plan.rows])
+        return steps
+
+
+cut_prompts = st.builds(
+    CutPrompts,
+    chunk_tokens=st.integers(256, 1024),
+    attention_flops=st.integers(1, 60_000),
+    fixed_s=st.floats(1e-4, 10.0),
+)
+
+
+@settings(max_examples=30)
+@given(prompts=cut_prompts, prefix_len=st.integers(1, 3000), prompt_len=st.integers(1, 4000))
+def test_all_chunks_of_a_prompt_take_equally_long_whatever_its_prefix_and_fixed_costs(
+    prompts: CutPrompts, prefix_len: int, prompt_len: int
+) -> None:
+    prefix = list(range(prefix_len))
+    prompts.steps.add(prefix)
+    prompts.run()
+    prompts.steps.add([*prefix, *[-1] * prompt_len])
+    rows = [row for step in prompts.run() for row in step]
+    cached_len = prefix_len // PAGE_SIZE_OF_STEPS * PAGE_SIZE_OF_STEPS
+    assert rows[0][0] == cached_len
+    assert sum(count for _, count in rows) == prefix_len + prompt_len - cached_len
+    for row in rows[:-1]:
+        assert prompts.work_s(*row) == pytest.approx(prompts.full_s, rel=0.02)
+    assert prompts.work_s(*rows[-1]) <= prompts.full_s * 1.02
+
+
+@settings(max_examples=30)
+@given(prompts=cut_prompts, lengths=st.lists(st.integers(1, 3000), min_size=2, max_size=5))
+def test_steps_that_prompts_share_are_as_full(prompts: CutPrompts, lengths: list[int]) -> None:
+    for length in lengths:
+        prompts.steps.add(length)
+    *steps, _ = prompts.run()
+    for rows in steps:
+        shares = [count / prompts.chunk(prefix_len) for prefix_len, count in rows]
+        assert sum(shares) <= 1 + 1e-9
+        # What is left of a step is less than a token of anybody's.
+        assert sum(shares) >= 1 - 1 / min(prompts.chunk(prefix_len) for prefix_len, _ in rows) - 1e-9
 
 
 def _sequence(prompt_len: int) -> Sequence:
