@@ -109,7 +109,7 @@ class PoolConfig(Node):
     kv_memory_gib: MemoryGib | None = None
     """Memory of the page pool of one worker of this role, in GiB; `kv.memory_gib` by default."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
-    """Which DP rank of a replica gets a request; the header `X-data-parallel-rank` goes before it."""
+    """Which DP rank of a replica gets a request; `X-data-parallel-rank` goes before it where there is such a rank."""
     moe_dispatch: MoeDispatch = MoeDispatch.AUTO
     """How tokens reach their experts; auto takes what moves fewer bytes in each step."""
 

@@ -12,7 +12,9 @@ _FIELDS = ("routed_dp_rank", "data_parallel_rank")
 
 
 def dp_rank_of(request: Request, config: DeployConfig, body: GenerationRequest) -> int | None:
-    """``X-data-parallel-rank``, else a field of the body, for each side that has such a rank; None where none is given.
+    """``X-data-parallel-rank``, else a field of the body; None where none is given.
+
+    It is meant for both sides. Where one has fewer DP ranks and none of this number, its ``dp_policy`` chooses there.
 
     Raises:
         ApiError: 400 for what is no rank of either side.

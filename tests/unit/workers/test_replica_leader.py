@@ -141,9 +141,15 @@ def test_a_request_goes_where_it_asks_and_nowhere_else_where_there_is_such_a_ran
     replica, leaders = leader_of(2, policy=policy)
     replica.on_message(submit(4, dp_rank=1), 0.0)
     assert leaders[1].got == [submit(4, dp_rank=1)]
-    alone, (only,) = leader_of(1, policy=policy)
-    alone.on_message(submit(4, dp_rank=1), 0.0)
-    assert len(only.got) == 1
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_request_for_a_rank_that_only_the_other_side_has_goes_by_the_policy(dp: int) -> None:
+    replica, leaders = leader_of(dp, policy=DpPolicy.LEAST_TOKENS)
+    for room, prompt_len in enumerate([9, 2, 3]):
+        replica.on_message(submit(room, prompt_len, dp_rank=3), 0.0)
+    rooms = [[message.room for message in leader.got if isinstance(message, Submit)] for leader in leaders]
+    assert rooms == ([[0, 1, 2]] if dp == 1 else [[0], [1, 2]])
 
 
 @pytest.mark.parametrize("first", [ticket(7), ticket(7, wanted=1), Cancel(room=Room(7), incarnation=Incarnation(1))])
