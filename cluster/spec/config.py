@@ -105,7 +105,7 @@ class PoolConfig(Node):
     parallel: ParallelConfig = ParallelConfig()
     """How each replica is cut."""
     max_requests: PositiveInt = 64
-    """Most requests in one step of one replica."""
+    """Most requests in one step of each DP rank of a replica."""
     kv_memory_gib: MemoryGib | None = None
     """Memory of the page pool of one worker of this role, in GiB; `kv.memory_gib` by default."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
@@ -134,7 +134,7 @@ class PrefillConfig(PoolConfig):
     passing: PassingSetting = PassingSetting.AUTO
     """What goes round in ring mode, keys and values or queries; auto takes the faster for each step."""
     chunk_tokens: PositiveInt = 8192
-    """Most tokens computed in one step, over all requests."""
+    """Most tokens computed in one step of each DP rank, over all its requests."""
     oldest_share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.25
     """Part of each step that the oldest requests get, one of each length by powers of two of steps."""
     skip_below_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
@@ -153,7 +153,7 @@ class DecodeConfig(PoolConfig):
     """The replicas that stream answers."""
 
     chunk_tokens: PositiveInt = 2048
-    """Most tokens computed in one step when a request must be recomputed here."""
+    """Most tokens computed in one step of each DP rank when a request must be recomputed here."""
     host_memory_gib: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
     """Host memory of one worker, in GiB, for the KV of requests that gave their pages back; taken as it is needed."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
