@@ -1,0 +1,45 @@
+"""A process that loads one rank's part of a model when a line comes in: python -m tests.fakes.loading_rank JSON
+
+Says first that it is ready, then how many bytes its part has, and its largest weight; then waits until its input ends.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.spec.config import ParallelConfig
+from workers.engine.weights import load_model, torch_dtype
+from workers.parallel.collectives import Communicator
+from workers.parallel.model_groups import ModelGroups
+
+_NO_BACKEND: Any = SimpleNamespace(in_background=False)
+
+
+def groups_of(axes: Mapping[str, int], global_rank: int) -> ModelGroups:
+    """Of a rank without peers, in which nothing can be computed."""
+    parallel = ParallelConfig(**axes)
+    tp_rank, size = global_rank % parallel.tp, parallel.tp
+    tp = Communicator("tp", tp_rank, size, _NO_BACKEND if size > 1 else None)
+    return ModelGroups(parallel=parallel, global_rank=global_rank, tp=tp, moe_block=tp)
+
+
+def main(folder: str, axes: Mapping[str, int], global_rank: int, dtype: str, reads_whole_files: bool) -> None:
+    """Load as a worker does; or, to be found out, keep every file as it is beside it."""
+    groups = groups_of(axes, global_rank)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    files = [path.read_bytes() for path in Path(folder).glob("*.safetensors")] if reads_whole_files else []
+    model = load_model(Path(folder), dtype=torch_dtype(dtype), groups=groups)
+    weights = list(model.parameters())
+    # Those of all experts are one.
+    largest = max(weight.nbytes // (len(weight) if weight.dim() == 3 else 1) for weight in weights)
+    print(sum(weight.nbytes for weight in weights), largest, flush=True)
+    sys.stdin.read()
+    del files
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
