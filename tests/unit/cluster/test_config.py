@@ -168,6 +168,10 @@ BAD_FILES = {
         "resources: {heartbeat_s: 2, lease_s: 2}",
         ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],
     ),
+    "silence": (
+        "resources: {silence_s: 3}",
+        ["resources.silence_s: got 3.0; allowed: more than resources.lease_s = 3.0, after which a silence is seen"],
+    ),
     "tiers below a GPU": (
         "resources: {device: cuda}\nhicache: {host_gib: 2}",
         ["hicache.host_gib: got 2.0 with resources.device = cuda; allowed: 0, since tiers hold a CPU's pages"],
