@@ -20,10 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from workers.parallel import same_host
-from workers.parallel.checked import CheckedBackend
+from workers.parallel.checked import CheckedBackend, Notes
 from workers.parallel.collectives import CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
 from workers.parallel.groups import join_group, join_store, open_store
@@ -242,9 +242,13 @@ WRONG: dict[str, tuple[Callable[[Communicator], object], str]] = {
 }
 
 
+def notes_of(rank: int) -> Notes:
+    return Notes(HashStore(), "checked", range(SIZE), rank)
+
+
 def test_checked_groups_pass_over_what_moves_nothing() -> None:
     def moved(backend: SharedMemoryBackend) -> int:
-        checked = CheckedBackend(backend, backend._rank, SIZE)
+        checked = CheckedBackend(backend, backend._rank, SIZE, notes_of(backend._rank))
         group = Communicator("checked", backend._rank, SIZE, checked, skips_empty=False)
         group.all_gather(torch.zeros(0, 3), torch.zeros(0, 3))
         group.broadcast(group.all_reduce(torch.zeros(0)), 1)
@@ -259,7 +263,7 @@ def test_checked_groups_name_the_first_collective_that_differs(wrong: str) -> No
     call, words = WRONG[wrong]
 
     def reason(backend: SharedMemoryBackend) -> str:
-        checked = CheckedBackend(backend, backend._rank, SIZE)
+        checked = CheckedBackend(backend, backend._rank, SIZE, notes_of(backend._rank))
         group = Communicator("checked", backend._rank, SIZE, checked, skips_empty=False)
         assert group.all_reduce(torch.ones(2)).tolist() == [SIZE, SIZE]
         try:
@@ -274,6 +278,31 @@ def test_checked_groups_name_the_first_collective_that_differs(wrong: str) -> No
     reasons = on_threads(reason, piece_bytes=64)
     assert any(words in reason for reason in reasons), reasons
     assert all(reasons)
+
+
+def test_groups_entered_in_another_order_are_named_with_what_each_rank_waits_in() -> None:
+    def reason(rank: int) -> str:
+        store = join_store(address, TIMEOUT_S)
+        joined = [
+            join_group(store, name, [4, 5], 4 + rank, host=HOST, timeout_s=5.0, check=True) for name in ("tp/0", "ep/0")
+        ]
+        tensor = torch.ones(3)
+        for group in joined if rank == 0 else reversed(joined):
+            try:
+                group.all_reduce(tensor) if group.name == "tp/0" else group.barrier()
+            except CollectiveError as error:
+                return str(error)
+        return ""
+
+    _store, port = open_store(HOST, TIMEOUT_S)
+    address = f"{HOST}:{port}"
+    with ThreadPoolExecutor(2) as threads:
+        reasons = list(threads.map(reason, range(2)))
+    sum_words = "all_reduce of torch.float32 [3]"
+    begun = f"; begun last by global rank 4: {sum_words} in group tp/0, global rank 5: barrier in group ep/0"
+    assert all(reason.endswith(begun) for reason in reasons), reasons
+    assert reasons[0].startswith(f"all_reduce in group tp/0, rank 0 of 2: collective 1, {sum_words}: ")
+    assert reasons[1].startswith("barrier in group ep/0, rank 1 of 2: collective 1, barrier: ")
 
 
 @settings(deadline=None, max_examples=25)

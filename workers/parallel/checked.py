@@ -1,9 +1,10 @@
 """For debugging: the ranks of a group compare every collective before they run it, and name the first that differs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from workers.parallel.collectives import Backend, Done, Work
 
@@ -11,15 +12,37 @@ _RECORD_BYTES = 256
 _END = "\0"
 
 
+class Notes:
+    """What every rank of a replica has begun last, in whatever group it was."""
+
+    def __init__(self, store: Store, group: str, members: Sequence[int], global_rank: int) -> None:
+        """Of one group of ``members``, global ranks; ``store`` is the same for all groups."""
+        self._store, self._group, self._members, self._global_rank = store, group, members, global_rank
+
+    def write(self, words: str) -> None:
+        """This rank begins a call."""
+        self._store.set(str(self._global_rank), f"{words} in group {self._group}")
+
+    def read(self) -> str:
+        """What the members have begun last."""
+        try:
+            return ", ".join(f"global rank {member}: {self._last(str(member))}" for member in self._members)
+        except RuntimeError as error:
+            return f"nobody knows: {error}"
+
+    def _last(self, member: str) -> str:
+        return bytes(self._store.get(member)).decode() if self._store.check([member]) else "nothing"
+
+
 class CheckedBackend:
     """A backend whose calls begin with an exchange of what each rank is about to do; RuntimeError when it differs.
 
-    A rank that calls nothing, or on another group, is found by the backend's timeout.
+    A rank that calls nothing, or on another group, is found by the backend's timeout; the error has everybody's notes.
     """
 
-    def __init__(self, backend: Backend, rank: int, size: int) -> None:
+    def __init__(self, backend: Backend, rank: int, size: int, notes: Notes) -> None:
         self.in_background = backend.in_background
-        self._backend, self._rank, self._size = backend, rank, size
+        self._backend, self._rank, self._size, self._notes = backend, rank, size, notes
         self._count = 0
 
     @property
@@ -62,12 +85,14 @@ class CheckedBackend:
     def _exchange(self, words: str, own: str = "") -> list[str]:
         """Compare ``words`` over the ranks; returns what each says of its ``own``, by rank."""
         self._count += 1
+        self._notes.write(words)
         record = f"{words}{_END}{own}".encode().ljust(_RECORD_BYTES, _END.encode())[:_RECORD_BYTES]
         records = torch.empty(self._size * _RECORD_BYTES, dtype=torch.uint8)
         try:
             self._backend._allgather_base(records, torch.frombuffer(bytearray(record), dtype=torch.uint8)).wait()
         except RuntimeError as error:
-            raise RuntimeError(f"collective {self._count}, {words}: {error}") from error
+            begun = self._notes.read()
+            raise RuntimeError(f"collective {self._count}, {words}: {error}; begun last by {begun}") from error
         said = [bytes(part.tolist()).decode().split(_END) for part in records.view(self._size, _RECORD_BYTES)]
         for rank, (theirs, *_) in enumerate(said):
             if theirs != said[0][0]:

@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from cluster.spec.config import Device
 from cluster.spec.strategy import Collectives
-from workers.parallel.checked import CheckedBackend
+from workers.parallel.checked import CheckedBackend, Notes
 from workers.parallel.collectives import Backend, CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
 from workers.parallel.moved import MovedBackend
@@ -72,9 +72,9 @@ def join_group(
     """Meet the other members of a group; every member calls this, for several groups in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
-    other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``
-    so does one that differs from a peer's. On a GPU, what the ranks exchange goes over NCCL, unless ``collectives``
-    asks for TCP; then it goes through the host.
+    other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``,
+    for which all groups of a replica have one store, so does one that differs from a peer's. On a GPU, what the ranks
+    exchange goes over NCCL, unless ``collectives`` asks for TCP; then it goes through the host.
     """
     rank, size = members.index(global_rank), len(members)
     if size == 1:
@@ -86,7 +86,8 @@ def join_group(
         backend = _meet(scope, rank, size, host, timeout, collectives, device)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
-    checked = CheckedBackend(backend, rank, size) if check else backend
+    notes = Notes(PrefixStore("begun", store), name, members, global_rank)
+    checked = CheckedBackend(backend, rank, size, notes) if check else backend
     return Communicator(name, rank, size, checked, skips_empty=not check)
 
 
