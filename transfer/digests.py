@@ -39,13 +39,16 @@ def wrong_pages(pool: memoryview, layout: PoolLayout, told: Iterable[PageDigests
     )
 
 
-def coverage_problem(told: Sequence[PageDigests], pages: Collection[int], num_bytes: int, num_ranks: int) -> str | None:
+def coverage_problem(
+    told: Sequence[PageDigests], pages: Collection[int], num_bytes: int, num_ranks: int, num_copies: int = 1
+) -> str | None:
     """Why digests do not speak for every byte of some pages, once; None if they do.
 
     Args:
         pages: those of the ticket; each decode rank has its own part of each.
-        num_bytes: of these pages on all ranks together.
+        num_bytes: of these pages on all ranks together, those that hold the same heads counted once.
         num_ranks: of the decode replica.
+        num_copies: ranks that hold the same heads, each of which is sent its part of the pages.
     """
     places = sorted(
         ((part.rank, page), offset, length) for part in told for page in part.pages for offset, length in part.spans
@@ -56,6 +59,9 @@ def coverage_problem(told: Sequence[PageDigests], pages: Collection[int], num_by
         return f"pages {sorted(unknown)} are not in the ticket"
     if strangers := {part.rank for part in told if not 0 <= part.rank < num_ranks}:
         return f"there are no ranks {sorted(strangers)}; allowed: 0 to {num_ranks - 1}"
+    # Ranks that hold the same heads are neighbours.
+    if astray := {(rank, page) for (rank, page), _, _ in places if (rank - page) % num_copies}:
+        return f"{sorted(astray)} are ranks and pages of other ranks"
     ends: dict[tuple[int, int], int] = {}
     for place, offset, length in places:
         if offset != ends.get(place, 0) or length <= 0:

@@ -29,8 +29,8 @@ def is_sender(mode: TransferMode, cp_rank: int) -> bool:
 def receivers(mode: TransferMode, coords: RankCoords, sizes: RankCoords, targets: Sequence[RankRow]) -> list[RankRow]:
     """The decode ranks that a prefill rank sends to: those with some of its heads and layers; none if it sends nothing.
 
-    Where several ranks of a side hold the same head, each decode rank gets it from one prefill rank, and copies take
-    turns: copy c of a head in decode comes from copy c modulo their number in prefill.
+    Where several ranks of a side hold the same head, each decode rank gets its pages from one prefill rank, and copies
+    take turns: what copy c of a head in decode takes comes from copy c modulo their number in prefill.
     """
     if not is_sender(mode, coords.cp):
         return []
@@ -39,10 +39,23 @@ def receivers(mode: TransferMode, coords: RankCoords, sizes: RankCoords, targets
     ]
 
 
+def takes(target: RankRow, page: int) -> bool:
+    """Whether a page is sent to this decode rank, if its heads and layers are.
+
+    Of the ranks that hold the same head each is sent its part of the pages, and has the rest from the others.
+    """
+    return page % copies_of(target) == target.coords.tp % copies_of(target)
+
+
+def copies_of(row: RankRow) -> int:
+    """Ranks of a replica that hold the same KV heads as this one, itself included."""
+    return head_copies(row.geometry.num_kv_heads, row.sizes.tp)
+
+
 def _sends_heads(coords: RankCoords, sizes: RankCoords, target: RankRow) -> bool:
     num_heads = target.geometry.num_kv_heads
-    copies, wanted_copies = head_copies(num_heads, sizes.tp), head_copies(num_heads, target.sizes.tp)
-    is_its_turn = target.coords.tp % wanted_copies % copies == coords.tp % copies
+    copies = head_copies(num_heads, sizes.tp)
+    is_its_turn = target.coords.tp % copies_of(target) % copies == coords.tp % copies
     heads = kv_heads_of(num_heads, sizes.tp, coords.tp)
     return is_its_turn and bool(layout.intersect(heads, layout.heads(target.layout)))
 

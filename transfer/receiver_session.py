@@ -96,6 +96,7 @@ class ReceiverSession:
         silence_s: float,
         settle_s: float,
         verify: Verify = Verify.COUNTS,
+        num_copies: int = 1,
     ) -> None:
         """Pages are reserved; no ticket is out.
 
@@ -106,6 +107,7 @@ class ReceiverSession:
             silence_s: longest wait between two of prefill's words, after the first one.
             settle_s: seconds in which bytes may still arrive after their sender has died.
             verify: whether every Done must bring digests.
+            num_copies: ranks that hold the same heads, each of which is sent its part of the pages.
         """
         self.ticket = ticket
         self.state = ReceiverState.RESERVED
@@ -115,7 +117,7 @@ class ReceiverSession:
         """Messages without effect, by why: foreign, duplicate, or the state they came too late for."""
         self._prefill = prefill
         self._expected = (num_pages, num_bytes)
-        self._num_ranks = num_ranks
+        self._num_ranks, self._num_copies = num_ranks, num_copies
         self._verify = verify
         self._dones: dict[int, Done] = {}
         self._silence_s = silence_s
@@ -267,7 +269,8 @@ class ReceiverSession:
 
     def _digest_problem(self, num_bytes: int) -> str | None:
         """What is wrong with the digests before a byte is read: they must speak for every byte, once."""
-        if reason := coverage_problem(self.told, self.ticket.pages[0], num_bytes, self._num_ranks):
+        pages = self.ticket.pages[0]
+        if reason := coverage_problem(self.told, pages, num_bytes, self._num_ranks, self._num_copies):
             return f"digests of {self._prefill.replica}: {reason} (transfer.verify)"
         return None
 

@@ -80,7 +80,7 @@ class SenderSession:
         prefill: Peer,
         sender_rank: int,
         page_size: int,
-        owned: range,
+        owned: Sequence[int],
         sends: bool,
     ) -> None:
         self.num_pages = pages_for(target.num_tokens, page_size)

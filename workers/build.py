@@ -14,6 +14,7 @@ from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock
 from cluster.spec.version import VERSION
 from cluster.spec.worker_spec import WorkerSpec
+from transfer.plan import copies_of
 from transfer.sender import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
@@ -88,6 +89,7 @@ def _make_decode_leader(
 ) -> Leader:
     config, own = spec.config, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
+    num_copies = copies_of(own[0])
     limits = StepLimits(
         rank.layout.page_size,
         config.decode.chunk_tokens,
@@ -100,7 +102,8 @@ def _make_decode_leader(
         dp_rank=dp_rank,
         geometry=rank.geometry,
         layout=rank.layout,
-        page_bytes=sum(row.layout.page_bytes for row in own),
+        page_bytes=sum(row.layout.page_bytes for row in own) // num_copies,
+        num_copies=num_copies,
         transfer_timeout_s=config.transfer.transfer_timeout_s,
         quarantine_limit=config.transfer.quarantine_limit,
         rank_addresses=tuple(row.address for row in rows),

@@ -14,7 +14,7 @@ from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, SendReport, 
 from cluster.spec.timeline import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
-from transfer.plan import PagePair, local_page, make_spans, owned_pages, receivers
+from transfer.plan import PagePair, local_page, make_spans, owned_pages, receivers, takes
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession
 from workers.post import Post, send_if_heard
@@ -22,6 +22,8 @@ from workers.timeline import KV_SENDER, Recorder
 
 Transfer = tuple[Room, int]
 """Room and generation."""
+_Part = tuple[RankRow, list[PagePair]]
+"""A decode rank, and the pages that it is sent."""
 
 
 class Known(Protocol):
@@ -141,23 +143,24 @@ class KvSender:
         if transfer not in self._sessions:
             self._forget_older(admit.target)
             row = self._row
-            sends = bool(self._receivers(admit.target))
+            targets = self._receivers(admit.target)
             self._sessions[transfer] = SenderSession(
                 room=admit.room,
                 target=admit.target,
                 prefill=self._prefill,
                 sender_rank=row.global_rank,
                 page_size=row.layout.page_size,
-                owned=self._owned_pages(admit.owner_base, admit.target) if sends else range(0),
-                sends=sends,
+                owned=self._owned_pages(admit.owner_base, admit.target, targets),
+                sends=bool(targets),
             )
         return self._sessions[transfer]
 
     def _receivers(self, target: Target) -> list[RankRow]:
         return receivers(self._config.mode, self._row.coords, self._row.sizes, target.rows)
 
-    def _owned_pages(self, base: int, target: Target) -> range:
-        return owned_pages(
+    def _owned_pages(self, base: int, target: Target, targets: Sequence[RankRow]) -> list[int]:
+        """By position in the request."""
+        owned = owned_pages(
             self._config.page_filter,
             self._config.mode,
             num_pages=pages_for(target.num_tokens, self._row.layout.page_size),
@@ -166,6 +169,8 @@ class KvSender:
             base=base,
             first=target.held_pages,
         )
+        pages = target.pages
+        return [at for at in owned if any(takes(row, pages[at - target.held_pages]) for row in targets)]
 
     def _forget_older(self, target: Target) -> None:
         """Let go of the memory of a decode replica's earlier start."""
@@ -182,26 +187,31 @@ class KvSender:
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
         """The spans to every decode rank that gets some of the heads and layers we hold from us."""
         local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
-        targets = self._receivers(session.target)
+        parts = [
+            (target, [pair for pair in local_pairs if takes(target, pair[1])])
+            for target in self._receivers(session.target)
+        ]
         return SendJob(
             room=session.room,
             generation=session.target.generation,
             writes=[
-                Write(target.endpoint, make_spans(self._row.layout, target.layout, local_pairs)) for target in targets
+                Write(target.endpoint, make_spans(self._row.layout, target.layout, part)) for target, part in parts
             ],
             num_pages=len(pairs),
-            digest=partial(self._make_ready, targets, local_pairs, self._staging.mark() if self._staging else None),
+            digest=partial(self._make_ready, parts, [page for page, _ in local_pairs], self._mark()),
         )
 
-    def _make_ready(
-        self, targets: Sequence[RankRow], local_pairs: Sequence[PagePair], written: Any
-    ) -> list[PageDigests]:
+    def _mark(self) -> Any:
+        """The moment in which what was computed so far is in the pages, where that is not now."""
+        return self._staging.mark() if self._staging is not None else None
+
+    def _make_ready(self, parts: Sequence[_Part], pages: Sequence[int], written: Any) -> list[PageDigests]:
         """On the sender thread, before it writes."""
         if self._staging is not None:
-            self._staging.put_out([page for page, _ in local_pairs], written)
+            self._staging.put_out(pages, written)
         if self._config.verify is Verify.COUNTS:
             return []
-        return [digest_pages(self._pool, self._row.layout, target, local_pairs) for target in targets]
+        return [digest_pages(self._pool, self._row.layout, target, part) for target, part in parts]
 
     def _on_outcome(self, outcome: Outcome) -> None:
         with self._lock:

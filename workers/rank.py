@@ -16,6 +16,7 @@ from cluster.spec.pool import GIB, num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.registry import choose_backend
+from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
@@ -29,7 +30,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
 from workers.pool_memory import pool_memory_gib
-from workers.rank_groups import RankGroups, join_expert_groups, join_groups
+from workers.rank_groups import RankGroups, join_expert_groups, join_groups, join_head_copies
 from workers.row_kernels import use_native_rows
 from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
@@ -84,6 +85,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     try:
         if model_config.moe is not None:
             groups = join_expert_groups(groups, spec, store)
+        groups = join_head_copies(groups, spec, store, model_config.num_kv_heads)
         return _load(spec, folder, model_config, groups, store)
     except BaseException:
         # Peers that wait for this rank while they warm up end now, instead of after the timeout.
@@ -124,6 +126,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         pipeline=groups.pipeline,
         host_pages=host_pages,
         staging=staging,
+        head_copies=HeadCopies(pool, groups.head_copies),
     )
     runner.warm_up()
     is_alone = spec.sizes.pp == spec.sizes.dp == 1

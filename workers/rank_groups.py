@@ -1,16 +1,18 @@
 """The groups of ranks that one rank is in, joined in one order by all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from cluster.spec.ranks import GroupName, stage_links
+from cluster.spec.lifecycle import Role
+from cluster.spec.ranks import GroupName, head_copies, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
-from workers.traffic import STAGES, Traffic
+from workers.traffic import HEAD_COPIES, STAGES, Traffic
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
@@ -26,18 +28,24 @@ class RankGroups:
     cp: Communicator
     model: ModelGroups
     pipeline: Pipeline
+    head_copies: Communicator = field(default_factory=partial(Communicator, HEAD_COPIES))
+    """Decode ranks with the same KV heads."""
+
+    @property
+    def all(self) -> tuple[Communicator, ...]:
+        """Each once."""
+        return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
 
     def received(self) -> Traffic:
         """Bytes that this rank has taken from others, by group."""
-        named = [(group.name.partition("/")[0], group) for group in (self.cp, *self.model.all, *self.pipeline.links)]
         total = Traffic()
-        for name, group in named:
-            total[name] += group.received_bytes
+        for group in self.all:
+            total[group.name.partition("/")[0]] += group.received_bytes
         return total
 
     def leave(self) -> None:
         """Leave all; peers that wait for this rank fail."""
-        for group in (self.cp, *self.model.all, *self.pipeline.links):
+        for group in self.all:
             group.destroy()
 
 
@@ -68,6 +76,15 @@ def join_expert_groups(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore
     shards = _join(spec, store, GroupName.MOE_SHARDS)
     block = model.tp if shards.size == 1 else _join(spec, store, GroupName.MOE_BLOCK)
     return replace(groups, model=replace(model, moe_shards=shards, moe_block=block))
+
+
+def join_head_copies(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_kv_heads: int) -> RankGroups:
+    """The same with the ranks that hold the same heads, where they are sent KV."""
+    num = head_copies(num_kv_heads, spec.sizes.tp)
+    if spec.role is not Role.DECODE or num == 1:
+        return groups
+    first = spec.global_rank - spec.coords.tp % num
+    return replace(groups, head_copies=_join_members(spec, store, HEAD_COPIES, range(first, first + num)))
 
 
 def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:

@@ -1,51 +1,31 @@
-"""`baton bench layouts`: bytes that ranks take from each other for one prompt, beside what formulas say. No torch.
-
-Formulas are those of all-gather, all-reduce and reduce-scatter over N ranks, each of which receives phi = (N-1)/N of
-the whole. In the last layer only sampled tokens have queries, so that only K and V travel there.
-"""
+"""`baton bench layouts`: bytes that ranks take from each other for one request, beside what formulas say. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cluster.bench.layout_formulas import PAGE_SIZE, Layout, Moved, decode_bytes, prefill_bytes
 from cluster.bench.random_checkpoint import write_checkpoint
 from cluster.spec.config import DeployConfig, ParallelConfig
-from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import Role
-from cluster.spec.ranks import GroupName, kv_heads_of
+from cluster.spec.registry import TransferMode
 from cluster.spec.sampling import Stopping
-from cluster.spec.strategy import CpMode, MoeDispatch, Strategy
+from cluster.spec.strategy import CpMode, MoeDispatch, PassingSetting, Strategy
 from workers.local import LocalCluster, Prompt
 from workers.models.config import ModelConfig
-from workers.traffic import HANDOFF, STAGES, Traffic
+from workers.traffic import Traffic
 
-PAGE_SIZE = 16
-ITEMSIZE = 4
-ROUTE_BYTES = 8
-"""Number and weight of one chosen expert of one token."""
 _POOLS = {"page_size": PAGE_SIZE, "memory_gib": 0.05}
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """One way to cut prefill and decode."""
-
-    name: str
-    prefill: ParallelConfig
-    decode: ParallelConfig = field(default_factory=ParallelConfig)
-    mode: CpMode = CpMode.GATHER
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether it takes a model with experts."""
-        return self.prefill.ep > 1
-
+_NUM_STEPS = 8
+"""Of decode, behind the prompt."""
 
 LAYOUTS = (
     Layout("cp=2", ParallelConfig(cp=2)),
-    Layout("cp=2 ring", ParallelConfig(cp=2), mode=CpMode.RING),
+    Layout("cp=2 rank0", ParallelConfig(cp=2), sends=TransferMode.RANK0),
+    Layout("cp=2 pass-KV", ParallelConfig(cp=2), mode=CpMode.RING, passing=PassingSetting.PASS_KV),
+    Layout("cp=2 pass-Q", ParallelConfig(cp=2), mode=CpMode.RING, passing=PassingSetting.PASS_Q),
     Layout("cp=3", ParallelConfig(cp=3)),
     Layout("tp=2 to tp=1", ParallelConfig(tp=2)),
     Layout("tp=1 to tp=2", ParallelConfig(), ParallelConfig(tp=2)),
@@ -54,23 +34,27 @@ LAYOUTS = (
     Layout("cp=2 pp=2 to pp=2", ParallelConfig(cp=2, pp=2), ParallelConfig(pp=2)),
     Layout("dp=2 to dp=2", ParallelConfig(dp=2), ParallelConfig(dp=2)),
     Layout("cp=2 ep=2", ParallelConfig(cp=2, ep=2)),
-    Layout("tp=4", ParallelConfig(tp=4)),
+    Layout("tp=4 to dp=2 tp=2", ParallelConfig(tp=4), ParallelConfig(dp=2, tp=2)),
     Layout("tp=1 to tp=8", ParallelConfig(), ParallelConfig(tp=8)),
+    Layout("tp=8 to tp=8", ParallelConfig(tp=8), ParallelConfig(tp=8)),
     Layout("dp=2 tp=2", ParallelConfig(dp=2, tp=2)),
     Layout("cp=2 tp=2 ep=2", ParallelConfig(cp=2, tp=2, ep=2)),
+    Layout("cp=2 ep=2 sent", ParallelConfig(cp=2, ep=2), dispatch=MoeDispatch.ALL_TO_ALL),
+    Layout("cp=2 tp=2 ep=2 sent", ParallelConfig(cp=2, tp=2, ep=2), dispatch=MoeDispatch.ALL_TO_ALL),
     Layout("cp=2 tp=2 ep=2 moe_dp=2", ParallelConfig(cp=2, tp=2, ep=2, moe_dp=2)),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutBytes:
-    """What one kind of traffic of one layout moved, over all ranks."""
+    """What one kind of traffic of one layout moved, over all ranks of one side."""
 
     layout: str
+    side: Role
     traffic: str
-    """A group of ranks, ``stages`` or ``handoff``."""
+    """A group of ranks, ``stages``, ``handoff`` or ``head_copies``."""
     layers: int
-    """Layers that the bytes are of; 1 where they are of the whole prompt."""
+    """Layers that the bytes are of; 1 where they are not of layers."""
     measured_bytes: int
     expected_bytes: int
 
@@ -81,7 +65,7 @@ class LayoutBytes:
 
 
 def run_layouts(prompt_len: int, layouts: tuple[Layout, ...] = LAYOUTS) -> Iterator[LayoutBytes]:
-    """Compute one prompt in every layout, in plain processes of this machine."""
+    """Answer one request in every layout, in plain processes of this machine."""
     cluster = LocalCluster()
     try:
         with TemporaryDirectory() as root:
@@ -95,24 +79,43 @@ def run_layouts(prompt_len: int, layouts: tuple[Layout, ...] = LAYOUTS) -> Itera
 
 
 def _run(cluster: LocalCluster, layout: Layout, folder: Path, prompt_len: int) -> Iterator[LayoutBytes]:
-    config = _config(layout, folder, prompt_len)
-    cluster.load(config, folder)
-    before = _totals(cluster)
-    with cluster.running():
-        cluster.generate([Prompt([1 + i % 50 for i in range(prompt_len)], Stopping(max_tokens=1))])
-    moved = _totals(cluster)
-    moved.subtract(before)
+    cluster.load(_config(layout, folder, prompt_len), folder)
+    prompt = [1 + i % 50 for i in range(prompt_len)]
+    cached = Prompt(prompt[: layout.cached_len(prompt_len)], Stopping(max_tokens=1))
+    prompts = [cached] if cached.token_ids else []
+    # Every run begins with empty caches, so that what is cached is computed again.
+    moved_before = _moved(cluster, prompts)
+    moved = _moved(cluster, [*prompts, Prompt(prompt, Stopping(max_tokens=1 + _NUM_STEPS))])
     model = ModelConfig.from_folder(folder)
-    formulas = _expected(layout, model, prompt_len)
-    unexpected = {traffic: (1, 0) for traffic, num_bytes in moved.items() if num_bytes and traffic not in formulas}
-    for traffic, (layers, expected) in {**formulas, **unexpected}.items():
-        yield LayoutBytes(
-            layout=layout.name,
-            traffic=traffic,
-            layers=layers,
-            measured_bytes=moved[traffic],
-            expected_bytes=expected,
-        )
+    formulas = {
+        Role.PREFILL: prefill_bytes(layout, model, prompt_len),
+        Role.DECODE: decode_bytes(layout, model, prompt_len, _NUM_STEPS),
+    }
+    for side, expected in formulas.items():
+        of_side = moved[side]
+        of_side.subtract(moved_before[side])
+        unexpected = {traffic: Moved(1, 0) for traffic, num in of_side.items() if num and traffic not in expected}
+        for traffic, (layers, num_bytes) in {**expected, **unexpected}.items():
+            yield LayoutBytes(
+                layout=layout.name,
+                side=side,
+                traffic=traffic,
+                layers=layers,
+                measured_bytes=of_side[traffic],
+                expected_bytes=num_bytes,
+            )
+
+
+def _moved(cluster: LocalCluster, prompts: list[Prompt]) -> dict[Role, Traffic]:
+    """What is moved while prompts are answered one after another."""
+    before = {side: _totals(cluster, side) for side in Role}
+    with cluster.running():
+        for prompt in prompts:
+            cluster.generate([prompt])
+    after = {side: _totals(cluster, side) for side in Role}
+    for side in Role:
+        after[side].subtract(before[side])
+    return after
 
 
 def _config(layout: Layout, folder: Path, prompt_len: int) -> DeployConfig:
@@ -124,52 +127,18 @@ def _config(layout: Layout, folder: Path, prompt_len: int) -> DeployConfig:
                 "parallel": layout.prefill,
                 "mode": layout.mode,
                 "strategy": Strategy.ZIGZAG,
-                "passing": "pass_kv" if layout.mode is CpMode.RING else "auto",
+                "passing": layout.passing,
                 "chunk_tokens": prompt_len,
-                "moe_dispatch": MoeDispatch.GATHER,
+                "moe_dispatch": layout.dispatch,
             },
-            "decode": {"parallel": layout.decode},
+            "decode": {"parallel": layout.decode, "moe_dispatch": layout.dispatch},
+            "transfer": {"mode": layout.sends},
         }
     )
 
 
-def _totals(cluster: LocalCluster) -> Traffic:
+def _totals(cluster: LocalCluster, side: Role) -> Traffic:
     total = Traffic()
-    for traffic in cluster.ask(Role.PREFILL, "traffic"):
+    for traffic in cluster.ask(side, "traffic"):
         total.update(traffic)
     return total
-
-
-def _expected(layout: Layout, model: ModelConfig, prompt_len: int) -> dict[str, tuple[int, int]]:
-    """By traffic: the layers it is of, and bytes over all ranks."""
-    sizes, others = layout.prefill, model.num_layers - 1
-    hidden_bytes = prompt_len * model.hidden_size * ITEMSIZE
-    heads = len(kv_heads_of(model.num_kv_heads, sizes.tp, 0))
-    kv_bytes = prompt_len * 2 * heads * model.head_dim * ITEMSIZE
-    expected = {}
-    if sizes.cp > 1:
-        expected[GroupName.ATTN_CP.value] = (model.num_layers, model.num_layers * sizes.tp * (sizes.cp - 1) * kv_bytes)
-    if sizes.tp > 1:
-        # Two sums a layer, and that of the embedding.
-        expected[GroupName.ATTN_TP.value] = (others, (2 * others + 1) * 2 * (sizes.tp - 1) * hidden_bytes)
-    if sizes.dp > 1:
-        # The prompt is on one DP rank: its tokens go to all others, and their terms of the MLP come home.
-        expected[GroupName.ATTN_DP.value] = (others, others * 2 * sizes.tp * (sizes.dp - 1) * hidden_bytes)
-    if sizes.pp > 1:
-        expected[STAGES] = (1, (sizes.pp - 1) * sizes.tp * hidden_bytes)
-    shards = sizes.dp * sizes.cp // sizes.moe_dp
-    if model.moe is not None and shards > 1:
-        routed_bytes = hidden_bytes + prompt_len * model.moe.num_chosen * ROUTE_BYTES
-        expected[GroupName.MOE_SHARDS.value] = (
-            others,
-            others * sizes.tp * (shards - 1) * (routed_bytes + hidden_bytes),
-        )
-    expected[HANDOFF] = (1, _handoff_bytes(model, layout, prompt_len))
-    return expected
-
-
-def _handoff_bytes(model: ModelConfig, layout: Layout, prompt_len: int) -> int:
-    """Each KV head once for every decode rank that holds it, which is several where tp > KV heads: whole pages."""
-    copies = max(1, layout.decode.tp // model.num_kv_heads)
-    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEMSIZE
-    return copies * token_bytes * pages_for(prompt_len, PAGE_SIZE) * PAGE_SIZE

@@ -19,7 +19,8 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+"""Of which any token's are on both of two EP ranks, whatever the weights are."""
 
 
 def write_checkpoint(folder: Path, *, has_experts: bool) -> None:

@@ -87,7 +87,8 @@ class LeaderProcess(RankProcess):
             return
         self._step = None
         sampled = self.device.end(plan)
-        self.leader.commit(plan, sampled, self.around.now_s())
+        if plan.rows:
+            self.leader.commit(plan, sampled, self.around.now_s())
         self._close_turn()
         self.after(0.0, self._turn)
 

@@ -80,7 +80,8 @@ class StepPlan(Tagged, frozen=True):
     loads: list[HostCopy] = []
     """Copies from slots to pages, after those."""
     arrived: list[int] = []
-    """Pages that prefill has written since the last plan; on a GPU they come in before anything else."""
+    """Pages that prefill has written since the last plan. Before anything else they come to where they are read: on a
+    GPU, and to all ranks that hold the same heads."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
     passing: Passing | None = None

@@ -286,7 +286,8 @@ class World:
         if role is Role.PREFILL:
             for rank in range(self.cp):
                 self._send_finished(rank, plan)
-        leader.commit(plan, sampled, self.now_s)
+        if plan.rows:
+            leader.commit(plan, sampled, self.now_s)
         self._post(address)
 
     def _send_cached(self, rank: int, plan: StepPlan) -> None:

@@ -14,6 +14,7 @@ from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
+from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
@@ -51,12 +52,14 @@ class ModelRunner:
         pipeline: Pipeline | None = None,
         host_pages: HostPages | None = None,
         staging: Staging | None = None,
+        head_copies: HeadCopies | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one.
 
         Without ``host_pages`` no plan may ask for copies; without ``staging`` pages arrive in the pool itself.
         """
         self._staging = staging
+        self._head_copies = head_copies
         self._graphs: DecodeGraphs | None = None
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
@@ -141,13 +144,16 @@ class ModelRunner:
         self._take_notice(plan)
         if self._staging is not None:
             self._staging.take_in(plan.arrived)
+        if self._head_copies is not None:
+            self._head_copies.spread(plan.arrived)
         if self._host_pages is not None:
             self._host_pages.begin(plan.saves, plan.loads)
             self._host_pages.wait_for(self.requests[row.room].table.all.tolist() for row in plan.rows)
             if not any(row.samples for row in plan.rows):
                 self._host_pages.finish()
+        has_tokens = bool(plan.rows) or any(plan.shard_lens)
         with torch.inference_mode():
-            drawn = self._forward(plan)
+            drawn = self._forward(plan) if has_tokens else Drawn()
         return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn)
 
     def _take_notice(self, plan: StepPlan) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.parallel.peer_flags import Flag, PeerFlags
+from workers.traffic import WHOLE_SUM_BYTES
 
 Bytes = NDArray[np.uint8]
 
@@ -24,11 +25,6 @@ PIECE_BYTES = 64 << 20
 """Largest part of a rank moved at once; larger ones go in several pieces. A power of two."""
 _SLOTS = 2
 """Pieces of a rank that exist at once: one is filled while peers still read the one before."""
-_WHOLE_SUM_BYTES = 128 << 10
-"""Up to here every rank adds up all of a sum for itself; beyond, bytes read cost more than waiting a second time.
-
-`python -m tests.bench.sum_sizes` finds it, on two cores for two ranks as for four.
-"""
 _MAX_PIECES = 1 << 20
 """Of one call; a piece's number is call * _MAX_PIECES + its place in the call."""
 
@@ -65,7 +61,7 @@ class SharedMemoryBackend:
         pids: Sequence[int],
         timeout_s: float,
         piece_bytes: int = PIECE_BYTES,
-        whole_sum_bytes: int = _WHOLE_SUM_BYTES,
+        whole_sum_bytes: int = WHOLE_SUM_BYTES,
     ) -> None:
         """Map ``descriptor``, a file of ``num_bytes`` zeros, and own it from now on; ``pids`` are by rank."""
         self.received_bytes = 0

@@ -24,6 +24,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
+from workers.context_parallel.shard_lens import idle_plan
 from workers.hicache.tiers import Tiers
 from workers.scheduler.decode_answers import NOT_CACHED, Told, newest_output, told_of
 from workers.scheduler.decode_queue import DecodeQueue
@@ -95,17 +96,25 @@ class DecodeLeader(LeaderCore):
 
     def has_work(self) -> bool:
         """Whether there is a step to compute now."""
-        return self._steps.has_work()
+        return self._steps.has_work() or bool(self._arrived)
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, or None."""
+        """The next step, or None; one without rows where there is nothing but pages that have arrived."""
         plan = self._steps.next_plan()
         if plan is not None:
             self._newest_step = plan.step
-            plan = msgspec.structs.replace(plan, arrived=self._arrived)
-            self._arrived = []
+        elif self._arrived:
+            plan = idle_plan()
         self.follow_cache()
-        return plan
+        if plan is None:
+            return None
+        arrived, self._arrived = self._arrived, []
+        return msgspec.structs.replace(plan, arrived=arrived)
+
+    def follow_cache(self) -> None:
+        """As any leader, but for pages that have arrived and that a rank may yet have to get from another one."""
+        if not self._arrived:
+            super().follow_cache()
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
         """Stream the new tokens; end the requests that have their last one."""
@@ -358,16 +367,11 @@ class DecodeLeader(LeaderCore):
 
     def _watch_quarantine(self) -> None:
         """With too much in quarantine, take nothing until less is; begin anew when nothing else can get on."""
-        requests, num_pages = self._quarantined(), self._allocator.num_pages
-        limit = self._settings.quarantine_limit
+        requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]
-        if not requests or not all_wait(others, self._steps):
-            return
-        if self._is_quarantined:
-            self.must_end = describe(requests, num_pages, f"more than {limit:g} of them (transfer.quarantine_limit)")
-        elif others:
-            self.must_end = describe(requests, num_pages, "which a request waits for")
+        if requests and all_wait(others, self._steps) and (self._is_quarantined or others):
+            self.must_end = describe(requests, num_pages, limit)
 
     def _refuse(self, request: DecodeRequest, reason: str, *, retryable: bool, blame: Blame = Blame.SENDER) -> None:
         """Fail a request that holds nothing yet."""

@@ -51,7 +51,9 @@ class DecodeSettings:
     geometry: KvGeometry
     layout: PoolLayout
     page_bytes: int
-    """Of one page over all ranks that hold a part of it."""
+    """Of one page over all ranks that hold a part of it, those that hold the same heads counted once."""
+    num_copies: int = 1
+    """Ranks that hold the same heads."""
     transfer_timeout_s: float
     quarantine_limit: float
     """Part of the pool in quarantine beyond which this replica must end."""
@@ -161,4 +163,5 @@ def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: 
         silence_s=settings.transfer_timeout_s,
         settle_s=settings.settle_s,
         verify=settings.verify,
+        num_copies=settings.num_copies,
     )

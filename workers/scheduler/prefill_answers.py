@@ -5,7 +5,7 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Target
 from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
-from transfer.plan import receivers
+from transfer.plan import receivers, takes
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
 from workers.scheduler.sequence import Sequence
 
@@ -15,13 +15,15 @@ def result_of(
 ) -> Result:
     """The first token, and what all senders together will have written."""
     assert request.ticket is not None
-    row, num_pages = settings.row, len(target.pages)
+    row = settings.row
     coords = [coords_of(rank, row.sizes) for rank in range(world_size(row.sizes))]
-    senders = [
-        rank
+    receivers_of = {
+        rank: targets
         for rank, at in enumerate(coords)
-        if at.dp == row.coords.dp and receivers(row.transfer_mode, at, row.sizes, target.rows)
-    ]
+        if at.dp == row.coords.dp and (targets := receivers(row.transfer_mode, at, row.sizes, target.rows))
+    }
+    # CP ranks that hold the same heads and layers divide the pages.
+    parts = {(coords[rank].tp, coords[rank].pp): targets for rank, targets in receivers_of.items()}
     return Result(
         room=request.submit.room,
         generation=request.ticket.generation,
@@ -34,9 +36,11 @@ def result_of(
         cached=sequence.cached,
         bootstrap_s=request.scheduled_s - request.arrived_s,
         prefill_s=now_s - request.scheduled_s,
-        senders=senders,
-        num_pages=num_pages * len({(coords[rank].tp, coords[rank].pp) for rank in senders}),
-        num_bytes=num_pages * sum(decode.layout.page_bytes for decode in target.rows),
+        senders=list(receivers_of),
+        num_pages=sum(any(takes(decode, page) for decode in part) for part in parts.values() for page in target.pages),
+        num_bytes=sum(
+            decode.layout.page_bytes for decode in target.rows for page in target.pages if takes(decode, page)
+        ),
     )
 
 

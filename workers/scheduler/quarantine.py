@@ -25,8 +25,10 @@ def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
     return all(request.state in waiting for request in requests) and not steps.has_work()
 
 
-def describe(requests: Sequence[DecodeRequest], num_pages: int, reason: str) -> str:
-    """Why a replica with a pool of ``num_pages`` ends because of them; reason: why they are too many."""
+def describe(requests: Sequence[DecodeRequest], num_pages: int, limit: float) -> str:
+    """Why a replica with a pool of ``num_pages`` ends because of them: beyond the limit, or in somebody's way."""
+    is_beyond = count_pages(requests) > limit * num_pages
+    reason = f"more than {limit:g} of them (transfer.quarantine_limit)" if is_beyond else "which a request waits for"
     names = ", ".join(sorted({request.session.prefill.replica for request in requests if request.session}))
     return (
         f"{count_pages(requests)} of {num_pages} pages are in quarantine, {reason}: "

@@ -113,7 +113,7 @@ class ReplicaLeader:
         """The next step, by DP rank; empty if there is nothing to compute. A rank with nothing to do takes part."""
         plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
         for under_way, plan in zip(self._under_way, plans, strict=False):
-            if plan is not None:
+            if plan is not None and plan.rows:
                 under_way.append(plan)
         if not any(plans):
             return []

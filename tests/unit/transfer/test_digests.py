@@ -13,7 +13,7 @@ from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.rows import LAYOUT, make_row
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
 from transfer.digests import coverage_problem, digest_pages, wrong_pages
-from transfer.plan import make_spans, receivers
+from transfer.plan import copies_of, make_spans, receivers, takes
 
 POOL = replace(LAYOUT, num_pages=NUM_PAGES)
 ONE_RANK = RankCoords(dp=1, cp=1, tp=1, pp=1)
@@ -30,8 +30,12 @@ def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDiges
     for mine in pair.prefill:
         pool = rng.randbytes(mine.layout.pool_bytes)
         targets = receivers(mine.transfer_mode, mine.coords, mine.sizes, pair.decode)
-        owned = [(pair.page(mine, position), PAGES[position]) for position in pair.owned(mine)] if targets else []
         for target in targets:
+            owned = [
+                (pair.page(mine, position), PAGES[position])
+                for position in pair.owned(mine)
+                if takes(target, PAGES[position])
+            ]
             told.append(digest_pages(memoryview(pool), mine.layout, target, owned))
             for source, at, length in make_spans(mine.layout, target.layout, owned):
                 pools[target.global_rank][at : at + length] = pool[source : source + length]
@@ -51,15 +55,30 @@ def wrong(pair: Pair, pools: dict[int, bytearray], told: list[PageDigests]) -> d
 @given(pairs(), st.integers(0, 2**32), st.data())
 def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: int, data: st.DataObject) -> None:
     pools, told = handoff(pair, seed)
-    num_bytes = NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode)
-    assert coverage_problem(told, PAGES, num_bytes, max(row.global_rank for row in pair.decode) + 1) is None
+    num_copies = copies_of(pair.decode[0])
+    num_bytes = NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode) // num_copies
+    num_ranks = max(row.global_rank for row in pair.decode) + 1
+    assert coverage_problem(told, PAGES, num_bytes, num_ranks, num_copies) is None
     assert wrong(pair, pools, told) == {}
     row = data.draw(st.sampled_from(pair.decode))
     rank, page_bytes = row.global_rank, row.layout.page_bytes
     place = data.draw(st.integers(0, len(pools[rank]) - 1))
     pools[rank][place] ^= 1 << data.draw(st.integers(0, 7))
     page = place // page_bytes
-    assert wrong(pair, pools, told) == ({rank: [page]} if page < NUM_PAGES else {})
+    assert wrong(pair, pools, told) == ({rank: [page]} if page in PAGES and takes(row, page) else {})
+
+
+def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray() -> None:
+    sizes = RankCoords(dp=1, cp=1, tp=2, pp=1)
+    pair = Pair(SIMPLE.prefill, [make_row("decode-0", rank, sizes, layout=POOL) for rank in range(2)], 0)
+    _, told = handoff(pair, seed=1)
+    num_bytes = NUM_PAGES * pair.decode[0].layout.page_bytes
+    assert coverage_problem(told, PAGES, num_bytes, 2, 2) is None
+    swapped = [replace(part, rank=1 - part.rank) for part in told]
+    problem = coverage_problem(swapped, PAGES, num_bytes, 2, 2)
+    assert problem == f"{[(rank, page) for rank in (0, 1) for page in range(1 - rank, NUM_PAGES, 2)]} " + (
+        "are ranks and pages of other ranks"
+    )
 
 
 def test_pages_that_changed_places_are_wrong() -> None:

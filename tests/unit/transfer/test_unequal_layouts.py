@@ -1,4 +1,4 @@
-"""Handoffs between any two ways to cut a model: every byte of every decode pool is written once, in a few spans."""
+"""Handoffs between any two ways to cut a model: one copy of the KV is written, each byte once, in a few spans."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
 from tests.fakes.rows import make_row
 from transfer.layout import layers
-from transfer.plan import local_page, make_spans, owned_pages, receivers
+from transfer.plan import copies_of, local_page, make_spans, owned_pages, receivers, takes
 
 PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 3, 6
 
@@ -115,8 +115,12 @@ def check_handoff(pair: Pair) -> None:
         held = pair.owned(row) if row.num_owners > 1 else range(NUM_PAGES)
         source = _filled(row, {position: pair.page(row, position) for position in held}).view(np.uint8).ravel()
         targets = receivers(row.transfer_mode, row.coords, row.sizes, pair.decode)
-        page_pairs = [(pair.page(row, position), places[position]) for position in pair.owned(row)] if targets else []
         for target in targets:
+            page_pairs = [
+                (pair.page(row, position), places[position])
+                for position in pair.owned(row)
+                if takes(target, places[position])
+            ]
             spans = make_spans(row.layout, target.layout, page_pairs)
             shared = min(row.layout.num_heads, target.layout.num_heads)
             assert len(spans) <= len(page_pairs) * shared, "never more than one span a page and head"
@@ -128,8 +132,9 @@ def check_handoff(pair: Pair) -> None:
                 num_written += span.num_bytes
     for row in pair.decode:
         found = pools[row.global_rank]
-        np.testing.assert_array_equal(found.view(np.int32).reshape(row.layout.num_pages + 1, -1), _filled(row, places))
-    assert num_written == NUM_PAGES * sum(row.layout.page_bytes for row in pair.decode), "something was sent twice"
+        sent = {position: page for position, page in places.items() if takes(row, page)}
+        np.testing.assert_array_equal(found.view(np.int32).reshape(row.layout.num_pages + 1, -1), _filled(row, sent))
+    assert num_written == NUM_PAGES * pair.decode[0].geometry.bytes_per_token * PAGE_SIZE, "not one copy of the KV"
 
 
 @settings(deadline=None, max_examples=1500)
@@ -143,6 +148,16 @@ def test_every_decode_rank_gets_its_part_once(pair: Pair) -> None:
 @given(pairs())
 def test_every_decode_rank_gets_its_part_once_in_thousands_of_layouts(pair: Pair) -> None:
     check_handoff(pair)
+
+
+@settings(deadline=None, max_examples=200)
+@given(pairs())
+def test_ranks_with_the_same_heads_are_sent_every_page_between_them(pair: Pair) -> None:
+    for row in pair.decode:
+        same = [other for other in pair.decode if other.layout == row.layout]
+        assert len(same) == copies_of(row), "copies are those that hold the same heads and layers"
+        for page in range(row.layout.num_pages):
+            assert sum(takes(other, page) for other in same) == 1
 
 
 @settings(deadline=None, max_examples=200)
