@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import PageNews
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 from cluster.spec.transfer_messages import Drained
 from tests.fakes.handoff import World
@@ -263,3 +265,20 @@ def test_what_changed_on_its_way_is_never_answered(
     failed = [client for client in world.clients.values() if client.failure is not None and not client.cancelled]
     assert sum(load.wrong_pages for load in loads) >= len(failed)
     assert all(leader.is_idle() for leader in world.leaders.values())
+
+
+def test_pages_come_to_where_they_are_read_before_anybody_hears_of_them() -> None:
+    """Also those of a request that its first token ends, for which there is nothing to compute."""
+    world = quiet_world()
+    world.follow_pages(world.decode_peer)
+    world.submit(PROMPT, 1)
+    decode, leader = world.ranks[Role.DECODE], world.leaders["decode/0"]
+    while world.act():
+        leader.tick(world.now_s)
+        said = [message for _, message in leader.outgoing if isinstance(message, PageNews)]
+        if any(news.stored for news in [*world.page_news, *said]):
+            assert decode.received
+            assert all(decode.read(page) == tokens for page, tokens in decode.received.items())
+    world.run()
+    assert any(news.stored for news in world.page_news)
+    check(world, 40)
