@@ -134,11 +134,11 @@ def covering(layouts: list[ParallelConfig]) -> list[Cut]:
     return covering_pairs(cuts_of(sorted(layouts, key=num_ranks)), lambda cut: cut.traits)
 
 
-WIDE_DECODES = [layout for layout in WIDE if layout.cp == 1 and num_ranks(layout) <= 4]
+WIDE_DECODES = [layout for layout in WIDE if layout.cp == 1]
 SOME = cases_of(covering(legal_layouts(4)), covering(legal_layouts(4, is_decode=True)))
 ALL = [
     case._replace(collectives=collectives)
-    for case in cases_of(cuts_of(legal_layouts(8) + WIDE), cuts_of(legal_layouts(4, is_decode=True) + WIDE_DECODES))
+    for case in cases_of(cuts_of(legal_layouts(8) + WIDE), cuts_of(legal_layouts(8, is_decode=True) + WIDE_DECODES))
     for collectives in Collectives
 ]
 """Each over shared memory and over TCP."""
