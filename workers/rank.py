@@ -28,7 +28,7 @@ from workers.hicache.storage.weights import weights_digest
 from workers.measured_rates import measured_rates
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore
+from workers.parallel.groups import ReplicaStore, leave_store
 from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_expert_groups, join_groups, join_head_copies
 from workers.row_kernels import use_native_rows
@@ -90,6 +90,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     except BaseException:
         # Peers that wait for this rank while they warm up end now, instead of after the timeout.
         groups.leave()
+        leave_store(store, spec.global_rank)
         raise
 
 

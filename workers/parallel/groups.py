@@ -1,7 +1,9 @@
 """How the workers of a replica find each other: a key-value store, and one communicator for each group of ranks."""
 
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -18,6 +20,10 @@ from workers.parallel.same_host import meet_on_one_host
 
 ReplicaStore = TCPStore
 """Where the ranks of one replica leave each other notes until their groups stand."""
+
+
+_LEFT = "left"
+_LOOK_EVERY_S = 0.01
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -48,13 +54,31 @@ def told_by_all(store: Store, name: str, global_rank: int, world_size: int, word
     """Everybody's word, by global rank; every rank of the replica calls this. ``name`` is unique in the store.
 
     Raises:
-        CollectiveError: a rank says nothing within the store's timeout, or the store is gone.
+        CollectiveError: a rank has left, or says nothing within the store's timeout, or the store is gone.
     """
     try:
         store.set(f"{name}/{global_rank}", word)
-        return [bytes(store.get(f"{name}/{rank}")).decode() for rank in range(world_size)]
+        return [_word(store, f"{name}/{rank}") for rank in range(world_size)]
     except RuntimeError as exc:
         raise CollectiveError(f"{name}: not all of {world_size} ranks have told theirs: {exc}") from exc
+
+
+def leave_store(store: Store, global_rank: int) -> None:
+    """Let those that wait for this rank's word know that it will say none."""
+    with suppress(RuntimeError):  # the store may have gone with its rank
+        store.set(_LEFT, str(global_rank))
+
+
+def _word(store: Store, key: str) -> str:
+    limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
+    end_s = time.monotonic() + limit_s
+    while not store.check([key]):
+        if store.check([_LEFT]):
+            raise RuntimeError(f"rank {bytes(store.get(_LEFT)).decode()} has left")
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"nothing within {limit_s:g} s")
+        time.sleep(_LOOK_EVERY_S)
+    return bytes(store.get(key)).decode()
 
 
 def join_group(

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.messages import Drain, Message
 from tests.fakes.thread_group import on_thread_ranks
-from workers.parallel.groups import told_by_all
+from workers.parallel.groups import leave_store, told_by_all
 from workers.post import send_to_ranks
 
 
@@ -24,6 +24,13 @@ def test_a_rank_that_says_nothing_is_lost() -> None:
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=10))
     with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have told theirs: "):
+        told_by_all(store, "rates", 0, 2, "mine")
+
+
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
+    store = HashStore()
+    leave_store(store, 1)
+    with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have told theirs: rank 1 has left$"):
         told_by_all(store, "rates", 0, 2, "mine")
 
 
