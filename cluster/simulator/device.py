@@ -89,7 +89,7 @@ class VirtualDevice:
     def _read(self, row: Row, pages: Sequence[int]) -> bytes:
         """The KV of all tokens up to the row's last, from the ranks that have it."""
         length = row.first_position + len(row.token_ids)
-        tokens = b"".join(self._page(page)[:PAGE_SIZE] for page in pages)[:length]
+        tokens = b"".join(self._page(page) for page in pages)[:length]
         if len(tokens) != length:
             raise Violation(f"room {row.room}: {self._row.replica} has no KV for some of its {length} tokens")
         return tokens
@@ -97,4 +97,4 @@ class VirtualDevice:
     def _page(self, page: int) -> bytes:
         num_owners = self._row.num_owners
         owner = page % num_owners if num_owners > 1 else self._row.coords.cp
-        return self._memories[self._sessions[owner]].pages[page // num_owners]
+        return self._memories[self._sessions[owner]].tokens(page // num_owners)

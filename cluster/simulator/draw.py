@@ -18,7 +18,7 @@ from cluster.simulator.scenario import (
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -33,7 +33,7 @@ def draw_scenario(seed: int) -> Scenario:
     if weather < 0.25:
         return draw_mild(random, Scenario(seed=seed, shape=shape, asks=asks))
     faults = tuple(_draw_fault(random, members, shape) for _ in range(random.randint(0, 4)))
-    hazards = _draw_hazards(random)
+    hazards = _draw_hazards(random, shape)
     return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_orders(random, members), hazards=hazards)
 
 
@@ -72,6 +72,7 @@ def _draw_shape(random: Random) -> Shape:
         skip_below_tokens=random.choice([0, 0, 3 * PAGE_SIZE]),
         settle_s=random.choice([0.0, 2.0]),
         reuses_addresses=random.random() < 0.5,
+        verify=random.choice(list(Verify)),
     )
 
 
@@ -139,7 +140,7 @@ def _draw_order(random: Random, members: list[str]) -> Fault:
     return Fault(kind=kind, at_s=random.uniform(0, 8), member=member, duration_s=random.uniform(1, 12))
 
 
-def _draw_hazards(random: Random) -> Hazards:
+def _draw_hazards(random: Random, shape: Shape) -> Hazards:
     def rate() -> float:
         return random.choice([0.0, 0.0, 0.02, 0.1])
 
@@ -150,6 +151,7 @@ def _draw_hazards(random: Random) -> Hazards:
         stale=rate(),
         fail_write=rate(),
         slow_write=rate(),
+        flip=rate() if shape.verify is Verify.DIGEST else 0.0,
         fail_move=rate(),
         slow_move=random.random() < 0.3,
         slowness=random.choice([1.0, 1.0, 10.0, 30.0]),

@@ -14,7 +14,7 @@ from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import Message, Output, TableUpdate
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
-from cluster.spec.step_messages import DropSend, ForgetPeer, StepPlan
+from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import Ticket
@@ -97,11 +97,7 @@ class LeaderProcess(RankProcess):
             return
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, DropSend):
-                self.sender.drop(message)
-            elif isinstance(message, ForgetPeer):
-                self.sender.forget(message)
-            else:
+            if not self.obey(message):
                 hand_over(self.leader, self.me, message, self.around.now_s())
                 self._show_new()
         self.leader.tick(self.around.now_s())

@@ -1,9 +1,11 @@
 """The page memory of every rank, and who may write to it: the rules that no message may break."""
 
 from dataclasses import dataclass, field
+from typing import Self
 
-from cluster.simulator.scenario import PAGE_SIZE
+from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
+from cluster.spec.kv import PoolLayout
 from cluster.spec.messages import Output
 from cluster.spec.transfer_messages import Ticket
 from workers.cache.page_allocator import PageAllocator
@@ -13,23 +15,50 @@ class Violation(AssertionError):  # noqa: N818
     """A promise is broken; the message says which."""
 
 
+_NOTHING = VOCAB_SIZE
+"""The byte where no token is."""
+
+
 @dataclass(slots=True, eq=False)
 class Memory:
-    """One rank's pool. A page is the tokens written to it, one byte each."""
+    """One rank's pool. A page begins with the tokens written to it, one byte each; behind them is nothing."""
 
     session: str
     """Name of this pool; a restarted rank has another one."""
     allocator: PageAllocator
     """Of the rank's leader."""
-    pages: list[bytes] = field(default_factory=list)
+    page_bytes: int
+    pool: bytearray
     host: dict[int, bytes] = field(default_factory=dict)
     """Its pages in host memory."""
     is_gone: bool = False
     """Its process is dead."""
 
+    @classmethod
+    def empty(cls, session: str, allocator: PageAllocator, layout: PoolLayout) -> Self:
+        """Nothing is in any page."""
+        return cls(session, allocator, layout.page_bytes, bytearray([_NOTHING]) * layout.pool_bytes)
+
+    def tokens(self, page: int) -> bytes:
+        """What a page holds."""
+        start = page * self.page_bytes
+        return bytes(self.pool[start : start + PAGE_SIZE]).rstrip(bytes([_NOTHING]))
+
+    def put(self, page: int, tokens: bytes) -> None:
+        """Fill a page with these tokens."""
+        self.copy_in(page, tokens.ljust(self.page_bytes, bytes([_NOTHING])))
+
     def write(self, page: int, place: int, token: int) -> None:
         """Store a token that was computed here."""
-        self.pages[page] = self.pages[page][:place] + bytes([token])
+        self.put(page, self.tokens(page)[:place] + bytes([token]))
+
+    def copy_out(self, page: int) -> bytes:
+        """All bytes of a page."""
+        return bytes(self.pool[page * self.page_bytes : (page + 1) * self.page_bytes])
+
+    def copy_in(self, page: int, copy: bytes) -> None:
+        """Bytes that came from another pool."""
+        self.pool[page * self.page_bytes : (page + 1) * self.page_bytes] = copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +98,5 @@ class Tickets:
         permissions = self._permissions.get(memory.session, {})
         for page in [page for page, permission in permissions.items() if permission.room == output.room]:
             expected = permissions.pop(page).expected
-            if not memory.pages[page].startswith(expected):
+            if not memory.tokens(page).startswith(expected):
                 raise Violation(f"room {output.room} is read before page {page} of {memory.session} has arrived")

@@ -92,7 +92,7 @@ class VirtualMover:
             raise Violation(f"{self._memory.session} loads page {page.device}, which no sequence holds alone")
         is_there = not peer.is_gone and not fails
         tokens = _filled(peer, page.host // cp) if is_there else _TORN
-        self._memory.pages[local_page(self._row, page.device)] = tokens
+        self._memory.put(local_page(self._row, page.device), tokens)
         return is_there
 
     def _store(self, key: bytes, tokens: bytes) -> bool:
@@ -103,7 +103,7 @@ class VirtualMover:
     def _on_device(self, page: TierPage) -> bytes:
         """As it is now; the leader throws the copy away if the page was given up meanwhile."""
         assert page.device is not None
-        return self._memory.pages[local_page(self._row, page.device)][:PAGE_SIZE]
+        return self._memory.tokens(local_page(self._row, page.device))
 
 
 def _filled(memory: Memory, slot: int) -> bytes:

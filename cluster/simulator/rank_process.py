@@ -16,8 +16,13 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.step_messages import DropSend, ForgetPeer, StepPlan
 from cluster.spec.tiers import MovePages
+from cluster.spec.transfer_messages import CheckPages, PagesChecked
+from transfer.digests import wrong_pages
 from workers.cache.page_allocator import PageAllocator
 from workers.kv_sender import KvSender
+
+_CHECK_S = 0.1
+"""Longest time in which a rank compares the pages of one request."""
 
 
 class RankProcess(Process):
@@ -27,24 +32,37 @@ class RankProcess(Process):
         self, around: Surroundings, rows: Sequence[RankRow], cp_rank: int, leader: Peer, allocator: PageAllocator
     ) -> None:
         """``rows`` are those of all ranks of the replica."""
-        row = rows[cp_rank]
+        row, shape = rows[cp_rank], around.shape
         super().__init__(around, row.address)
-        self.memory = Memory(
-            session=row.endpoint.session,
-            allocator=allocator,
-            pages=[b""] * row.layout.num_pages,
-        )
+        self.row = row
+        self._leader_address = leader.address
+        self.memory = Memory.empty(row.endpoint.session, allocator, row.layout)
         around.memories[self.memory.session] = self.memory
         self.sender = KvSender(
             prefill=leader,
             row=row,
-            pool=memoryview(b""),  # of bytes that nobody makes digests of
-            config=TransferConfig(mode=around.shape.mode, page_filter=around.shape.page_filter),
+            pool=memoryview(self.memory.pool),
+            config=TransferConfig(mode=shape.mode, page_filter=shape.page_filter, verify=shape.verify),
             outbox=_Post(self),
             start_writer=partial(VirtualWriter, around, self.memory, row.layout.page_bytes, self.when_running),
         )
         self.mover = VirtualMover(self, rows, cp_rank, self.memory)
         self.device = VirtualDevice(rows, cp_rank, around.memories, self.sender)
+
+    def obey(self, message: Message) -> bool:
+        """Do what every rank does when its leader says so; False where it is nothing of the kind."""
+        match message:
+            case MovePages():
+                self.mover.take(message)
+            case DropSend():
+                self.sender.drop(message)
+            case ForgetPeer():
+                self.sender.forget(message)
+            case CheckPages():
+                self.after(self.around.random.uniform(1e-4, _CHECK_S), partial(self._check_pages, message))
+            case _:
+                return False
+        return True
 
     @property
     def is_idle(self) -> bool:
@@ -58,6 +76,12 @@ class RankProcess(Process):
         super().kill()
         self.sender.close()
         self.memory.is_gone = True
+
+    def _check_pages(self, message: CheckPages) -> None:
+        """What ``workers.page_checker`` does on a thread."""
+        wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.told)
+        answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
+        self.send(self._leader_address, answer)
 
     def step_s(self, plan: StepPlan) -> float:
         """How long this rank computes a step."""
@@ -97,12 +121,8 @@ class Follower(RankProcess):
                 self._is_busy = True
                 self.device.begin(message)
                 self.after(self.step_s(message), partial(self._end_step, message))
-            elif isinstance(message, MovePages):
-                self.mover.take(message)
-            elif isinstance(message, DropSend):
-                self.sender.drop(message)
-            elif isinstance(message, ForgetPeer):
-                self.sender.forget(message)
+            else:
+                self.obey(message)
 
     def _end_step(self, plan: StepPlan) -> None:
         self.device.end(plan)

@@ -103,6 +103,8 @@ def _make_leader(
             page_bytes=first.layout.page_bytes,
             transfer_timeout_s=shape.transfer_timeout_s,
             quarantine_limit=shape.quarantine_limit,
+            rank_addresses=tuple(row.address for row in rows),
+            verify=shape.verify,
             settle_s=shape.settle_s,
         )
         steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), tiers=tiers)

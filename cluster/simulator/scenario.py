@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 251
@@ -73,6 +73,8 @@ class Hazards:
     """A late word of the ticket before it follows a ticket."""
     fail_write: float = 0.0
     slow_write: float = 0.0
+    flip: float = 0.0
+    """A page arrives with one bit changed; only where pages are verified."""
     fail_move: float = 0.0
     """An order of a tier fails on one rank."""
     slow_move: bool = False
@@ -131,6 +133,7 @@ class Shape:
     """How long bytes are on their way after their sender died or failed."""
     reuses_addresses: bool = False
     """A replica that starts again listens where it did before."""
+    verify: Verify = Verify.COUNTS
     transfer_timeout_s: float = 5.0
     quarantine_limit: float = 0.25
     request_timeout_s: float = 30.0

@@ -5,6 +5,7 @@ It keeps the promises of ``transfer.sender.SenderThread``, whose place it takes.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from cluster.simulator.memory import Memory
@@ -13,6 +14,7 @@ from cluster.simulator.surroundings import Surroundings
 from cluster.simulator.timeline import Event
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
+from cluster.spec.transfer_messages import PageDigests
 from transfer.sender import Dropped, Outcome, SendJob, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0
@@ -20,6 +22,16 @@ WRITE_TIMEOUT_S = 5.0
 
 _Copy = tuple[str, int, int]
 """Session of the target pool, source page, target page."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The job that is being written."""
+
+    job: SendJob
+    digests: list[PageDigests]
+    copies: Iterator[_Copy]
+    """Those that are still to be made."""
 
 
 class VirtualWriter:
@@ -86,31 +98,35 @@ class VirtualWriter:
         if isinstance(item, Dropped):
             self._barred.discard((item.room, item.generation))
             self._end(item)
+        elif (item.room, item.generation) in self._barred:
+            self._next()
         else:
-            self._write(item, self._copies(item))
+            self._write(_Work(item, item.digest(), self._copies(item)))
 
-    def _write(self, job: SendJob, copies: Iterator[_Copy]) -> None:
+    def _write(self, work: _Work) -> None:
         """Start the next copy of a job, or end it."""
+        job = work.job
         if self._source.is_gone:
             return
         if (job.room, job.generation) in self._barred:
             self._next()
             return
-        copy = next(copies, None)
+        copy = next(work.copies, None)
         if copy is None:
             num_bytes = sum(span.num_bytes for write in job.writes for span in write.spans)
-            self._end(Written(job.room, job.generation, job.num_pages, num_bytes))
+            self._end(Written(job.room, job.generation, job.num_pages, num_bytes, work.digests))
             return
         self._on_way = (job, copy)
         hazards, random = self._around.hazards, self._around.random
         is_slow = random.random() < hazards.slow_write
         delay_s = random.uniform(1.0, 15.0) if is_slow else hazards.slowness * random.uniform(1e-4, 1e-2)
-        event = partial(self._arrive, job, copy, copies)
+        event = partial(self._arrive, work, copy)
         self._around.after(delay_s, partial(self._when_running, event))
 
-    def _arrive(self, job: SendJob, copy: _Copy, copies: Iterator[_Copy]) -> None:
+    def _arrive(self, work: _Work, copy: _Copy) -> None:
         if self._source.is_gone:
             return
+        job = work.job
         target = self._around.memories[copy[0]]
         is_cut = self._around.network.is_cut(self._machine, machine_of(target.session))
         fails = self._around.random.random() < self._around.hazards.fail_write
@@ -119,9 +135,9 @@ class VirtualWriter:
             event = partial(self._when_running, partial(self._fail, job, copy))
             self._around.after(WRITE_TIMEOUT_S if is_cut else 0.0, event)
             return
-        self._land(job, copy, self._source.pages[copy[1]])
+        self._land(job, copy, self._source.copy_out(copy[1]))
         self._on_way = None
-        self._write(job, copies)
+        self._write(work)
 
     def _fail(self, job: SendJob, copy: _Copy) -> None:
         if self._source.is_gone:
@@ -140,16 +156,26 @@ class VirtualWriter:
         settle_s = self._around.shape.settle_s
         if settle_s and self._around.random.random() < 0.5:
             delay_s = self._around.random.uniform(0, settle_s * 0.99)
-            self._around.after(delay_s, partial(self._land, job, copy, self._source.pages[copy[1]]))
+            self._around.after(delay_s, partial(self._land, job, copy, self._source.copy_out(copy[1])))
 
-    def _land(self, job: SendJob, copy: _Copy, tokens: bytes) -> None:
+    def _land(self, job: SendJob, copy: _Copy, sent: bytes) -> None:
         session, _, page = copy
         target = self._around.memories[session]
         if target.is_gone:
             return
         self._around.tickets.check_write(target, page, job.room, job.generation)
         self._around.trace.add(session, "page", page, "<-", self._source.session, "room", job.room)
-        target.pages[page] = tokens
+        target.copy_in(page, self._flipped(sent))
+
+    def _flipped(self, sent: bytes) -> bytes:
+        """What arrives of a page: now and then one bit is another."""
+        random = self._around.random
+        if not self._around.hazards.flip or random.random() >= self._around.hazards.flip:
+            return sent
+        self._around.happened["flip"] += 1
+        place, arrived = random.randrange(len(sent)), bytearray(sent)
+        arrived[place] ^= 1 << random.randrange(8)
+        return bytes(arrived)
 
     def _copies(self, job: SendJob) -> Iterator[_Copy]:
         """The pages of a job's spans."""

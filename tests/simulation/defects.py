@@ -17,7 +17,7 @@ from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import PagesMoved
-from cluster.spec.transfer_messages import Done, Drained, Revoke, Ticket
+from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke, Ticket
 from cluster.supervisor import reconcile
 from cluster.supervisor.events import Ended, Prove, Started
 from cluster.supervisor.operate import Step
@@ -26,6 +26,7 @@ from router.actions import Action
 from router.attempts import Attempts
 from router.flight import Attempt, Flight, Pair
 from router.inquiries import Inquiries
+from transfer.digests import digest_pages
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
 from workers.cache.prefix_tree import PrefixTree
@@ -33,6 +34,7 @@ from workers.hicache.orders import Orders
 from workers.kv_sender import KvSender
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.leader import LeaderCore
+from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillRequest, PrefillState
 
@@ -198,6 +200,33 @@ def leave_out_a_page_and_count_none(patch: Patch) -> None:
     """And decode does not look at how many came."""
     leave_out_a_page(patch)
     patch.setattr(ReceiverSession, "_mismatch", lambda _self, _result: None)
+
+
+def start_before_pages_are_checked(patch: Patch) -> None:
+    """Digests are told, and nobody waits for what the ranks find."""
+    patch.setattr(DecodeLeader, "_verify", DecodeLeader._start)
+
+
+def take_all_pages_for_right(patch: Patch) -> None:
+    """What the ranks find is counted, and changes nothing."""
+    take = PageChecks.take
+    patch.setattr(PageChecks, "take", lambda self, checked: take(self, checked) and 0)
+
+
+def leave_out_a_digest(patch: Patch) -> None:
+    """A sender tells digests of all pages but the last one of a job."""
+
+    def digest_all_but_one(*given: Any) -> PageDigests:
+        told = digest_pages(*given)
+        return replace(told, pages=told.pages[:-1], digests=told.digests[:-1])
+
+    patch.setattr("workers.kv_sender.digest_pages", digest_all_but_one)
+
+
+def leave_out_a_digest_and_miss_none(patch: Patch) -> None:
+    """And decode does not look at what the digests speak for."""
+    leave_out_a_digest(patch)
+    patch.setattr(ReceiverSession, "_digest_problem", lambda _self, _num_bytes: None)
 
 
 def free_source_pages_early(patch: Patch) -> None:

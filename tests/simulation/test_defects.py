@@ -11,7 +11,7 @@ from cluster.simulator.draw import draw_mild, draw_scenario
 from cluster.simulator.scenario import PAGE_SIZE, Fault, FaultKind, Hazards, Scenario, TierShape
 from cluster.simulator.simulation import Simulation
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
-from cluster.spec.registry import KvOwnership, TransferMode
+from cluster.spec.registry import KvOwnership, TransferMode, Verify
 from tests.simulation import defects
 
 MAX_SEEDS = 600
@@ -118,6 +118,18 @@ def lossy(scenario: Scenario) -> Scenario:
     return replace(scenario, faults=(), hazards=Hazards(drop=0.1))
 
 
+def with_digests(scenario: Scenario) -> Scenario:
+    return replace(scenario, shape=replace(scenario.shape, verify=Verify.DIGEST))
+
+
+def calm_with_digests(scenario: Scenario) -> Scenario:
+    return calm(with_digests(scenario))
+
+
+def changed_bytes(scenario: Scenario) -> Scenario:
+    return replace(with_digests(scenario), faults=(), hazards=Hazards(flip=0.1))
+
+
 def cold_tiers(scenario: Scenario) -> Scenario:
     """Small pools, so that pages come back from below."""
     tiers = TierShape(host_pages=12, write=WritePolicy.WRITE_THROUGH, prefetch=PrefetchPolicy.WAIT_COMPLETE)
@@ -144,6 +156,10 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.miscount_pages, calm, FAILS_IN_CALM),
         (defects.end_before_it_is_drained, orders, FAILS_IN_CALM),
         (defects.restart_one_rank_alone, dying_ranks, "of which it was never told|has no KV|" + NEVER_ENDS),
+        (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
+        (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
+        (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
+        (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
         (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
         (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
@@ -190,6 +206,8 @@ def test_a_defect_is_caught(
         machine_lost_at_the_start,
         disorder,
         lossy,
+        calm_with_digests,
+        changed_bytes,
         cold_tiers,
     ],
 )

@@ -9,12 +9,14 @@ from cluster.simulator.scenario import Ask, Hazards, Scenario, Shape
 from cluster.simulator.simulation import Outcome, Simulation
 from cluster.spec.config import RouterConfig, TransferConfig
 from cluster.spec.messages import Message
+from cluster.spec.registry import Verify
 
 TRANSFER_TIMEOUT_S = TransferConfig().transfer_timeout_s
 SHAPE = Shape(
     num_prefill=2,
     num_decode=2,
     cp=2,
+    verify=Verify.DIGEST,
     transfer_timeout_s=TRANSFER_TIMEOUT_S,
     request_timeout_s=RouterConfig().request_timeout_s,
 )
@@ -67,6 +69,8 @@ def run(*asks: Ask, shape: Shape = SHAPE, hazards: Hazards = CALM) -> Outcome:
         ["Done", "Revoke"],
         ["Done", "Drained"],
         ["Submit>prefill", "Refused"],
+        ["CheckPages"],
+        ["PagesChecked", "CheckPages"],
         ["Submit>prefill", "Failure"],
         ["Output"],
         ["Output", "Output"],
