@@ -143,7 +143,7 @@ class LeaderCore:
             case Command():
                 if self.takes(message):
                     self.on_other(message.wanted)
-            case FollowPages():
+            case FollowPages() if message.incarnation == self.me.incarnation:
                 self.outgoing += self.reporter.follow(message)
             case _:
                 self.drop(message)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import FollowPages, Inquire, Message, PageNews, Submit
+from cluster.spec.messages import Inquire, Message, PageNews, Submit
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import ComputeTimes, RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
@@ -66,10 +66,11 @@ class ReplicaLeader:
 
     def take_outgoing(self) -> list[tuple[str, Message]]:
         """Messages to send, as (address, message)."""
-        outgoing = [told for leader in self._leaders for told in leader.outgoing]
-        for leader in self._leaders:
+        outgoing: list[tuple[str, Message]] = []
+        for dp_rank, leader in enumerate(self._leaders):
+            outgoing += [(address, self._numbered(dp_rank, address, told)) for address, told in leader.outgoing]
             leader.outgoing = []
-        return [(address, self._numbered(address, message)) for address, message in outgoing]
+        return outgoing
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message: that of a room goes where the room is, a rank's to its leader, any other to all."""
@@ -83,8 +84,6 @@ class ReplicaLeader:
             for dp_rank, rooms in self._by_home(message).items():
                 self._leaders[dp_rank].on_message(replace(message, rooms=rooms), now_s)
             return
-        if isinstance(message, FollowPages):
-            self._next_news[message.router.address] = 0
         for dp_rank in self._addressed(message):
             self._leaders[dp_rank].on_message(message, now_s)
 
@@ -193,10 +192,11 @@ class ReplicaLeader:
         work = [load.num_waiting + load.num_running if by_requests else load.num_tokens for load in loads]
         return work.index(min(work))
 
-    def _numbered(self, address: str, message: Message) -> Message:
-        """Every leader counts its own news; a router sees one stream."""
+    def _numbered(self, dp_rank: int, address: str, message: Message) -> Message:
+        """Every leader counts its own news; a router sees one stream, which begins anew with that of the first."""
         if not isinstance(message, PageNews):
             return message
-        number = self._next_news[address]
+        begins = dp_rank == 0 and message.number == 0
+        number = 0 if begins else self._next_news[address]
         self._next_news[address] = number + 1
         return replace(message, number=number)

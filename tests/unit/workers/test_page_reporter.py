@@ -16,6 +16,7 @@ from cluster.spec.registry import KvOwnership, PageFilter, TableSnapshot, Transf
 from cluster.spec.tiers import FlushCache, Tier
 from router.page_index import PageIndex
 from tests.fakes.handoff import World
+from tests.fakes.handoff_checks import quiet_world
 from tests.fakes.paged_ranks import PAGE_SIZE
 from tests.fakes.tier_world import TierWorld
 from workers.cache.page_allocator import PageAllocator
@@ -211,3 +212,10 @@ def test_news_tell_of_every_tier() -> None:
         (0, Tier.DEVICE, 3),
         (1, Tier.HOST, 0),
     ]
+
+
+@pytest.mark.parametrize("address", ["prefill/0", "decode/0"])
+def test_a_question_to_another_start_is_counted(address: str) -> None:
+    world = quiet_world()
+    world.leaders[address].on_message(ask(router(), incarnation=2), 0.0)
+    assert world.leaders[address].load().dropped == {"FollowPages": 1}

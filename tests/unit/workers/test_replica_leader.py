@@ -39,11 +39,12 @@ class FakeLeader:
     plans: list[StepPlan] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     tiers: TierState | None = None
+    is_deaf: bool = False
 
     def on_message(self, message: Message, now_s: float) -> None:
         del now_s
         self.got.append(message)
-        if isinstance(message, FollowPages):
+        if isinstance(message, FollowPages) and not self.is_deaf:
             self.outgoing += [(message.router.address, _news(number)) for number in (0, 1)]
 
     def tick(self, now_s: float) -> None: ...
@@ -223,6 +224,19 @@ def test_a_router_sees_one_stream_of_news() -> None:
         numbers = [message.number for _, message in replica.take_outgoing() if isinstance(message, PageNews)]
         assert numbers == [0, 1, 2, 3]
     leaders[1].outgoing.append(("here", _news(2)))
+    (_, news), *_ = replica.take_outgoing()
+    assert isinstance(news, PageNews)
+    assert news.number == 4
+
+
+def test_a_question_that_no_leader_answers_does_not_begin_the_news_anew() -> None:
+    replica, leaders = leader_of(2)
+    replica.on_message(FollowPages(router=PEER, incarnation=Incarnation(1)), 0.0)
+    replica.take_outgoing()
+    for leader in leaders:
+        leader.is_deaf = True
+    replica.on_message(FollowPages(router=PEER, incarnation=Incarnation(2)), 0.0)
+    leaders[0].outgoing.append(("here", _news(2)))
     (_, news), *_ = replica.take_outgoing()
     assert isinstance(news, PageNews)
     assert news.number == 4
