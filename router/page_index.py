@@ -97,6 +97,11 @@ class PageIndex:
             return next((number for number, key in enumerate(keys) if key not in known.keys), len(keys))
         return bisect_left(keys, True, key=lambda key: key not in known.keys)
 
+    def next_number(self, peer: Peer) -> int | None:
+        """Number of the news that a replica is to tell next; None before it has told everything."""
+        known = self._known.get((peer.replica, peer.incarnation))
+        return known.next_number if known else None
+
     def keys_of(self, peer: Peer) -> frozenset[bytes]:
         """Everything that is known of one replica."""
         known = self._known.get((peer.replica, peer.incarnation))

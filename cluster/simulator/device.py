@@ -41,7 +41,7 @@ class VirtualDevice:
     """Page tables and page memory of one rank; a step has a beginning and an end."""
 
     def __init__(self, rows: Sequence[RankRow], cp_rank: int, memories: Mapping[str, Memory], sender: KvSender) -> None:
-        """``rows`` are those of all ranks of the replica, ``memories`` everybody's by session."""
+        """``rows`` are those of all ranks of the DP rank, ``memories`` everybody's by session."""
         self.sender = sender
         self._row = rows[cp_rank]
         self._sessions = [row.endpoint.session for row in rows]
@@ -63,7 +63,7 @@ class VirtualDevice:
             pages = self._table(row)
             pages += row.new_pages
             self._write(row, pages)
-            if row.samples and self._row.global_rank == 0:
+            if row.samples and self._row.coords.cp == 0:
                 sampled[row.room] = Sampled(token_id=next_token(self._read(row, pages), row.output_position))
         self.sender.after_step(plan, self._known)
         return sampled

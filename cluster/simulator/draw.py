@@ -19,6 +19,7 @@ from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.strategy import DpPolicy
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -46,7 +47,7 @@ def draw_mild(random: Random, scenario: Scenario) -> Scenario:
             kind=random.choice(kinds),
             at_s=random.uniform(0, 10),
             member=random.choice(["prefill-0", "decode-0"]),
-            rank=random.randrange(shape.cp),
+            rank=random.randrange(shape.cp * shape.dp),
             duration_s=random.uniform(0.1, 12),
         )
         for _ in range(random.randint(1, 3))
@@ -61,6 +62,9 @@ def _draw_shape(random: Random) -> Shape:
         num_prefill=random.randint(1, 2),
         num_decode=random.randint(1, 2),
         cp=cp,
+        dp=random.choice([1, 1, 2]),
+        decode_dp=random.choice([1, 1, 2, 3]),
+        dp_policy=random.choice(list(DpPolicy)),
         prefill_pages=random.randint(3, 7) * cp if is_sharded else random.randint(10, 30),
         decode_pages=random.randint(10, 24),
         chunk_tokens=random.choice([3, 8, 16, 64]),
@@ -98,6 +102,7 @@ def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
                 at_s=random.uniform(0, 8),
                 prompt=shared + own,
                 max_tokens=max_tokens,
+                dp_rank=random.randrange(3) if random.random() < 0.1 else None,
                 patience_s=random.uniform(0, 1) if random.random() < 0.15 else None,
                 enough=random.randint(1, max_tokens) if random.random() < 0.1 else None,
             )
@@ -118,7 +123,7 @@ def _draw_fault(random: Random, members: list[str], shape: Shape) -> Fault:
     replicas = members[2:]
     at_s = random.uniform(0, 10)
     if kind is FaultKind.KILL:
-        return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(shape.cp))
+        return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(shape.cp * shape.dp))
     if kind is FaultKind.PARTITION:
         member, other = random.sample([*replicas, "home"], 2)
         return Fault(kind=kind, at_s=at_s, member=member, other=other, duration_s=random.uniform(0.1, 12))

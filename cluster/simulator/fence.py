@@ -5,10 +5,10 @@ from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Cancel, Command, FollowPages, Inquire, Message, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, Ticket
-from workers.scheduler.leader import Leader
+from workers.scheduler.replica_leader import ReplicaLeader
 
 
-def hand_over(leader: Leader, me: Peer, message: Message, now_s: float) -> None:
+def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
     """Let a leader take a message in, and see that it drops one for another start of its replica."""
     incarnation = _addressed(message, me)
     if incarnation in (None, me.incarnation):
@@ -36,5 +36,5 @@ def _addressed(message: Message, me: Peer) -> Incarnation | None:
             return None
 
 
-def _num_dropped(leader: Leader) -> int:
+def _num_dropped(leader: ReplicaLeader) -> int:
     return sum(leader.load().dropped.values())

@@ -1,25 +1,28 @@
 """The process of rank 0: the loop of ``workers.worker`` around the real leader, its heartbeats and its table."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.simulator.bootstrap import Bootstrap
 from cluster.simulator.fence import hand_over
+from cluster.simulator.leaders import shard_of
 from cluster.simulator.network import machine_of
-from cluster.simulator.rank_process import Follower, RankProcess
+from cluster.simulator.rank_process import RankProcess
 from cluster.simulator.stale import send_late_words
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.messages import Message, Output, TableUpdate
+from cluster.spec.ids import Room
+from cluster.spec.messages import Message, Output, PageNews, TableUpdate
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import Ticket
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.leader import Leader
+from workers.scheduler.replica_leader import ReplicaLeader
 
 HEARTBEAT_S = 1.0
 IDLE_WAIT_S = 1.0
@@ -34,15 +37,18 @@ class LeaderProcess(RankProcess):
         bootstrap: Bootstrap,
         rows: Sequence[RankRow],
         me: Peer,
-        leader: Leader,
-        allocator: PageAllocator,
+        made: Sequence[tuple[Leader, PageAllocator]],
         on_refused: Callable[[str], None],
     ) -> None:
-        """``on_refused`` is called when the table will not have this replica."""
-        super().__init__(around, rows, 0, me, allocator)
-        self.leader = leader
-        self.allocator = allocator
-        self.followers: list[Follower] = []
+        """``on_refused`` is called when the table will not have this replica.
+
+        Args:
+            made: a leader and its pages for each DP rank.
+        """
+        super().__init__(around, rows, 0, me, made[0][1])
+        self._leaders = [leader for leader, _ in made]
+        self._allocators = [allocator for _, allocator in made]
+        self.leader = ReplicaLeader(self._leaders, rows[0].sizes, policy=around.shape.dp_policy)
         self.me = me
         self.rows = rows
         self._digest = rows_digest(rows)
@@ -50,12 +56,10 @@ class LeaderProcess(RankProcess):
         self._on_refused = on_refused
         self._inbox: deque[Message] = deque()
         self._load = ReplicaLoad()
-        self._step: StepPlan | None = None
-        """The one that is being computed."""
-        self._is_computed = False
-        """Rank 0's own part of it."""
-        self._num_shown = 0
-        """Outgoing messages that the checks have seen."""
+        self.num_news: dict[str, int] = {}
+        """By router's address, how many news it was sent since it was told everything."""
+        self._outgoing: list[tuple[str, Message]] = []
+        """Messages that the checks have seen."""
         self._unwatch = bootstrap.watch(machine_of(self.address), self._on_table)
         self.every(HEARTBEAT_S, self._beat)
         self.every(IDLE_WAIT_S, self._turn)
@@ -63,8 +67,13 @@ class LeaderProcess(RankProcess):
     @property
     def is_idle(self) -> bool:
         """Nothing is left of any request or transfer, and nobody holds a page."""
-        pages_are_free = self.allocator.num_free == self.allocator.num_pages
-        return self._step is None and self.leader.is_idle() and pages_are_free and super().is_idle
+        pages_are_free = all(allocator.num_free == allocator.num_pages for allocator in self._allocators)
+        is_done = not self.is_computing and all(leader.is_idle() for leader in self._leaders)
+        return is_done and pages_are_free and super().is_idle
+
+    def cached_keys(self) -> set[bytes]:
+        """Of the pages in all device caches."""
+        return {key for allocator in self._allocators for key in allocator.cached_keys()}
 
     def kill(self) -> None:
         """Die."""
@@ -77,23 +86,15 @@ class LeaderProcess(RankProcess):
         self._inbox.append(message)
         self.when_running(self._turn)
 
-    def end_step(self) -> None:
-        """Commit the step when rank 0 has computed it; where ranks meet in it, when all of them have."""
-        plan = self._step
-        if plan is None or not self._is_computed:
-            return
-        meets = plan.strategy is not Strategy.NONE or self.rows[0].num_owners > 1
-        if meets and any(follower.num_steps < plan.step for follower in self.followers):
-            return
-        self._step = None
-        sampled = self.device.end(plan)
+    def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
+        """Commit the part of the step that this rank has drawn."""
         if plan.rows:
-            self.leader.commit(plan, sampled, self.around.now_s())
+            self.leader.commit(0, sampled, self.around.now_s())
         self._close_turn()
         self.after(0.0, self._turn)
 
     def _turn(self) -> None:
-        if self._step is not None:
+        if self.is_computing:
             return
         while self._inbox:
             message = self._inbox.popleft()
@@ -107,27 +108,30 @@ class LeaderProcess(RankProcess):
             self.around.happened["quarantine"] += 1
             self._on_refused(self.leader.must_end)
             return
-        plan = self.leader.next_plan()
-        if plan is None:
+        plans = self.leader.next_plans()
+        if not plans:
             self._close_turn()
-            return
-        self.around.trace.add(self.address, "computes", {row.room: len(row.token_ids) for row in plan.rows})
-        self._step, self._is_computed = plan, False
-        for follower in self.followers:
-            self.send(follower.address, plan)
-        self.device.begin(plan)
-        self.after(self.step_s(plan), self._compute)
-
-    def _compute(self) -> None:
-        self._is_computed = True
-        self.end_step()
+        else:
+            # First tokens, tickets and pages that are loaded do not wait for the step.
+            self._emit()
+            computed = {row.room: len(row.token_ids) for plan in plans for row in plan.rows}
+            self.around.trace.add(self.address, "computes", computed)
+            for row in self.rows[1:]:
+                self.send(row.address, plans[row.coords.dp])
+            self.begin(plans[0])
 
     def _close_turn(self) -> None:
-        self._show_new()
         self._load = load = self.leader.load()
-        if load.quarantined_pages > self.around.shape.quarantine_limit * load.total_pages:
+        # The limit is one for every DP rank's own pages, which are as many as the others'.
+        limit = self.around.shape.quarantine_limit * load.total_pages / len(self._leaders)
+        if load.quarantined_pages > limit:
             self.around.was_quarantined = True
-        outgoing, self.leader.outgoing, self._num_shown = self.leader.outgoing, [], 0
+        self._emit()
+
+    def _emit(self) -> None:
+        """Send what the leaders have to say."""
+        self._show_new()
+        outgoing, self._outgoing = self._outgoing, []
         for address, message in outgoing:
             if isinstance(message, MovePages) and address == self.address:
                 self.mover.take(message)
@@ -136,14 +140,19 @@ class LeaderProcess(RankProcess):
 
     def _show_new(self) -> None:
         """Let the checks see what permits writing, and what reads, before anything is computed."""
-        self.leader.check_integrity()
-        for _, message in self.leader.outgoing[self._num_shown :]:
-            if isinstance(message, Ticket):
-                self.around.tickets.give(self.memory, message, bytes(self.around.submits[message.room].prompt_ids))
+        for leader in self._leaders:
+            leader.check_integrity()
+        new = self.leader.take_outgoing()
+        self._outgoing += new
+        for address, message in new:
+            if isinstance(message, PageNews):
+                self.num_news[address] = message.number + 1
+            elif isinstance(message, Ticket):
+                memory = self.around.memories[shard_of(self.rows, message.dp_rank)[0].endpoint.session]
+                self.around.tickets.give(memory, message, bytes(self.around.submits[message.room].prompt_ids))
                 send_late_words(self.around, message, self.rows[0].layout.page_bytes)
             elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
-                self.around.tickets.check_start(self.memory, message)
-        self._num_shown = len(self.leader.outgoing)
+                self.around.tickets.check_start(message.room)
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
         self.take(TableUpdate(snapshot=snapshot))

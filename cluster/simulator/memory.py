@@ -6,7 +6,6 @@ from typing import Self
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
 from cluster.spec.kv import PoolLayout
-from cluster.spec.messages import Output
 from cluster.spec.transfer_messages import Ticket
 from workers.cache.page_allocator import PageAllocator
 
@@ -75,9 +74,12 @@ class Tickets:
     def __init__(self) -> None:
         self._permissions: dict[str, dict[int, _Permission]] = {}
         """By pool, by page."""
+        self._memories: dict[Room, Memory] = {}
+        """The pool that a room's newest ticket is for."""
 
     def give(self, memory: Memory, ticket: Ticket, prompt: bytes) -> None:
         """Decode lets prefill write to the pages of a ticket."""
+        self._memories[ticket.room] = memory
         permissions = self._permissions.setdefault(memory.session, {})
         for number, page in enumerate(ticket.pages[0], start=ticket.held_pages):
             if not memory.allocator.is_held(page):
@@ -93,10 +95,13 @@ class Tickets:
         if not memory.allocator.is_held(page):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which is free or shared")
 
-    def check_start(self, memory: Memory, output: Output) -> None:
+    def check_start(self, room: Room) -> None:
         """Decode reads the pages of a room from now on: all of them must be there, and nobody may write any more."""
-        permissions = self._permissions.get(memory.session, {})
-        for page in [page for page, permission in permissions.items() if permission.room == output.room]:
+        memory = self._memories.pop(room, None)
+        if memory is None:
+            return
+        permissions = self._permissions[memory.session]
+        for page in [page for page, permission in permissions.items() if permission.room == room]:
             expected = permissions.pop(page).expected
             if not memory.tokens(page).startswith(expected):
-                raise Violation(f"room {output.room} is read before page {page} of {memory.session} has arrived")
+                raise Violation(f"room {room} is read before page {page} of {memory.session} has arrived")

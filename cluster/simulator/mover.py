@@ -28,9 +28,11 @@ _TORN = b"\xff" * PAGE_SIZE
 class VirtualMover:
     """Each lane does one order after another."""
 
-    def __init__(self, process: Process, rows: Sequence[RankRow], cp_rank: int, memory: Memory) -> None:
-        """``rows`` are those of all ranks of the replica."""
-        self._process, self._around = process, process.around
+    def __init__(
+        self, process: Process, leader_address: str, rows: Sequence[RankRow], cp_rank: int, memory: Memory
+    ) -> None:
+        """``rows`` are those of all ranks of the DP rank."""
+        self._process, self._around, self._leader_address = process, process.around, leader_address
         self._rows, self._row, self._memory = rows, rows[cp_rank], memory
         self._lanes: dict[str, deque[MovePages]] = {lane: deque() for lane in _LANES.values()}
 
@@ -62,7 +64,7 @@ class VirtualMover:
             done=done,
             failures={"error": len(done)} if fails else {},
         )
-        self._process.send(self._rows[0].address, answer)
+        self._process.send(self._leader_address, answer)
         if lane:
             self._begin(lane)
 

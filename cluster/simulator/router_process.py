@@ -6,6 +6,7 @@ from functools import partial
 from cluster.simulator.bootstrap import LEASE_S, Bootstrap
 from cluster.simulator.client import Client, End
 from cluster.simulator.duties import Duties
+from cluster.simulator.known_pages import KnownPages
 from cluster.simulator.memory import Violation
 from cluster.simulator.network import HOME
 from cluster.simulator.process import Process
@@ -14,7 +15,7 @@ from cluster.simulator.surroundings import Surroundings
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Failure, Inquire, Message, Output, Submit
+from cluster.spec.messages import Failure, Inquire, Message, Output, PageNews, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
@@ -26,6 +27,7 @@ from router.flight import Ask as RouterAsk
 from router.load import LoadBook
 from router.picker import Picker
 from router.policies.registry import POLICIES
+from router.prefix_keys import PromptKeys
 
 _LOOK_S = 0.25
 """How often deadlines are looked at."""
@@ -42,7 +44,8 @@ class RouterProcess(Process):
         config = _config(around)
         self.directory = Directory(grace_s=LEASE_S)
         load, breakers = LoadBook(), Breakers(config.router.breaker_failures, config.router.breaker_s)
-        picker = Picker(config, self.directory, load, breakers, around.random)
+        self._picker = picker = Picker(config, self.directory, load, breakers, around.random)
+        self.known_pages = KnownPages(me, self.directory, picker, self.send)
         self.dispatch = Dispatch(me, config.router, load, breakers, picker.pair, self._draw_room)
         self._duties = Duties()
         self._first: Room | None = None
@@ -78,7 +81,7 @@ class RouterProcess(Process):
             client.finish(End.REFUSED)
             return
         now_s = self.around.now_s()
-        ask = _request(client.ask, self.around.random.choice(_SESSIONS))
+        ask = self._request(client.ask)
         is_choice = client.ask.is_choice and self._first_prompt == client.ask.prompt
         first = self._first if is_choice else None
         room, actions = self.dispatch.open(ask, now_s + self.around.scenario.request_timeout_s, now_s, first)
@@ -99,9 +102,12 @@ class RouterProcess(Process):
                 self._perform(self.dispatch.on_failure(message, self.around.now_s()))
             case Inquire():
                 self._perform(self.dispatch.on_inquire(message))
+            case PageNews():
+                self.known_pages.on_news(message, self.around.now_s())
 
     def _on_table(self, snapshot: TableSnapshot) -> None:
         self._give_up(self.directory.update(snapshot, self.around.now_s()))
+        self.known_pages.on_table(self.around.now_s())
 
     def _look(self) -> None:
         now_s = self.around.now_s()
@@ -116,6 +122,17 @@ class RouterProcess(Process):
         if self.dispatch.is_open(room):
             self._perform(self.dispatch.on_client_left(room))
             self._finish(room, End.LEFT)
+
+    def _request(self, ask: Ask) -> RouterAsk:
+        prompt_ids = list(ask.prompt)
+        return RouterAsk(
+            prompt_ids=prompt_ids,
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=ask.max_tokens),
+            session=self.around.random.choice(_SESSIONS),
+            dp_rank=ask.dp_rank,
+            page_keys=PromptKeys(prompt_ids, PAGE_SIZE, "") if self._picker.prefix_roles else None,
+        )
 
     def _draw_room(self) -> Room:
         return Room(self.around.random.getrandbits(62) + 1)
@@ -161,9 +178,5 @@ class RouterProcess(Process):
 def _config(around: Surroundings) -> DeployConfig:
     policies = {f"{role}_policy": around.random.choice(sorted(POLICIES)) for role in Role}
     prefill = {"skip_below_tokens": around.shape.skip_below_tokens}
-    return DeployConfig.model_validate({"kv": {"page_size": PAGE_SIZE}, "prefill": prefill, "router": policies})
-
-
-def _request(ask: Ask, session: str) -> RouterAsk:
-    stopping = Stopping(max_tokens=ask.max_tokens)
-    return RouterAsk(prompt_ids=list(ask.prompt), sampling=Sampling(), stopping=stopping, session=session)
+    kv = {"page_size": PAGE_SIZE, "prefix_cache": around.shape.prefix_cache}
+    return DeployConfig.model_validate({"kv": kv, "prefill": prefill, "router": policies})

@@ -4,6 +4,7 @@ from cluster.simulator.scenario import PAGE_SIZE, Shape
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
+from cluster.spec.ranks import coords_of
 from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow
 
 GEOMETRY = KvGeometry(model="simulated", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", page_size=PAGE_SIZE)
@@ -12,18 +13,27 @@ GEOMETRY = KvGeometry(model="simulated", num_layers=1, num_kv_heads=1, head_dim=
 def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
     """The rows of one start of a replica, by global rank."""
     role = Role(replica.partition("-")[0])
-    cp = shape.cp if role is Role.PREFILL else 1
-    return [_row(shape, replica, role, incarnation, machine, cp_rank, cp) for cp_rank in range(cp)]
+    if role is Role.PREFILL:
+        sizes = RankCoords(dp=shape.dp, cp=shape.cp, tp=1, pp=1)
+    else:
+        sizes = RankCoords(dp=shape.decode_dp, cp=1, tp=1, pp=1)
+    return [_row(shape, replica, role, incarnation, machine, sizes, rank) for rank in range(sizes.dp * sizes.cp)]
 
 
 def _row(
-    shape: Shape, replica: ReplicaId, role: Role, incarnation: Incarnation, machine: str, cp_rank: int, cp: int
+    shape: Shape,
+    replica: ReplicaId,
+    role: Role,
+    incarnation: Incarnation,
+    machine: str,
+    sizes: RankCoords,
+    global_rank: int,
 ) -> RankRow:
-    start = f"{machine}/{replica}.{incarnation}.{cp_rank}"
+    start = f"{machine}/{replica}.{incarnation}.{global_rank}"
     ownership = shape.ownership if role is Role.PREFILL else KvOwnership.REPLICATED
     num_pages = shape.prefill_pages if role is Role.PREFILL else shape.decode_pages
     layout = PoolLayout(
-        num_pages=num_pages // ownership.num_owners(cp),
+        num_pages=num_pages // ownership.num_owners(sizes.cp),
         first_head=0,
         num_heads=1,
         first_layer=0,
@@ -36,10 +46,10 @@ def _row(
         replica=replica,
         role=role,
         incarnation=incarnation,
-        coords=RankCoords(dp=0, cp=cp_rank, tp=0, pp=0),
-        sizes=RankCoords(dp=1, cp=cp, tp=1, pp=1),
-        global_rank=cp_rank,
-        address=f"{machine}/{replica}.{cp_rank}" if shape.reuses_addresses else start,
+        coords=coords_of(global_rank, sizes),
+        sizes=sizes,
+        global_rank=global_rank,
+        address=f"{machine}/{replica}.{global_rank}" if shape.reuses_addresses else start,
         endpoint=Endpoint(backend="simulated", session=start, base_address=0, num_bytes=layout.pool_bytes),
         geometry=GEOMETRY,
         layout=layout,

@@ -6,6 +6,7 @@ from enum import StrEnum
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
+from cluster.spec.strategy import DpPolicy
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 251
@@ -93,6 +94,8 @@ class Ask:
     max_tokens: int
     patience_s: float | None = None
     """The client leaves so long after it came."""
+    dp_rank: int | None = None
+    """The DP rank that the client wants."""
     enough: int | None = None
     """Tokens after which the client's stop string is complete."""
     is_choice: bool = False
@@ -116,8 +119,12 @@ class Shape:
     num_prefill: int = 1
     num_decode: int = 1
     cp: int = 1
+    dp: int = 1
+    """Of prefill; each DP rank has requests and pages of its own."""
+    decode_dp: int = 1
+    dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
-    """Of a whole prefill replica; sharded, its ranks divide them evenly."""
+    """Of a whole DP rank of prefill; sharded, its ranks divide them evenly."""
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS

@@ -52,6 +52,8 @@ def _simpler_shapes(scenario: Scenario) -> Iterator[Scenario]:
         "tiers",
         "ownership",
         "cp",
+        "dp",
+        "decode_dp",
         "mode",
         "page_filter",
         "settle_s",

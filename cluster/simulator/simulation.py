@@ -57,6 +57,7 @@ class Simulation:
             if not self._run_until(lambda: not self._left_over()):
                 raise Violation(f"never came to an end: {', '.join(self._left_over())}")
             self._check_ends()
+            self._check_known_pages()
             self._driver.post(StopRequested("the scenario is over"))
             if not self._run_until(lambda: self._driver.is_stopped):
                 raise Violation("the cluster never stopped")
@@ -121,6 +122,14 @@ class Simulation:
         left += [f"order {number}" for number in driver.open_orders]
         left += [name for name, replica in driver.running.items() if not replica.is_idle]
         return left
+
+    def _check_known_pages(self) -> None:
+        """Streams of news have no names, so that only in their own order they can be told apart."""
+        hazards, router = self._scenario.hazards, self._driver.router
+        if hazards.duplicate or hazards.reorder or router is None:
+            return
+        for replica in self._driver.running.values():
+            router.known_pages.check(replica.leader)
 
     def _check_ends(self) -> None:
         scenario = self._scenario

@@ -9,23 +9,24 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.launch.draining import DrainWatch
-from cluster.simulator.driver import Driver
+from cluster.launch.services import BOOTSTRAP
 from cluster.simulator.rank_process import Follower
 from cluster.simulator.replica import Replica
-from cluster.simulator.router_process import RouterProcess
-from cluster.spec.ids import Incarnation, Room
-from cluster.spec.messages import Message, Submit
+from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.messages import Message, PageNews, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import PagesMoved
 from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke, Ticket
 from cluster.supervisor import reconcile
-from cluster.supervisor.events import Ended, Prove, Started
+from cluster.supervisor.events import End, Ended, Failed, Prove, Started
 from cluster.supervisor.operate import Step
 from cluster.supervisor.state import Cluster, Now
 from router.actions import Action
 from router.attempts import Attempts
+from router.dispatch import Dispatch
 from router.flight import Attempt, Flight, Pair
 from router.inquiries import Inquiries
+from router.page_index import PageIndex
 from transfer.digests import digest_pages
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
@@ -33,10 +34,12 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.orders import Orders
 from workers.kv_sender import KvSender
 from workers.scheduler.decode import DecodeLeader
+from workers.scheduler.decode_request import DecodeRequest, receiver_session
 from workers.scheduler.leader import LeaderCore
 from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillRequest, PrefillState
+from workers.scheduler.replica_leader import ReplicaLeader
 
 Patch = pytest.MonkeyPatch
 
@@ -76,15 +79,15 @@ def count_the_same_sender_twice(patch: Patch) -> None:
 
 def reuse_a_room(patch: Patch) -> None:
     """The router numbers its open requests, and gives the numbers of those that have ended to others."""
+    make = Dispatch.__init__
 
-    def draw(self: RouterProcess) -> Room:
-        return next(
-            room
-            for room in map(Room, count(1))
-            if not (self.dispatch.is_open(room) or self.dispatch.is_under_way(room))
-        )
+    def make_with_numbers(self: Dispatch, *given: Any) -> None:
+        def draw() -> Room:
+            return next(room for room in map(Room, count(1)) if not (self.is_open(room) or self.is_under_way(room)))
 
-    patch.setattr(RouterProcess, "_draw_room", draw)
+        make(self, *given[:-1], draw)
+
+    patch.setattr(Dispatch, "__init__", make_with_numbers)
 
 
 def ignore_the_incarnation(patch: Patch) -> None:
@@ -125,19 +128,37 @@ def end_before_it_is_drained(patch: Patch) -> None:
 
 
 def restart_one_rank_alone(patch: Patch) -> None:
-    """A follower that died is replaced, and the replica goes on with it."""
+    """A follower that died is replaced, and the replica goes on with it, for which the product has no word."""
     lose_rank = Replica.lose_rank
 
     def replace_rank(self: Replica, rank: int) -> bool:
-        number = rank % len(self.ranks)
+        number, leader = rank % len(self.ranks), self.leader
         if number == 0:
             return lose_rank(self, rank)
-        followers, leader = self.leader.followers, self.leader
-        followers[number - 1].kill()
-        followers[number - 1] = Follower(leader.around, leader.rows, number, leader.me, leader.allocator, self._on_step)
+        old = self.ranks[number]
+        old.kill()
+        new = Follower(leader.around, leader.rows, number, leader.me, old.memory.allocator)
+        self.ranks[number] = new
+        for other in self.ranks:
+            other.shard[:] = [new if it is old else it for it in other.shard]
+        new.shard += old.shard
+        new.num_computed = old.num_computed
         return True
 
     patch.setattr(Replica, "lose_rank", replace_rank)
+
+
+def start_again_beside_what_is_left(patch: Patch) -> None:
+    """The supervisor takes a replica that has lost a rank for one that has ended."""
+    on_failed = reconcile._on_failed
+
+    def fail(cluster: Cluster, event: Failed, now: Now) -> Step:
+        after, actions = on_failed(cluster, event, now)
+        if event.name in (BOOTSTRAP, ROUTER) or not any(isinstance(action, End) for action in actions):
+            return after, actions
+        return reconcile._on_ended(after, Ended(event.name, event.incarnation, True), now)
+
+    patch.setattr(reconcile, "_on_failed", fail)
 
 
 def heed_words_to_an_earlier_start(patch: Patch) -> None:
@@ -229,6 +250,40 @@ def leave_out_a_digest_and_miss_none(patch: Patch) -> None:
     patch.setattr(ReceiverSession, "_digest_problem", lambda _self, _num_bytes: None)
 
 
+def forget_who_has_a_room(patch: Patch) -> None:
+    """What is said of a room goes to the DP rank of its number, wherever its request went."""
+    home = ReplicaLeader._home
+
+    def home_by_number(self: ReplicaLeader, room: Room, message: Message) -> int:
+        by_request = home(self, room, message)
+        return by_request if isinstance(message, Submit) else room % len(self._leaders)
+
+    patch.setattr(ReplicaLeader, "_home", home_by_number)
+
+
+def ticket_pages_that_are_computed_into(patch: Patch) -> None:
+    """Decode gives prefill pages that a step under way still writes to."""
+
+    def open_at_once(self: DecodeLeader, request: DecodeRequest, prefill: Peer, now_s: float) -> None:
+        request.session = receiver_session(self._settings, request, prefill)
+        self.send(prefill.address, request.session.open(now_s))
+
+    patch.setattr(DecodeLeader, "_open", open_at_once)
+
+
+def miss_no_news(patch: Patch) -> None:
+    """The router does not look at the numbers of what it is told of caches."""
+    on_news = PageIndex.on_news
+
+    def take(self: PageIndex, news: PageNews, now_s: float) -> bool:
+        known = self._known.get((news.replica, news.incarnation))
+        if known is not None and known.next_number is not None and news.number:
+            known.next_number = news.number
+        return on_news(self, news, now_s)
+
+    patch.setattr(PageIndex, "on_news", take)
+
+
 def free_source_pages_early(patch: Patch) -> None:
     """Prefill gives its pages back with the Result, whatever its ranks still have to send."""
 
@@ -252,13 +307,12 @@ def let_no_bytes_settle(patch: Patch) -> None:
 
 def take_silence_for_proof(patch: Patch) -> None:
     """Processes on a machine that does not answer are called gone."""
-    end = Driver._end
+    on_ended = reconcile._on_ended
 
-    def end_and_call_it_proven(self: Driver, name: str, incarnation: Incarnation) -> bool:
-        end(self, name, incarnation)
-        return True
+    def end(cluster: Cluster, event: Ended, now: Now) -> Step:
+        return on_ended(cluster, dataclasses.replace(event, proven=True), now)
 
-    patch.setattr(Driver, "_end", end_and_call_it_proven)
+    patch.setattr(reconcile, "_on_ended", end)
 
 
 def prove_only_what_the_driver_has_heard_of(patch: Patch) -> None:

@@ -90,6 +90,12 @@ def dying_ranks(scenario: Scenario) -> Scenario:
     return replace(scenario, shape=shape, asks=asks, faults=tuple(faults), hazards=Hazards(slowness=30.0))
 
 
+def ranks_that_die_elsewhere(scenario: Scenario) -> Scenario:
+    """The next start listens at other addresses, so that what is left of this one goes on."""
+    dying = dying_ranks(scenario)
+    return replace(dying, shape=replace(dying.shape, reuses_addresses=False))
+
+
 def lost_machine(scenario: Scenario) -> Scenario:
     fault = Fault(kind=FaultKind.LOSE_MACHINE, at_s=4, member="prefill-0", duration_s=10.0)
     return replace(scenario, faults=(fault,), hazards=Hazards(slowness=30.0))
@@ -130,6 +136,21 @@ def changed_bytes(scenario: Scenario) -> Scenario:
     return replace(with_digests(scenario), faults=(), hazards=Hazards(flip=0.1))
 
 
+def several_dp_ranks(scenario: Scenario) -> Scenario:
+    shape = replace(scenario.shape, dp=2, decode_dp=2)
+    return replace(scenario, shape=shape, faults=(), hazards=Hazards())
+
+
+def leavers_of_dp_ranks(scenario: Scenario) -> Scenario:
+    """Clients leave while a step of another DP rank than the leader's is computed, and others wait for their pages."""
+    shape = replace(scenario.shape, decode_dp=3, decode_pages=10, prefill_pages=10 * scenario.shape.cp)
+    asks = tuple(
+        replace(ask, at_s=number % 7 / 4, max_tokens=8, prompt=(ask.prompt * 16)[:30], patience_s=number % 3 or None)
+        for number, ask in enumerate(scenario.asks * 4)
+    )
+    return replace(scenario, shape=shape, asks=asks, faults=(), hazards=Hazards(slowness=10.0))
+
+
 def cold_tiers(scenario: Scenario) -> Scenario:
     """Small pools, so that pages come back from below."""
     tiers = TierShape(host_pages=12, write=WritePolicy.WRITE_THROUGH, prefetch=PrefetchPolicy.WAIT_COMPLETE)
@@ -160,6 +181,10 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
         (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
         (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
+        (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
+        (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{EARLY_READ}|has no KV"),
+        (defects.miss_no_news, lossy, "knows other pages"),
+        (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),
         (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
         (defects.take_silence_for_proof, lost_machine, FOREIGN_WRITE),
@@ -206,6 +231,8 @@ def test_a_defect_is_caught(
         machine_lost_at_the_start,
         disorder,
         lossy,
+        several_dp_ranks,
+        leavers_of_dp_ranks,
         calm_with_digests,
         changed_bytes,
         cold_tiers,

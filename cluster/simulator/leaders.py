@@ -1,0 +1,96 @@
+"""The real leader of a simulated replica, with its pages and tiers: one leader a DP rank."""
+
+from collections.abc import Sequence
+
+from cluster.simulator.scenario import PAGE_SIZE, TierShape
+from cluster.simulator.surroundings import Surroundings
+from cluster.spec.hicache_config import HicacheConfig, StorageBackendName, StorageConfig
+from cluster.spec.lifecycle import Role
+from cluster.spec.peer import Peer
+from cluster.spec.registry import RankRow
+from cluster.spec.strategy import Strategy
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.context_parallel.cost_model import Choice, fixed
+from workers.hicache.tiers import Tiers
+from workers.scheduler.decode import DecodeLeader
+from workers.scheduler.decode_request import DecodeSettings
+from workers.scheduler.leader import Leader
+from workers.scheduler.prefill import PrefillLeader
+from workers.scheduler.prefill_request import PrefillSettings
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+MAX_REQUESTS = 4
+TICKET_TIMEOUT_S = 5.0
+
+
+def shard_of(rows: Sequence[RankRow], dp_rank: int) -> list[RankRow]:
+    """The rows of one DP rank, by CP rank."""
+    return [row for row in rows if row.coords.dp == dp_rank]
+
+
+def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int) -> tuple[Leader, PageAllocator]:
+    """What ``workers.build`` makes for a DP rank; ``rows`` are those of all ranks."""
+    own = shard_of(rows, dp_rank)
+    first = own[0]
+    tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
+    allocator = PageAllocator(first.layout.num_pages, tree, first.num_owners)
+    tiers = _make_tiers(around.shape.tiers, tree, own)
+    if first.role is Role.DECODE:
+        return _make_decode_leader(around, me, rows, dp_rank, allocator, tiers), allocator
+    return _make_prefill_leader(around, me, own, allocator, tiers), allocator
+
+
+def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[RankRow]) -> Tiers | None:
+    if shape is None or tree is None:
+        return None
+    storage = StorageConfig(
+        backend=StorageBackendName.FILES, prefetch=shape.prefetch, prefetch_base_s=0.5, prefetch_min_tokens=PAGE_SIZE
+    )
+    return Tiers(HicacheConfig(write=shape.write, storage=storage), tree, shape.host_pages, own)
+
+
+def _limits(around: Surroundings) -> StepLimits:
+    return StepLimits(PAGE_SIZE, around.shape.chunk_tokens, MAX_REQUESTS)
+
+
+def _make_decode_leader(
+    around: Surroundings,
+    me: Peer,
+    rows: Sequence[RankRow],
+    dp_rank: int,
+    allocator: PageAllocator,
+    tiers: Tiers | None,
+) -> Leader:
+    shape, first = around.shape, rows[0]
+    settings = DecodeSettings(
+        me=me,
+        dp_rank=dp_rank,
+        geometry=first.geometry,
+        layout=first.layout,
+        page_bytes=first.layout.page_bytes,
+        transfer_timeout_s=shape.transfer_timeout_s,
+        quarantine_limit=shape.quarantine_limit,
+        rank_addresses=tuple(row.address for row in rows),
+        verify=shape.verify,
+        settle_s=shape.settle_s,
+    )
+    steps = StepScheduler(allocator, _limits(around), fixed(Strategy.NONE), tiers=tiers)
+    return DecodeLeader(settings, steps, allocator, tiers=tiers)
+
+
+def _make_prefill_leader(
+    around: Surroundings, me: Peer, own: list[RankRow], allocator: PageAllocator, tiers: Tiers | None
+) -> Leader:
+    def choose(_extend_lens: Sequence[int], _prefix_lens: Sequence[int]) -> Choice:
+        return Choice(around.random.choice([Strategy.NONE, Strategy.ZIGZAG]), None, {})
+
+    settings = PrefillSettings(
+        me=me,
+        row=own[0],
+        rank_addresses=tuple(row.address for row in own),
+        ticket_timeout_s=TICKET_TIMEOUT_S,
+        settle_s=around.shape.settle_s,
+    )
+    steps = StepScheduler(allocator, _limits(around), choose, tiers=tiers)
+    return PrefillLeader(settings, steps, allocator, tiers=tiers)
