@@ -7,7 +7,7 @@ import httpx
 
 from tests.fakes.cluster import RunningCluster
 
-REST_S = 120.0
+REST_S = 180.0
 
 
 def settle(cluster: RunningCluster) -> None:

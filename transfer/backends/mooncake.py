@@ -29,8 +29,11 @@ class MooncakeBackend:
     """One engine per process; the session of an endpoint is ``host:port`` of its owner's engine."""
 
     name = TransferBackendName.MOONCAKE
-    # After a failed span the engine goes on with the rest of its batch; a stalled one ends after 30 s.
-    settle_s = 35.0
+    # The engine ends a span that stalls after 30 s, and after a failed one goes on with the rest of its batch. What
+    # it had handed to the kernel by then goes on by itself, also when the process is dead: Linux sends it again for
+    # 102 s (tcp_orphan_retries) before it gives up, and it lands where it was meant to as soon as there is a way. The
+    # receiving engine reads on for as long as a connection is open, and does not look again whether it may.
+    settle_s = 120.0
 
     def __init__(self, host: str) -> None:
         """Start the engine.

@@ -362,8 +362,9 @@ class DecodeLeader(LeaderCore):
                 self._follow(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
-        """Those that were given up longer ago than any silence is waited for."""
-        return stopping(self._requests.values(), self._now_s - self._settings.transfer_timeout_s)
+        """Those that were given up longer ago than any silence is waited for, and bytes need to settle."""
+        settings = self._settings
+        return stopping(self._requests.values(), self._now_s - settings.transfer_timeout_s - settings.settle_s)
 
     def _watch_quarantine(self) -> None:
         """With too much in quarantine, take nothing until less is; begin anew when nothing else can get on."""
