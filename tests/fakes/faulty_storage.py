@@ -2,13 +2,13 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
 from workers.hicache.storage import registry
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.interface import StorageError
+from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written
 from workers.worker import Worker
 
 DELAY_S = 2.0
@@ -23,13 +23,20 @@ class FaultyStorage(FileStorage):
         self._suffer()
         return super().count_leading(names)
 
-    def read(self, name: str, parts: Sequence[memoryview]) -> bool:
-        self._suffer()
-        return super().read(name, parts)
+    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+        for item in objects:
+            yield self._suffered() or next(super().read([item]))
 
-    def write(self, name: str, parts: Sequence[memoryview]) -> None:
-        self._suffer()
-        super().write(name, parts)
+    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+        for item in objects:
+            yield self._suffered() or next(super().write([item]))
+
+    def _suffered(self) -> StorageError | None:
+        try:
+            self._suffer()
+        except StorageError as error:
+            return error
+        return None
 
     def _suffer(self) -> None:
         draw = self._random.random()

@@ -13,7 +13,7 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import KvOwnership, RankCoords, RankRow
 from cluster.spec.tiers import TierPage
 from tests.fakes.paged_ranks import row
-from workers.hicache.storage.interface import StorageBackend
+from workers.hicache.storage.interface import StorageBackend, StorageObject
 from workers.hicache.storage.objects import Naming
 from workers.hicache.storage.page_store import PageStore
 from workers.hicache.storage.throttle import Throttle
@@ -57,6 +57,14 @@ def part_of(page: TierPage, row: RankRow) -> np.ndarray:
     heads = slice(layout.first_head, layout.first_head + layout.num_heads)
     layers = slice(layout.first_layer, layout.first_layer + layout.num_layers)
     return np.ascontiguousarray(kv_of(page)[heads, layers])
+
+
+def read_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) -> bool:
+    """One object; raises what came of it otherwise."""
+    (outcome,) = backend.read([StorageObject(name, parts)])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 class RankStore:

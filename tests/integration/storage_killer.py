@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.interface import StorageObject
 
 SIZE = 200_000
 
@@ -19,8 +20,10 @@ def content_of(number: int) -> bytes:
 
 def write_for_ever(folder: Path, first: int) -> None:
     storage = FileStorage(folder, 1 << 30, fsync=False)
-    for number in range(first, first + 10_000):
-        storage.write(f"n/{number}", [memoryview(content_of(number))])
+    numbers = range(first, first + 10_000)
+    for start in numbers[::8]:
+        for _ in storage.write([StorageObject(f"n/{n}", [memoryview(content_of(n))]) for n in range(start, start + 8)]):
+            pass
 
 
 def main(folder: Path, count: int) -> None:

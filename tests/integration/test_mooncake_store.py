@@ -16,9 +16,9 @@ from cluster.spec.tiers import Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle
 from tests.fakes.mooncake_master import mooncake_master
-from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes
 from tests.integration.test_hicache import LONG, NUM_TOKENS, PAGE_SIZE, ask_until
-from workers.hicache.storage.interface import CorruptObjectError, StorageError
+from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject, write_one
 from workers.hicache.storage.registry import MAKERS, make_storage
 
 pytestmark = [pytest.mark.integration, pytest.mark.mooncake]
@@ -38,14 +38,22 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     from workers.hicache.storage.mooncake_store import MooncakeStorage
 
     one, other = (MooncakeStorage("127.0.0.1", master, 0) for _ in range(2))
-    one.write("n/a", [memoryview(b"abc"), memoryview(b"d")])
-    other.write("n/a", [memoryview(b"wxyz")])
+    write_one(one, "n/a", [memoryview(b"abc"), memoryview(b"d")])
+    write_one(other, "n/a", [memoryview(b"wxyz")])
     buffers = [memoryview(bytearray(1)), memoryview(bytearray(3))]
-    assert other.read("n/a", buffers)
+    assert read_one(other, "n/a", buffers)
     assert b"".join(map(bytes, buffers)) == b"abcd"
     assert other.count_leading(["n/a", "n/b", "n/a"]) == 1
     with pytest.raises(CorruptObjectError, match="has 4 bytes, not 1"):
-        one.read("n/a", buffers[:1])
+        read_one(one, "n/a", buffers[:1])
+    assert list(one.write([StorageObject(name, [memoryview(name.encode())]) for name in ("n/c", "n/de")])) == [None] * 2
+    wanted = [StorageObject(name, [memoryview(bytearray(3))]) for name in ("n/a", "n/b", "n/c", "n/de")]
+    assert [outcome if isinstance(outcome, bool) else str(outcome) for outcome in other.read(wanted)] == [
+        "n/a has 4 bytes, not 3",
+        *(False, True),
+        "n/de has 4 bytes, not 3",
+    ]
+    assert bytes(wanted[2].parts[0]) == b"n/c"
     pages = [page_of(number) for number in range(3)]
     store = RankStore(one, rows_of(sizes())[0])
     assert store.write(pages) == RankStore(other, rows_of(sizes())[0]).read(pages) == [True] * 3
@@ -55,9 +63,13 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     assert reader.look_up([page_of(3)]) == reader.read([page_of(3)]) == [True], "only cuts of its own are found"
     one.delete("n/a")
     one.delete("n/a")
-    assert not other.read("n/a", buffers)
-    with pytest.raises(StorageError, match="cannot be written"):
-        one.write("n/large", [memoryview(bytes(130 << 20))])
+    assert not read_one(other, "n/a", buffers)
+    sizes_mib = 20, 20, 130, 1
+    large = [StorageObject(f"n/{mib}-{number}", [memoryview(bytes(mib << 20))]) for number, mib in enumerate(sizes_mib)]
+    errors = list(one.write(large))
+    assert [error is None for error in errors] == [True, True, False, True]
+    assert "n/130-2 cannot be written" in str(errors[2])
+    assert other.present([item.name for item in large]) == ["n/20-0", "n/20-1", "n/1-3"]
     one.close()
     other.close()
 
@@ -109,13 +121,13 @@ def test_a_master_that_falls_silent_delays_no_call_for_long_and_is_used_when_it_
 
     with mooncake_master() as (address, process):
         storage = MooncakeStorage("127.0.0.1", address, 0)
-        storage.write("n/a", [memoryview(b"abc")])
+        write_one(storage, "n/a", [memoryview(b"abc")])
         stop(process.pid)
         try:
             for call in (
                 lambda: storage.count_leading(["n/a"]),
-                lambda: storage.write("n/b", [memoryview(b"abc")]),
-                lambda: storage.read("n/b", [memoryview(bytearray(3))]),
+                lambda: write_one(storage, "n/b", [memoryview(b"abc")]),
+                lambda: read_one(storage, "n/b", [memoryview(bytearray(3))]),
                 lambda: storage.delete("n/b"),
             ):
                 assert seconds_of(call) < 10.0

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, rows_of, sizes
 from workers.hicache import mover
 from workers.hicache.storage.cuts import NUM_MARKS, KnownCuts
 from workers.hicache.storage.files import FileStorage
+from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written, write_one
 from workers.hicache.storage.objects import MARK_BYTES, Cut, Naming
 
 PAGES = [page_of(number) for number in range(4)]
@@ -38,6 +39,14 @@ class CountingStorage(FileStorage):
         self._take("present")
         return super().present(names)
 
+    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+        self._take("read")
+        yield from super().read(objects)
+
+    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+        self._take("write")
+        yield from super().write(objects)
+
     def _take(self, question: str) -> None:
         self.asked[question] += 1
         time.sleep(self.delay_s)
@@ -51,7 +60,70 @@ def test_a_look_up_asks_once_for_marks_and_once_for_each_cut(tmp_path: Path) -> 
     backend.asked.clear()
     reader = RankStore(backend, rows_of(sizes(tp=2))[0])
     assert reader.look_up(PAGES) == [True, True, False, False]
-    assert backend.asked == {"present": 1, "count_leading": 6}
+    assert backend.asked == {"present": 1, "read": 1, "count_leading": 6}
+
+
+def test_pages_are_read_and_written_in_one_call(tmp_path: Path) -> None:
+    backend = CountingStorage(tmp_path)
+    store = RankStore(backend, rows_of(sizes())[0])
+    assert store.write(PAGES[:1]) == [True]
+    backend.asked.clear()
+    assert store.write(PAGES) == [True] * 4
+    assert backend.asked == {"present": 1, "write": 1}
+    backend.asked.clear()
+    assert store.read(PAGES) == [True] * 4
+    assert backend.asked == {"read": 1}
+
+
+@pytest.mark.parametrize("num_good", range(5))
+def test_storage_that_fails_in_the_middle_of_a_call_fails_the_pages_behind(tmp_path: Path, num_good: int) -> None:
+    class Failing(FileStorage):
+        num_left = 4
+
+        def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+            for outcome in super().read(objects):
+                self.take()
+                yield outcome
+
+        def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+            for item in objects:
+                self.take()
+                yield from super().write([item])
+
+        def take(self) -> None:
+            if not self.num_left:
+                raise StorageError("the disk is gone")
+            self.num_left -= 1
+
+    backend = Failing(tmp_path, 1 << 20, fsync=False)
+    store = RankStore(backend, rows_of(sizes())[0])
+    store.store.look_up(PAGES, time.monotonic() + 10.0, store.failures)
+    backend.num_left = 2 + num_good  # the mark of our cut is written, and read once more
+    expected = [number < num_good for number in range(4)]
+    assert store.write(PAGES) == expected
+    assert store.failures["error"] == 4 - num_good
+    backend.num_left = num_good
+    assert store.read(PAGES) == expected
+    assert store.failures["error"] == 2 * (4 - num_good)
+
+
+def test_of_a_call_that_takes_too_long_the_rest_is_left_out(tmp_path: Path) -> None:
+    class Slow(FileStorage):
+        num_read = 0
+
+        def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+            for outcome in super().read(objects):
+                self.num_read += 1
+                time.sleep(0.05)
+                yield outcome
+
+    backend = Slow(tmp_path, 1 << 20, fsync=False)
+    store = RankStore(backend, rows_of(sizes())[0])
+    store.write(PAGES)
+    backend.num_read = 0
+    done = store.store.fetch(PAGES, store.buffer, time.monotonic() + 0.01, store.failures)
+    assert (done, backend.num_read) == ([True, False, False, False], 1)
+    assert store.failures["late"] == 3
 
 
 def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path: Path) -> None:
@@ -88,13 +160,13 @@ def test_cuts_that_this_model_cannot_have_are_refused_and_counted_once(tmp_path:
     backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
     marks = [naming.mark_of(Cut(KvOwnership.SHARDED, 2, tp, pp)) for tp, pp in ((3, 1), (1, 9))]
     for number, mark in enumerate((*marks, b"folded-cp1-tp1-pp1".ljust(MARK_BYTES, b"\0"), b"torn")):
-        backend.write(naming.mark(number), [memoryview(mark)])
+        write_one(backend, naming.mark(number), [memoryview(mark)])
     known = KnownCuts(backend, naming, MINE, lambda: now[0])
     assert known.look() == 3
     now[0] += 10.0
     assert known.look() == 0
     assert known.cuts == [MINE]
-    assert backend.asked == {"present": 2}
+    assert backend.asked["present"] == 2
 
 
 @pytest.mark.parametrize("num_others", [3, NUM_MARKS])
@@ -117,10 +189,10 @@ def test_of_two_who_mark_the_same_number_at_once_both_are_found(tmp_path: Path) 
     naming, other = Naming(GEOMETRY, "w"), Cut(KvOwnership.SHARDED, 2, 1, 1)
 
     class Racing(FileStorage):
-        def write(self, name: str, parts: Sequence[memoryview]) -> None:
-            if name == naming.mark(0):
-                super().write(name, [memoryview(naming.mark_of(other))])
-            super().write(name, parts)
+        def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+            if objects[0].name == naming.mark(0):
+                list(super().write([StorageObject(naming.mark(0), [memoryview(naming.mark_of(other))])]))
+            yield from super().write(objects)
 
     backend = Racing(tmp_path, 1 << 20, fsync=False)
     KnownCuts(backend, naming, MINE).mark()

@@ -12,11 +12,11 @@ from safetensors.numpy import save_file
 
 from cluster.spec.errors import UserError
 from cluster.spec.registry import KvOwnership
-from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, rows_of, sizes
+from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, read_one, rows_of, sizes
 from workers.hicache.breaker import Breaker
 from workers.hicache.storage.cuts import KnownCuts
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.interface import CorruptObjectError, StorageError
+from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject, write_one
 from workers.hicache.storage.objects import HEADER_BYTES, Cut, Naming
 from workers.hicache.storage.throttle import Throttle
 from workers.hicache.storage.weights import weights_digest
@@ -91,11 +91,11 @@ def test_the_least_recently_used_files_go_when_the_folder_is_full(tmp_path: Path
     backend = files(tmp_path, max_bytes=1000)
     data = memoryview(bytes(100))
     for number in range(9):
-        backend.write(f"n/{number}", [data])
+        write_one(backend, f"n/{number}", [data])
     buffer = memoryview(bytearray(100))
-    assert backend.read("n/0", [buffer])
+    assert read_one(backend, "n/0", [buffer])
     for number in range(9, 12):
-        backend.write(f"n/{number}", [data])
+        write_one(backend, f"n/{number}", [data])
     assert sum(path.stat().st_size for path in objects(tmp_path)) <= 1000
     assert backend.count_leading(["n/0"]) == 1
     assert backend.count_leading(["n/1"]) == 0
@@ -108,15 +108,45 @@ def test_the_least_recently_used_files_go_when_the_folder_is_full(tmp_path: Path
 
 def test_two_backends_on_one_folder_write_the_same_object(tmp_path: Path) -> None:
     one, other = files(tmp_path), files(tmp_path)
-    one.write("n/a", [memoryview(b"abc"), memoryview(b"d")])
-    other.write("n/a", [memoryview(b"abcd")])
+    write_one(one, "n/a", [memoryview(b"abc"), memoryview(b"d")])
+    write_one(other, "n/a", [memoryview(b"abcd")])
     buffer = memoryview(bytearray(4))
-    assert other.read("n/a", [buffer])
+    assert read_one(other, "n/a", [buffer])
     assert bytes(buffer) == b"abcd"
     one.delete("n/a")
     one.delete("n/a")
-    assert not other.read("n/a", [buffer])
+    assert not read_one(other, "n/a", [buffer])
     assert other.count_leading(["n/a"]) == 0
+
+
+def test_one_call_tells_what_came_of_each_object(tmp_path: Path) -> None:
+    backend = files(tmp_path)
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "bb").write_text("a file where a folder should be")
+    given = {f"n/{name}": memoryview(bytearray(name.encode())) for name in ("aa", "bb", "cc", "dd")}
+    written = list(backend.write([StorageObject(name, [data]) for name, data in given.items()]))
+    assert [type(error) for error in written] == [type(None), StorageError, type(None), type(None)]
+    (tmp_path / "n" / "cc" / "cc").write_bytes(b"c")
+    taken = {name: memoryview(bytearray(2)) for name in (*given, "n/ee", "n/ff", "n/aa")}
+    read = list(backend.read([StorageObject(name, [data[:1], data[1:]]) for name, data in taken.items()]))
+    assert [outcome if isinstance(outcome, bool) else type(outcome) for outcome in read] == [
+        *(True, StorageError, CorruptObjectError),
+        *(True, False, False),
+    ]
+    assert (bytes(taken["n/aa"]), bytes(taken["n/dd"])) == (b"aa", b"dd")
+
+
+def test_whoever_takes_no_more_results_has_no_more_objects_read_or_written(tmp_path: Path) -> None:
+    backend = files(tmp_path)
+    objects_ = [StorageObject(f"n/{number}", [memoryview(bytearray(b"x"))]) for number in range(9)]
+    writes = backend.write(objects_)
+    assert next(writes) is None
+    assert backend.count_leading([item.name for item in objects_]) == 1
+    buffers = [memoryview(bytearray(1)) for _ in objects_]
+    list(writes)
+    reads = backend.read([StorageObject(item.name, [buffer]) for item, buffer in zip(objects_, buffers, strict=True)])
+    assert next(reads) is True
+    assert [bytes(buffer) for buffer in buffers] == [b"x"] + [b"\0"] * 8
 
 
 def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
@@ -124,12 +154,12 @@ def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be used"):
         FileStorage(tmp_path / "file" / "folder", 1, fsync=False)
     backend = FileStorage(tmp_path / "kv", 1 << 20, fsync=True)
-    backend.write("n/aa", [memoryview(b"1")])
+    write_one(backend, "n/aa", [memoryview(b"1")])
     with pytest.raises(CorruptObjectError, match="has 1 bytes, not 2"):
-        backend.read("n/aa", [memoryview(bytearray(2))])
+        read_one(backend, "n/aa", [memoryview(bytearray(2))])
     (tmp_path / "kv" / "n" / "bb").write_text("a file where a folder should be")
     with pytest.raises(StorageError, match="cannot be written"):
-        backend.write("n/bb", [memoryview(b"1")])
+        write_one(backend, "n/bb", [memoryview(b"1")])
 
 
 def test_a_cut_that_comes_later_is_found_when_its_time_has_come(tmp_path: Path) -> None:
@@ -243,7 +273,7 @@ def test_a_folder_that_vanished_has_its_limit_again(tmp_path: Path) -> None:
     backend = files(tmp_path / "kv", max_bytes=1000)
     shutil.rmtree(tmp_path / "kv")
     for number in range(30):
-        backend.write(f"n/{number}", [memoryview(bytes(100))])
+        write_one(backend, f"n/{number}", [memoryview(bytes(100))])
     assert sum(path.stat().st_size for path in objects(tmp_path)) <= 1100
 
 
@@ -254,7 +284,7 @@ def test_marks_of_cuts_outlive_the_pages_of_a_full_folder(tmp_path: Path) -> Non
     for number in range(40):
         now[0] += 10.0
         writer.mark()
-        backend.write(f"n/{number}", [memoryview(bytes(100))])
+        write_one(backend, f"n/{number}", [memoryview(bytes(100))])
     reader = KnownCuts(backend, naming, Cut(KvOwnership.SHARDED, 4, 2, 1), lambda: now[0])
     reader.look()
     assert mine in reader.cuts

@@ -2,11 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import StorageFigures
-from workers.hicache.storage.interface import StorageBackend, StorageError
+from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject, Written
 
 _log = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class AwaitedStorage:
         """Of the backend."""
         return self._opened().present(names)
 
-    def read(self, name: str, parts: Sequence[memoryview]) -> bool:
+    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Of the backend."""
-        return self._opened().read(name, parts)
+        return self._opened().read(objects)
 
-    def write(self, name: str, parts: Sequence[memoryview]) -> None:
+    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
         """Of the backend."""
-        self._opened().write(name, parts)
+        return self._opened().write(objects)
 
     def delete(self, name: str) -> None:
         """Of the backend."""

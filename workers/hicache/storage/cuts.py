@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from workers.hicache.storage.interface import CorruptObjectError, StorageBackend
+from workers.hicache.storage.interface import CorruptObjectError, StorageBackend, StorageError, StorageObject, write_one
 from workers.hicache.storage.objects import MARK_BYTES, Cut, Naming
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ class KnownCuts:
             if self._looked_s is not None and now_s < self._looked_s + _LOOK_AGAIN_S:
                 return 0
             self._looked_s = now_s
-            marks = [self._read(name) for name in self._backend.present(self._names)]
+            names = self._backend.present(self._names)
+            marks = self._read(names) if names else []
             return self._take_in([mark for mark in marks if mark is not None])
         finally:
             self._looking.release()
@@ -73,14 +74,14 @@ class KnownCuts:
         taken = set(self._backend.present(self._names))
         for name in self._names:
             if name not in taken:
-                self._backend.write(name, [memoryview(self._naming.mark_of(self.cuts[0]))])
+                write_one(self._backend, name, [memoryview(self._naming.mark_of(self.cuts[0]))])
             if self._is_own(name):
                 return name
         _log.warning("there are marks of %d other cuts: replicas of those do not find these pages", NUM_MARKS)
         return None
 
     def _is_own(self, name: str) -> bool:
-        return self._read(name) == self._naming.mark_of(self.cuts[0])
+        return self._read([name]) == [self._naming.mark_of(self.cuts[0])]
 
     def _take_in(self, marks: Sequence[bytes]) -> int:
         found = {mark: self._naming.cut_of(mark) for mark in marks}
@@ -91,11 +92,15 @@ class KnownCuts:
         self.cuts = [*self.cuts, *(cut for cut in found.values() if cut is not None and cut not in self.cuts)]
         return len(refused)
 
-    def _read(self, name: str) -> bytes | None:
-        """What a mark says; reading it keeps it from being given up before the pages it tells of."""
-        mark = bytearray(MARK_BYTES)
-        try:
-            return bytes(mark) if self._backend.read(name, [memoryview(mark)]) else None
-        except CorruptObjectError:
-            self._backend.delete(name)
-            return None
+    def _read(self, names: Sequence[str]) -> list[bytes | None]:
+        """What marks say; reading them keeps them from being given up before the pages they tell of."""
+        marks = [bytearray(MARK_BYTES) for _ in names]
+        objects = [StorageObject(name, [memoryview(mark)]) for name, mark in zip(names, marks, strict=True)]
+        read = list[bytes | None]()
+        for name, mark, outcome in zip(names, marks, self._backend.read(objects), strict=True):
+            if isinstance(outcome, StorageError):
+                raise outcome
+            if isinstance(outcome, CorruptObjectError):
+                self._backend.delete(name)
+            read.append(bytes(mark) if outcome is True else None)
+        return read

@@ -6,21 +6,25 @@ up is told by their modification times, which reading renews.
 
 import contextlib
 import fcntl
+import io
 import itertools
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import StorageFigures
-from workers.hicache.storage.interface import CorruptObjectError, StorageError
+from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _UNFINISHED = ".unfinished-"
 _UNFINISHED_S = 3600.0
 """Age at which nobody writes to an unfinished file any more."""
 _LOCK = ".lock"
+_AHEAD = 4
+"""Files that the system is told of before they are read."""
 _SLACK = 16
 """A folder is looked through when a process has written a part of its size; it may exceed its limit by one for each."""
 _FILL = 0.9
@@ -61,42 +65,20 @@ class FileStorage:
         """Those of these files that are there."""
         return [name for name in names if self._path(name).exists()]
 
-    def read(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Read a file, and note that it is in use."""
-        wanted = sum(len(part) for part in parts)
-        try:
-            with self._path(name).open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != wanted or any(file.readinto(part) != len(part) for part in parts):
-                    raise CorruptObjectError(f"{name} has {size} bytes, not {wanted}")
-                os.utime(file.fileno())
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise StorageError(f"{name} cannot be read: {error.strerror}") from error
-        return True
+    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+        """Read files one after another, while the system reads ahead in those that follow."""
+        with contextlib.ExitStack() as stack:
+            coming = (self._open(item.name, stack) for item in objects)
+            opened = deque(itertools.islice(coming, _AHEAD))
+            for item in objects:
+                file = opened.popleft()
+                yield _read(file, item) if isinstance(file, io.FileIO) else file
+                opened.extend(itertools.islice(coming, 1))
 
-    def write(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write a file, then give it its name."""
-        path = self._path(name)
-        if path.exists():
-            return
-        unfinished = path.with_name(f"{_UNFINISHED}{self._me}-{next(self._numbers)}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("xb", buffering=0) as file:
-                for part in parts:
-                    _write_all(file.fileno(), part)
-                if self._fsync:
-                    os.fsync(file.fileno())
-            unfinished.rename(path)
-            if self._fsync:
-                _fsync_folder(path.parent)
-            self._note_written(sum(len(part) for part in parts))
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise StorageError(f"{name} cannot be written: {error.strerror}") from error
+    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+        """Write files one after another."""
+        for item in objects:
+            yield self._write(item)
 
     def delete(self, name: str) -> None:
         """Remove a file."""
@@ -118,6 +100,41 @@ class FileStorage:
         """Files of one namespace are spread over folders, since very large ones are slow."""
         namespace, _, file = name.rpartition("/")
         return self._folder / namespace / file[:2] / file
+
+    def _open(self, name: str, stack: contextlib.ExitStack) -> io.FileIO | bool | StorageError:
+        try:
+            file = stack.enter_context(io.FileIO(self._path(name)))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            return _unreadable(name, error)
+        # A file system that cannot read ahead reads later.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        return file
+
+    def _write(self, item: StorageObject) -> Written:
+        """Write a file, then give it its name."""
+        path = self._path(item.name)
+        unfinished = path.with_name(f"{_UNFINISHED}{self._me}-{next(self._numbers)}")
+        try:
+            if path.exists():
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("xb", buffering=0) as file:
+                for part in item.parts:
+                    _write_all(file.fileno(), part)
+                if self._fsync:
+                    os.fsync(file.fileno())
+            unfinished.rename(path)
+            if self._fsync:
+                _fsync_folder(path.parent)
+            self._note_written(item.num_bytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            return StorageError(f"{item.name} cannot be written: {error.strerror}")
+        return None
 
     def _note_written(self, num_bytes: int) -> None:
         self._unseen_bytes += num_bytes
@@ -146,6 +163,22 @@ class FileStorage:
                 self._num_evicted += 1
                 self._evicted_bytes += size
             self._used_bytes = total
+
+
+def _read(file: io.FileIO, item: StorageObject) -> Read:
+    """Fill the parts, and note that the file is in use."""
+    try:
+        size = os.fstat(file.fileno()).st_size
+        if size != item.num_bytes or any(file.readinto(part) != len(part) for part in item.parts):
+            return CorruptObjectError(f"{item.name} has {size} bytes, not {item.num_bytes}")
+        os.utime(file.fileno())
+    except OSError as error:
+        return _unreadable(item.name, error)
+    return True
+
+
+def _unreadable(name: str, error: OSError) -> StorageError:
+    return StorageError(f"{name} cannot be read: {error.strerror}")
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:

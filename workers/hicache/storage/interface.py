@@ -1,6 +1,7 @@
 """What every storage backend does. Backends keep named objects; they know no pages, keys or ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.spec.errors import BatonError
@@ -15,11 +16,30 @@ class CorruptObjectError(BatonError):
     """An object is there, and is not what was written under its name."""
 
 
+@dataclass(frozen=True, slots=True)
+class StorageObject:
+    """A name, and the memory in which its bytes are, or into which they go, one part after another."""
+
+    name: str
+    parts: Sequence[memoryview]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parts."""
+        return sum(map(len, self.parts))
+
+
+Read = bool | CorruptObjectError | StorageError
+"""What came of reading an object: its bytes, nothing since there is none, or why not."""
+Written = StorageError | None
+"""What came of writing an object: none for success."""
+
+
 class StorageBackend(Protocol):
     """Objects by name (letters, digits, dots and dashes, folders divided by a slash). A name's bytes never change.
 
-    Several threads, and several processes on the same storage, may call everything at once. An object is there whole
-    or not at all, whatever happens to whoever writes it.
+    Several threads, and several processes on the same storage, may call everything at once; the names of one call
+    differ. An object is there whole or not at all, whatever happens to whoever writes it.
     """
 
     def count_leading(self, names: Sequence[str]) -> int:
@@ -38,20 +58,24 @@ class StorageBackend(Protocol):
         """
         ...
 
-    def read(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Fill the parts, one after another, with the bytes of an object; false if there is none.
+    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+        """Fill the parts of objects with their bytes; what came of each, in order.
+
+        An object may be read no sooner than its turn comes, so whoever has no more time takes no more results. A
+        corrupt object is one of another size.
 
         Raises:
-            CorruptObjectError: the object has another size.
-            StorageError: it cannot be read.
+            StorageError: the rest cannot be read.
         """
         ...
 
-    def write(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Keep the bytes of all parts under a name; nothing happens if there is such an object already.
+    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+        """Keep the bytes of all parts under their names, as ``read`` reads them.
+
+        Nothing happens where there is such an object already.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the rest cannot be written.
         """
         ...
 
@@ -70,3 +94,14 @@ class StorageBackend(Protocol):
     def close(self) -> None:
         """Let go of everything; safe to call twice."""
         ...
+
+
+def write_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) -> None:
+    """Keep the bytes of one object.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    (error,) = backend.write([StorageObject(name, parts)])
+    if error is not None:
+        raise error

@@ -2,7 +2,10 @@
 
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 # The client reads these when it is loaded. By itself it tells every step on stderr, waits half a minute for each answer
 # of a master that is silent, and begins anew many times.
@@ -13,10 +16,12 @@ os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
 
 from mooncake.store import MooncakeDistributedStore
 
-from workers.hicache.storage.interface import CorruptObjectError, StorageError
+from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _BUFFER_BYTES = 128 << 20
 """Of the client, for objects on their way."""
+_OUTGOING_BYTES = 32 << 20
+"""For objects that are written in one call."""
 _MISSING = -704
 """What removing an object that is not there gives."""
 _REACH_S = 3.0
@@ -38,6 +43,14 @@ class MooncakeStorage:
         status = self._client.setup(host, "P2PHANDSHAKE", lent_bytes, _BUFFER_BYTES, "tcp", "", master)
         if status != 0:
             raise StorageError(f"no Mooncake master can be used at {master} (status {status})")
+        self._writing = threading.Lock()
+        """Of what follows."""
+        memory = np.zeros(_OUTGOING_BYTES, dtype=np.uint8)
+        self._outgoing, self._outgoing_address = memory.data, int(memory.ctypes.data)
+        status = self._client.register_buffer(self._outgoing_address, _OUTGOING_BYTES)
+        if status != 0:
+            self._client.close()
+            raise StorageError(f"Mooncake Store cannot send from the memory of this process (status {status})")
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many objects are there before the first that is not."""
@@ -47,27 +60,26 @@ class MooncakeStorage:
         """Those of these objects that are there."""
         return [name for name, is_there in zip(names, self._are_there(names), strict=True) if is_there]
 
-    def read(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Read an object."""
-        handle = self._client.get_buffer(name)
-        if handle is None:
-            if self.count_leading([name]):
-                raise StorageError(f"{name} cannot be read from Mooncake Store")
-            return False
-        data = memoryview(handle).cast("B")
-        wanted = sum(len(part) for part in parts)
-        if len(data) != wanted:
-            raise CorruptObjectError(f"{name} has {len(data)} bytes, not {wanted}")
-        for part in parts:
-            part[:] = data[: len(part)]
-            data = data[len(part) :]
-        return True
+    def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+        """Read objects in one call."""
+        names = [item.name for item in objects]
+        handles = self._client.batch_get_buffer(names) if names else []
+        # Nothing is given for objects that are not there, and for those that cannot be read.
+        there = set(self.present([name for name, handle in zip(names, handles, strict=True) if handle is None]))
+        for item, handle in zip(objects, handles, strict=True):
+            if handle is not None:
+                yield _take(memoryview(handle).cast("B"), item)
+            elif item.name in there:
+                yield StorageError(f"{item.name} cannot be read from Mooncake Store")
+            else:
+                yield False
 
-    def write(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write an object; the store keeps one that is there already."""
-        status = self._client.put_parts(name, *parts)
-        if status != 0:
-            raise StorageError(f"{name} cannot be written to Mooncake Store (status {status})")
+    def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
+        """Write objects in one call, as far as there is room for them; the store keeps those that are there already."""
+        for group in _groups(objects, len(self._outgoing)):
+            for item, status in zip(group, self._put(group), strict=True):
+                failed = StorageError(f"{item.name} cannot be written to Mooncake Store (status {status})")
+                yield failed if status != 0 else None
 
     def delete(self, name: str) -> None:
         """Remove an object, even if it was read a moment ago."""
@@ -82,12 +94,49 @@ class MooncakeStorage:
         """Leave the cluster; objects in the memory of this process are lost."""
         self._client.close()
 
+    def _put(self, group: Sequence[StorageObject]) -> list[int]:
+        """The status of each."""
+        if group[0].num_bytes > len(self._outgoing):
+            return [self._client.put_parts(item.name, *item.parts) for item in group]
+        start, addresses = 0, list[int]()
+        with self._writing:
+            for item in group:
+                addresses.append(self._outgoing_address + start)
+                for part in item.parts:
+                    self._outgoing[start : start + len(part)] = part
+                    start += len(part)
+            names, sizes = [item.name for item in group], [item.num_bytes for item in group]
+            return list(self._client.batch_put_from(names, addresses, sizes))
+
     def _are_there(self, names: Sequence[str]) -> list[bool]:
         """One call, however many names."""
         found = self._client.batch_is_exist(list(names)) if names else []
         if any(status < 0 for status in found):
             raise StorageError(f"Mooncake Store cannot tell what is there (status {min(found)})")
         return [bool(status) for status in found]
+
+
+def _take(data: memoryview, item: StorageObject) -> Read:
+    """Fill the parts with the bytes of an object."""
+    if len(data) != item.num_bytes:
+        return CorruptObjectError(f"{item.name} has {len(data)} bytes, not {item.num_bytes}")
+    for part in item.parts:
+        part[:] = data[: len(part)]
+        data = data[len(part) :]
+    return True
+
+
+def _groups(objects: Sequence[StorageObject], most_bytes: int) -> Iterator[list[StorageObject]]:
+    """In their order, as many at once as have so many bytes; those that have more alone."""
+    group, num_bytes = list[StorageObject](), 0
+    for item in objects:
+        if group and num_bytes + item.num_bytes > most_bytes:
+            yield group
+            group, num_bytes = [], 0
+        group.append(item)
+        num_bytes += item.num_bytes
+    if group:
+        yield group
 
 
 def _reach(master: str) -> None:
