@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cluster.spec.config import DeployConfig, Device
 from cluster.spec.errors import Problem
-from cluster.spec.hicache_config import StorageBackendName
+from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting
@@ -119,6 +119,15 @@ def _storage_folder(config: DeployConfig) -> list[Problem]:
     return [Problem("hicache.storage.folder", f"got {folder}; allowed: a path that begins with / or ~, on every host")]
 
 
+def _lent(config: DeployConfig) -> list[Problem]:
+    storage = config.hicache.storage
+    is_lender = storage.backend is StorageBackendName.MOONCAKE_STORE and storage.lent_gib > 0
+    if not is_lender or storage.lent_gib >= LEAST_LENT_GIB:
+        return []
+    message = f"got {storage.lent_gib}; allowed: 0, or {LEAST_LENT_GIB} (16 MiB) and more, which Mooncake Store can use"
+    return [Problem("hicache.storage.lent_gib", message)]
+
+
 def _router_wait(config: DeployConfig) -> list[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
     if wait_s < timeout_s:
@@ -161,5 +170,6 @@ CHECKS = (
         _storage,
     ),
     Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),
+    Check("storage can use what it is lent", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent),
     Check("the tiers reach the pools", ("resources.device", "hicache.host_gib"), _gpu_tiers),
 )

@@ -38,6 +38,9 @@ class StorageBackendName(StrEnum):
     MOONCAKE_STORE = "mooncake_store"
 
 
+LEAST_LENT_GIB = 1 / 64
+"""Mooncake Store refuses memory of less."""
+
 Rate = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 
 
@@ -55,7 +58,8 @@ class StorageConfig(Node):
     master: Text = "127.0.0.1:50051"
     """Of `mooncake_store`: host and port of its master."""
     lent_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
-    """Of `mooncake_store`: memory of each worker that it may use, in GiB, beside that of its own servers."""
+    """Of `mooncake_store`: memory of each worker that it may use, in GiB, beside that of its own servers; 0 lends none,
+    and 1/64 (16 MiB) is the least it takes."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     """How long a request waits for its pages."""
     prefetch_base_s: PositiveSeconds = 1.0

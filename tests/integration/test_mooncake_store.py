@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.hicache_config import StorageConfig
+from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageConfig
+from cluster.spec.pool import GIB
 from cluster.spec.tiers import Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine, Oracle
@@ -72,6 +73,15 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     assert other.present([item.name for item in large]) == ["n/20-0", "n/20-1", "n/1-3"]
     one.close()
     other.close()
+
+
+def test_the_store_uses_the_least_that_it_may_be_lent_and_no_less(master: str) -> None:
+    from workers.hicache.storage.mooncake_store import MooncakeStorage
+
+    least = int(LEAST_LENT_GIB * GIB)
+    MooncakeStorage("127.0.0.1", master, least).close()
+    with pytest.raises(StorageError, match="no Mooncake master can be used"):
+        MooncakeStorage("127.0.0.1", master, least - 1)
 
 
 def seconds_of(call: Callable[[], object]) -> float:

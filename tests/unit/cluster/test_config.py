@@ -164,6 +164,13 @@ BAD_FILES = {
         "hicache: {host_gib: 1, storage: {backend: files, folder: kv}}",
         ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~, on every host"],
     ),
+    "memory that storage cannot use": (
+        "hicache: {host_gib: 1, storage: {backend: mooncake_store, lent_gib: 0.0156}}",
+        [
+            "hicache.storage.lent_gib: got 0.0156; "
+            "allowed: 0, or 0.015625 (16 MiB) and more, which Mooncake Store can use"
+        ],
+    ),
     "lease": (
         "resources: {heartbeat_s: 2, lease_s: 2}",
         ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],
