@@ -95,6 +95,15 @@ class HostIndex:
         self.version += 1
         return page
 
+    def make_room(self, owner: int, wanted: int) -> int:
+        """Give up pages of an owner that storage was offered until so many are free; how many of them are."""
+        lacking = wanted - len(self._free[owner])
+        offered = (key for key, page in self._order[owner].items() if page.is_offered and _may_go(page))
+        for key in list(islice(offered, max(0, lacking))):
+            self.num_evicted[owner] += 1
+            self.drop(key)
+        return min(wanted, len(self._free[owner]))
+
     def fill(self, key: bytes) -> None:
         """The reserved page has its bytes."""
         self._of(key).is_filled = True

@@ -5,6 +5,7 @@ the copy is thrown away.
 """
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
 
 from cluster.spec.hicache_config import WritePolicy
@@ -43,6 +44,9 @@ class Saver:
         """Pages that were to be saved and were given up before."""
         self._saved: list[bytes] = []
         self._received: set[bytes] = set()
+        self._is_draining = False
+        self._left: list[deque[bytes]] = [deque() for _ in range(host.num_owners)]
+        """By owner: what only the device has, while the replica drains under ``write_back``."""
 
     def note_hits(self, keys: list[bytes]) -> None:
         """Device pages were found by a request."""
@@ -56,10 +60,29 @@ class Saver:
         """Pages that are now cached came from a replica that keeps them itself."""
         self._received.update(keys)
 
+    def drain(self, *, is_draining: bool) -> None:
+        """Save all that only the device has, on its way to storage, though nothing pushes it out; or go on as ever.
+
+        Under the other policies what was to be kept has been saved.
+        """
+        if is_draining == self._is_draining or self._policy is not WritePolicy.WRITE_BACK:
+            return
+        self._is_draining = is_draining
+        self._looked = -1, -1
+        for left in self._left:
+            left.clear()
+        if is_draining:
+            self._leave(self._tree.keys())
+
     @property
     def num_waiting(self) -> int:
         """Pages that are due and not ordered yet."""
         return len(self._waiting)
+
+    @property
+    def num_left(self) -> int:
+        """Pages that wait for room in host memory, which storage makes."""
+        return sum(map(len, self._left))
 
     def advance(self) -> None:
         """Order the copies that are due, as far as there is room for them."""
@@ -67,6 +90,8 @@ class Saver:
         received, self._received = self._received, set()
         for key in removed:
             self._hits.pop(key, None)
+        if self._is_draining:
+            self._leave(stored)
         if self._policy is WritePolicy.WRITE_THROUGH:
             self._waiting += [key for key in stored if key not in received]
         elif self._policy is WritePolicy.WRITE_BACK and self._orders.num_open(MoveKind.SAVE) == 0:
@@ -85,7 +110,7 @@ class Saver:
     def _look_ahead(self) -> None:
         """Most calls come when nothing has changed, and thousands of pages would be looked through in vain."""
         if self._looked != (self._tree.version, self._host.version):
-            self._waiting += self._next_to_go()
+            self._waiting += self._next_left() if self._is_draining else self._next_to_go()
             self._looked = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
@@ -100,6 +125,20 @@ class Saver:
                     wanted.append(key)
         self._host.touch(wanted[::-1])  # the deepest of a prefix are idle the longest
         return [key for key in wanted if key not in self._host]
+
+    def _leave(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            if key not in self._host and self._tree.page_of(key) is not None:
+                self._left[self._tree.place_of(key) % self._host.num_owners].append(key)
+
+    def _next_left(self) -> list[bytes]:
+        """As many as can be ordered at once, and as host memory has room for beside what storage has yet to take."""
+        most = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
+        return [
+            left.popleft()
+            for owner, left in enumerate(self._left)
+            for _ in range(self._host.make_room(owner, min(most, len(left))))
+        ]
 
     def _next_batch(self) -> list[TierPage]:
         pages: list[TierPage] = []

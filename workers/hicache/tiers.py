@@ -40,7 +40,7 @@ class Tiers:
         self._prefetcher = Prefetcher(config.storage, page_size, self.host, self._orders, self._reads)
         self._has_storage = config.storage.backend is not StorageBackendName.NONE
         self._is_attached = self._has_storage
-        self._is_storing = False
+        self._is_storing = self._is_draining = False
 
     def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
         """Take in what one rank made of an order; False for one that belongs to nothing."""
@@ -106,10 +106,13 @@ class Tiers:
     def attach(self, *, is_attached: bool) -> None:
         """Use storage from now on, if there is any, or leave it alone; what is under way goes on."""
         self._is_attached = is_attached and self._has_storage
+        self.drain(is_draining=self._is_draining)
 
     def drain(self, *, is_draining: bool) -> None:
-        """The replica may end soon: give storage all that only host memory has; or go on by the policy."""
+        """The replica may end soon: give storage all that only its memory has; or go on by the policy."""
+        self._is_draining = is_draining
         self._storer.drain(is_draining=is_draining)
+        self._saver.drain(is_draining=is_draining and self._is_attached)
 
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
         """Never give up the host pages of these that are there, or give them up as any other."""
@@ -124,7 +127,7 @@ class Tiers:
             num_evicted=sum(self.host.num_evicted),
             num_lost=self._saver.num_lost + self._storer.num_lost,
             num_late=self._prefetcher.num_late,
-            num_waiting=self._saver.num_waiting + self._storer.num_waiting,
+            num_waiting=self._saver.num_waiting + self._saver.num_left + self._storer.num_waiting,
             is_attached=self._is_attached,
             is_storing=self._is_storing,
             num_opened=self._writes.num_opened + self._reads.num_opened,

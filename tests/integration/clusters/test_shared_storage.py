@@ -52,6 +52,28 @@ def test_what_waits_to_be_stored_is_stored_before_a_cluster_ends(tmp_path: Path)
     assert num_before < NUM_PAGES == len(stored_bytes(tmp_path))
 
 
+def test_what_only_the_device_has_is_stored_before_a_cluster_ends(tmp_path: Path) -> None:
+    settings = {
+        "kv.memory_gib": 0.05,
+        "hicache.host_gib": 0.00125,  # for 10 pages of the 20 that each rank computes
+        "hicache.write": "write_back",
+        "hicache.storage.prefetch": "wait_complete",
+        "hicache.storage.backend": "files",
+        "hicache.storage.folder": tmp_path,
+        "resources.cpus_per_worker": 0.25,
+    }
+    changes = [f"{key}={value}" for key, value in settings.items()]
+    with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *changes) as cluster:
+        assert ask(cluster) == {"cached_tokens": 0}
+        assert len(stored_keys(tmp_path)) < NUM_PAGES
+    assert len(stored_keys(tmp_path)) == NUM_PAGES
+    with running_cluster("deploy/local-cpu.yaml", "test-device-at-end", *changes) as cluster:
+        details = ask(cluster)
+    assert 0 < details["cached_tokens"] == details["storage_tokens"] < NUM_PAGES * PAGE_SIZE, (
+        "more than host memory has room for"
+    )
+
+
 def ask(cluster: RunningCluster) -> dict[str, int]:
     """Where the prompt's pages came from; the answer leads through every one of them."""
     body = {"model": "recall", "prompt": PROMPT, "max_tokens": NUM_PAGES, "temperature": 0, "return_token_ids": True}
@@ -59,6 +81,11 @@ def ask(cluster: RunningCluster) -> dict[str, int]:
     assert answer["choices"][0]["token_ids"] == recall_oracle(PROMPT, NUM_PAGES)
     details: dict[str, int] = answer["usage"]["prompt_tokens_details"]
     return details
+
+
+def stored_keys(folder: Path) -> set[str]:
+    """Both pools may keep a page, each as it is cut."""
+    return {path.name.partition(".")[0] for path in folder.rglob("*.cp*") if not path.name.startswith((".", "cut."))}
 
 
 def stored_bytes(folder: Path) -> list[int]:
