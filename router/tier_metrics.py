@@ -24,6 +24,7 @@ def _states(entries: list[ReplicaEntry]) -> Iterator[Metric]:
         "host_pages": ("baton_host_pages", "Pages that host memory has room for."),
         "used_host_pages": ("baton_host_used_pages", "Pages in host memory, or on their way there."),
         "num_pinned": ("baton_host_pinned_pages", "Pages in host memory that are never given up."),
+        "num_stuck": ("baton_host_stuck_pages", "Host pages that storage reads or writes and does not come back from."),
         "num_waiting": ("baton_tier_waiting_pages", "Pages that wait to be copied to a tier below."),
         "is_attached": ("baton_storage_attached", "Whether storage is used."),
     }

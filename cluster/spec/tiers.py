@@ -93,6 +93,8 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that were to be copied to a tier below, and were not."""
     num_late: int
     """Requests that went on without pages that storage had not given in time."""
+    num_stuck: int
+    """Host pages that storage reads or writes and does not come back from; nobody else gets them before it has."""
     num_waiting: int
     """Pages that wait to be copied."""
     is_attached: bool
@@ -174,6 +176,7 @@ def joined(states: Sequence[TierState]) -> TierState:
         "num_evicted",
         "num_lost",
         "num_late",
+        "num_stuck",
         "num_waiting",
         "num_opened",
     )

@@ -57,6 +57,7 @@ def tier_state(**changes: Any) -> TierState:
         num_evicted=0,
         num_lost=0,
         num_late=0,
+        num_stuck=0,
         num_waiting=0,
         is_attached=True,
         is_storing=False,

@@ -196,3 +196,27 @@ def test_slow_and_failing_storage_fails_no_request_and_changes_no_token(
                 cluster.flush(Tier.DEVICE, Tier.HOST)
     finally:
         engine.close()
+
+
+def test_storage_that_hangs_fails_no_request_and_is_used_again_when_it_comes_back(
+    checkpoint: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    storage = {"backend": "files", "folder": str(tmp_path), "prefetch_min_tokens": 1, "prefetch_base_s": 0.05}
+    config = config_of((1, GATHER, 1), tmp_path, storage=storage)
+    prompts = [[*LONG[: 4 * PAGE_SIZE], *draw(seed, 20)] for seed in range(4)]
+    engine = LocalEngine("tests.fakes.hanging_storage:WorkerWithHangingStorage")
+    hangs = tmp_path / "hangs"
+    try:
+        with engine.running(checkpoint, config) as cluster:
+            ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
+            hangs.touch()
+            for _ in range(2):
+                cluster.flush(Tier.DEVICE, Tier.HOST)
+                answers = cluster.answer(asked(prompts, NUM_TOKENS), timeout_s=120)
+                assert [answer.token_ids for answer in answers] == [oracle.tokens(prompt) for prompt in prompts]
+                assert not any(answer.cached.storage for answer in answers)
+            hangs.unlink()
+            ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
+    finally:
+        hangs.unlink(missing_ok=True)
+        engine.close()

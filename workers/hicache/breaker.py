@@ -1,4 +1,4 @@
-"""Leaves a failing backend alone for a while, longer each time. Sans I/O."""
+"""Leaves a failing backend alone for a while, longer each time, and one that hangs until it comes back. Sans I/O."""
 
 _THRESHOLD = 3
 """Failures in a row that open it."""
@@ -12,11 +12,17 @@ class Breaker:
     def __init__(self) -> None:
         self._num_failures = 0
         self._open_until_s = 0.0
+        self._hangs = False
         self.num_opened = 0
 
     def is_open(self, now_s: float) -> bool:
         """Whether the backend is to be left alone."""
-        return now_s < self._open_until_s
+        return self._hangs or now_s < self._open_until_s
+
+    def note_hangs(self, *, hangs: bool) -> None:
+        """Whether there is an attempt that the backend does not come back from."""
+        self.num_opened += hangs and not self._hangs
+        self._hangs = hangs
 
     def note(self, now_s: float, *, is_success: bool) -> None:
         """An attempt is over."""

@@ -60,7 +60,9 @@ class PageMover:
         self._store = store
         self._global_rank = global_rank
         names = ("copies", "reads", "writes") if store else ("copies",)
-        self._lanes = {name: Lane(f"hicache-{name}", leader_address, open_outbox(), self._answer) for name in names}
+        self._lanes = {
+            name: Lane(f"hicache-{name}", leader_address, open_outbox(), self._answer, self._refuse) for name in names
+        }
 
     def take(self, order: MovePages) -> None:
         """The worker calls this between steps, so that every page which is to be saved has its KV."""
@@ -97,6 +99,13 @@ class PageMover:
             busy_s=time.monotonic() - start_s,
             storage=self._store.figures() if self._store is not None else None,
             failures=failures,
+        )
+
+    def _refuse(self, order: MovePages) -> PagesMoved:
+        """Storage has not come back from an order before this one."""
+        done = [not self._copier.owns(page) for page in order.pages]
+        return PagesMoved(
+            number=order.number, global_rank=self._global_rank, done=done, failures={"late": done.count(False)}
         )
 
     def _copy(self, order: MovePages, _waited_s: float, _failures: Counter[str]) -> tuple[list[bool], int]:

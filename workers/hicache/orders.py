@@ -25,6 +25,10 @@ class Outcome:
         return next((number for number, is_done in enumerate(self.done) if not is_done), len(self.done))
 
 
+LATE_S = 5.0
+"""What an order about storage may take beyond its patience; after it a call is taken for one that hangs."""
+
+
 @dataclass(slots=True)
 class _Open:
     kind: MoveKind
@@ -32,6 +36,8 @@ class _Open:
     on_end: Callable[[Outcome], None]
     failures: Counter[str] = field(default_factory=Counter)
     answered: set[int] = field(default_factory=set)
+    due_s: float | None = None
+    """From when on it is stuck."""
 
 
 class Orders:
@@ -43,7 +49,7 @@ class Orders:
         self._open: dict[int, _Open] = {}
         self.tally = Tally()
         self.outgoing: list[MovePages] = []
-        """For all ranks; the caller takes them away."""
+        """For all ranks."""
 
     def give(
         self,
@@ -56,6 +62,22 @@ class Orders:
         self._number += 1
         self._open[self._number] = _Open(kind, [True] * len(pages), on_end)
         self.outgoing.append(MovePages(number=self._number, kind=kind, pages=list(pages), patience_s=patience_s))
+
+    def take_outgoing(self, now_s: float) -> list[MovePages]:
+        """The orders since the last call, which begin now."""
+        orders, self.outgoing = self.outgoing, []
+        for order in orders:
+            if order.patience_s is not None:
+                self._open[order.number].due_s = now_s + order.patience_s + LATE_S
+        return orders
+
+    def stuck(self, now_s: float) -> Counter[MoveKind]:
+        """Pages of orders that storage does not come back from, by kind; nobody else gets them before it has."""
+        pages = Counter[MoveKind]()
+        for order in self._open.values():
+            if order.due_s is not None and now_s >= order.due_s:
+                pages[order.kind] += len(order.done)
+        return pages
 
     def num_open(self, kind: MoveKind) -> int:
         """Orders of a kind that are not over."""

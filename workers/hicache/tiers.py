@@ -41,6 +41,7 @@ class Tiers:
         self._has_storage = config.storage.backend is not StorageBackendName.NONE
         self._is_attached = self._has_storage
         self._is_storing = self._is_draining = False
+        self._num_stuck = 0
 
     def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
         """Take in what one rank made of an order; False for one that belongs to nothing."""
@@ -48,6 +49,10 @@ class Tiers:
 
     def advance(self, now_s: float) -> list[tuple[str, Message]]:
         """Go on after anything that happened; what is to be sent, as (address, message)."""
+        stuck = self._orders.stuck(now_s)
+        self._reads.note_hangs(hangs=stuck[MoveKind.LOOK_UP] + stuck[MoveKind.FETCH] > 0)
+        self._writes.note_hangs(hangs=stuck[MoveKind.STORE] > 0)
+        self._num_stuck = stuck[MoveKind.FETCH] + stuck[MoveKind.STORE]
         self._saver.advance()
         saved = self._saver.take_saved()
         if self._is_attached:
@@ -55,8 +60,7 @@ class Tiers:
                 self._storer.note_saved(key)
             self._storer.advance(now_s)
         self._is_storing = self._is_attached and not self._writes.is_open(now_s) and self._has_more_to_store()
-        orders, self._orders.outgoing = self._orders.outgoing, []
-        return [(address, order) for order in orders for address in self._addresses]
+        return [(address, order) for order in self._orders.take_outgoing(now_s) for address in self._addresses]
 
     def expect(self, room: Room, keys: Sequence[bytes], now_s: float) -> None:
         """A request has come that will begin with these pages: have them read from storage, as far as that helps."""
@@ -127,6 +131,7 @@ class Tiers:
             num_evicted=sum(self.host.num_evicted),
             num_lost=self._saver.num_lost + self._storer.num_lost,
             num_late=self._prefetcher.num_late,
+            num_stuck=self._num_stuck,
             num_waiting=self._saver.num_waiting + self._saver.num_left + self._storer.num_waiting,
             is_attached=self._is_attached,
             is_storing=self._is_storing,

@@ -56,6 +56,7 @@ def test_every_rank_has_its_own_lines() -> None:
         num_evicted=1,
         num_lost=2,
         num_late=4,
+        num_stuck=7,
         num_waiting=5,
         num_opened=6,
         work=tally.work,
@@ -85,6 +86,7 @@ def test_every_rank_has_its_own_lines() -> None:
     assert sum(line.startswith("baton_storage_used_bytes{") for line in lines) == 1
     assert 'baton_host_pages{replica="prefill-0"} 8.0' in lines
     assert 'baton_host_pinned_pages{replica="prefill-0"} 2.0' in lines
+    assert 'baton_host_stuck_pages{replica="prefill-0"} 7.0' in lines
     assert 'baton_storage_attached{replica="prefill-0"} 1.0' in lines
     assert 'baton_tier_lost_pages_total{replica="prefill-0"} 2.0' in lines
 

@@ -1,5 +1,6 @@
 """Storage that is only slow: it is asked few questions, and neither a request nor the end of a worker waits for it."""
 
+import queue
 import threading
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.spec.registry import KvOwnership
-from cluster.spec.tiers import MoveKind, MovePages
+from cluster.spec.tiers import MoveKind, MovePages, PagesMoved
 from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, rows_of, sizes
 from workers.hicache import mover
 from workers.hicache.storage.cuts import NUM_MARKS, KnownCuts
@@ -233,6 +234,52 @@ class FakeCopier:
 
     def host_page(self, page: object) -> memoryview:  # noqa: ARG002 - as a copier's
         return memoryview(bytearray(1))
+
+
+class TellingOutbox(FakeOutbox):
+    """Tells what was sent."""
+
+    def __init__(self) -> None:
+        self.sent = queue.SimpleQueue[PagesMoved]()
+
+    def send(self, address: str, message: object) -> None:  # noqa: ARG002 - as an outbox's
+        assert isinstance(message, PagesMoved)
+        self.sent.put(message)
+
+
+def test_orders_behind_one_that_hangs_are_refused_when_their_patience_is_over() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Store:
+        def fetch(self, pages: Sequence[object], *_: object) -> list[bool]:
+            entered.set()
+            assert go_on.wait(10.0)
+            return [True] * len(pages)
+
+        def figures(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    outbox = TellingOutbox()
+    moves = mover.PageMover(cast(Any, FakeCopier()), cast(Any, Store()), 3, "leader", lambda: cast(Any, outbox))
+    moves.take(MovePages(number=0, kind=MoveKind.FETCH, pages=PAGES, patience_s=0.0))
+    assert entered.wait(10.0)
+    for number, patience_s in ((1, 60.0), (2, 0.02), (3, 0.01)):
+        moves.take(MovePages(number=number, kind=MoveKind.FETCH, pages=PAGES[:number], patience_s=patience_s))
+    refused = {answer.number: answer for answer in (outbox.sent.get(timeout=10.0) for _ in range(2))}
+    assert {number: (answer.done, answer.failures) for number, answer in refused.items()} == {
+        2: ([False] * 2, {"late": 2}),
+        3: ([False] * 3, {"late": 3}),
+    }
+    assert outbox.sent.empty(), "pages that may still be written to are given back"
+    go_on.set()
+    assert [(answer.number, answer.done) for answer in (outbox.sent.get(timeout=10.0) for _ in range(2))] == [
+        (0, [True] * 4),
+        (1, [True]),
+    ]
+    moves.close()
 
 
 @pytest.mark.parametrize("hangs", [True, False])

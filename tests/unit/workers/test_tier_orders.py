@@ -160,6 +160,51 @@ def test_writes_that_fail_do_not_keep_requests_from_reading() -> None:
     assert world.tiers.is_waiting(Room(9), world.now_s)
 
 
+@pytest.mark.parametrize("prefetch", PrefetchPolicy)
+def test_pages_of_a_read_that_hangs_are_held_and_counted_and_nothing_more_is_read(prefetch: PrefetchPolicy) -> None:
+    world = stored_world(prefetch=prefetch, host_pages=10)
+    world.tiers.expect(Room(9), KEYS, world.now_s)
+    world.advance()
+    while not any(order.kind is MoveKind.FETCH for order in world.ranks[0].copies):
+        world.step(0, fails=False)
+    world.tiers.forget(Room(9), world.now_s)
+    world.advance()
+    assert world.tiers.state().num_stuck == 0
+    world.now_s += 1000.0
+    world.advance()
+    state = world.tiers.state()
+    assert (state.num_stuck, state.used_host_pages, state.num_opened) == (4, 4, 1)
+    world.tiers.flush()
+    assert world.tiers.state().used_host_pages == 4, "pages that may still be written to are given up"
+    for number in range(10, 13):
+        world.tiers.expect(Room(number), page_keys([number] * 8, PAGE_SIZE), world.now_s)
+        world.advance()
+    assert not world.ranks[0].inbox
+    assert not any(world.tiers.is_waiting(Room(number), world.now_s) for number in range(10, 13))
+    world.drain()
+    assert world.tiers.host.find(KEYS) == [0, 1, 2, 3]
+    assert (world.tiers.state().num_stuck, world.tiers.state().num_opened) == (0, 1)
+    world.tiers.expect(Room(13), page_keys([13] * 8, PAGE_SIZE), world.now_s)
+    world.advance()
+    assert world.ranks[0].inbox, "it is asked again"
+
+
+def test_a_replica_does_not_wait_for_a_write_that_hangs_when_it_drains() -> None:
+    world = world_of(backend="files")
+    world.start([0] * 8)
+    rank = world.ranks[0]
+    while not (rank.copies and rank.copies[0].kind is MoveKind.STORE):
+        world.step(0, fails=False)
+    world.tiers.drain(is_draining=True)
+    world.advance()
+    assert world.tiers.state().is_storing
+    world.now_s += 1000.0
+    world.advance()
+    assert (world.tiers.state().is_storing, world.tiers.state().num_stuck) == (False, 4)
+    world.drain()
+    assert (len(rank.stored), world.tiers.state().num_stuck) == (4, 0)
+
+
 def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     waits: dict[str, list[int]] = {"reads": [], "writes": []}
 

@@ -237,10 +237,11 @@ def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
         assert not world.tiers.next_deadline_s()
         world.submit([number + 1] * 8)
         assert world.tiers.is_waiting(Room(number + 1), world.now_s)
-        world.now_s += 10.0
+        world.now_s += 1.0
         world.start_waiting()
     world.submit([9] * 8)
     assert not world.tiers.is_waiting(Room(4), world.now_s)
+    world.drain()
     world.now_s += 100.0
     world.submit([8] * 8)
     assert world.tiers.is_waiting(Room(5), world.now_s)
