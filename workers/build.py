@@ -20,6 +20,7 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
 from workers.hicache.copier import Copier
+from workers.hicache.device_pages import DevicePages, RegionPages, StagedPages
 from workers.hicache.mover import Mover, NoMover, PageMover
 from workers.hicache.storage.objects import Naming
 from workers.hicache.storage.page_store import PageStore
@@ -147,7 +148,10 @@ def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: C
     """What carries out the leader's orders on this rank."""
     if rank.host_region is None:
         return NoMover()
-    copier = Copier(rows, spec.global_rank, rank.region, rank.host_region, rank.backend)
+    device: DevicePages = RegionPages(rank.region, rank.host_region, rank.layout.page_bytes)
+    if rank.staging is not None:
+        device = StagedPages(rank.pool, rank.staging, rank.region, rank.host_region)
+    copier = Copier(rows, spec.global_rank, device, rank.region, rank.host_region, rank.backend)
     store = make_page_store(spec, rank, rows[spec.global_rank])
     return PageMover(copier, store, spec.global_rank, rows[0].address, open_outbox)
 

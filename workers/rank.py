@@ -64,6 +64,8 @@ class Rank:
     """As this rank measured it, where there are host pages."""
 
     groups: RankGroups
+    pool: PagePool
+    """On the device."""
     staging: Staging | None
     """Between a GPU's pages and the region."""
 
@@ -115,7 +117,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
     on_gpu = device.type == "cuda"
     pool = _make_pool(layout, dtype, region, device)
-    staging = Staging(pool, region.buffer) if on_gpu else None
+    staging = _make_staging(pool, region)
     host_pages = None if on_gpu else _make_host_pages(spec, layout, pool)
     runner = ModelRunner(
         model,
@@ -148,6 +150,7 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         rates=rates,
         grammars=grammars,
         groups=groups,
+        pool=pool,
         staging=staging,
         host_pages=host_pages,
         keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
@@ -173,6 +176,11 @@ def _make_pool(layout: PoolLayout, dtype: torch.dtype, region: Region, device: t
         memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
     sizes = (layout.num_pages, layout.num_heads, layout.num_layers, layout.page_size, layout.head_dim)
     return PagePool(*sizes, dtype, memory)
+
+
+def _make_staging(pool: PagePool, region: Region) -> Staging | None:
+    """Where the pool is not in the region itself."""
+    return Staging(pool, region.buffer) if pool.data.is_cuda else None
 
 
 def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> HostPages | None:

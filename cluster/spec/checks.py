@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, Device
+from cluster.spec.config import DeployConfig
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName
 from cluster.spec.ranks import axis_problems
@@ -94,13 +94,6 @@ def _silence(config: DeployConfig) -> list[Problem]:
     return [Problem("resources.silence_s", message)]
 
 
-def _gpu_tiers(config: DeployConfig) -> list[Problem]:
-    if config.resources.device is Device.CPU or not config.hicache.host_gib:
-        return []
-    message = f"got {config.hicache.host_gib} with resources.device = cuda; allowed: 0, since tiers hold a CPU's pages"
-    return [Problem("hicache.host_gib", message)]
-
-
 def _storage(config: DeployConfig) -> list[Problem]:
     hicache, backend = config.hicache, config.hicache.storage.backend
     if backend is StorageBackendName.NONE or (hicache.host_gib > 0 and config.kv.prefix_cache):
@@ -171,5 +164,4 @@ CHECKS = (
     ),
     Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),
     Check("storage can use what it is lent", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent),
-    Check("the tiers reach the pools", ("resources.device", "hicache.host_gib"), _gpu_tiers),
 )

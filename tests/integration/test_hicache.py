@@ -220,3 +220,12 @@ def test_storage_that_hangs_fails_no_request_and_is_used_again_when_it_comes_bac
     finally:
         hangs.unlink(missing_ok=True)
         engine.close()
+
+
+@pytest.mark.parametrize("way", [(2, GATHER, 1), (2, RING, 1)], ids=str)
+def test_pages_that_are_staged_have_the_same_tiers(way: Way, checkpoint: Path, oracle: Oracle, tmp_path: Path) -> None:
+    engine = LocalEngine("tests.fakes.staged_pool:WorkerWithStagedPool")
+    try:
+        check_tiers(way, checkpoint, oracle, engine, tmp_path)
+    finally:
+        engine.close()

@@ -20,7 +20,7 @@ class Staging:
         self._host = flat[: self._pages.numel()].view(self._pages.shape)
         self._stream: torch.cuda.Stream | None = None
         if self._pages.is_cuda:
-            _pin(self._host)
+            pin(self._host)
             self._stream = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event | None:
@@ -48,7 +48,7 @@ class Staging:
             target[page].copy_(source[page], non_blocking=True)
 
 
-def _pin(host: torch.Tensor) -> None:
+def pin(host: torch.Tensor) -> None:
     """Let the GPU copy by itself; RuntimeError where the system does not allow so much."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), host.numel(), 0)))

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import Region, TransferBackend
 from transfer.plan import Span, local_page
+from workers.hicache.device_pages import DevicePages, Mark
 
 READ_SPANS = 64
 """Most pages read from a peer in one call."""
@@ -18,15 +16,24 @@ class Copier:
     """One rank's. A host page belongs to one CP rank; where KV is replicated, the others read it from there."""
 
     def __init__(
-        self, rows: Sequence[RankRow], rank: int, device: Region, host: Region, backend: TransferBackend
+        self,
+        rows: Sequence[RankRow],
+        rank: int,
+        device: DevicePages,
+        region: Region,
+        host: Region,
+        backend: TransferBackend,
     ) -> None:
-        """``rows`` are those of all ranks of the replica; ``device`` and ``host`` are the memory of this one."""
+        """``rows`` are those of all ranks of the replica; ``device``, ``region`` and ``host`` are this one's.
+
+        Peers' memory is read into the region.
+        """
         self._row = rows[rank]
         self._backend = backend
         self._device = device
+        self._region = region
+        self._host = host.buffer
         self._page_bytes = self._row.layout.page_bytes
-        self._device_pages = self._pages(device, self._row.layout.num_pages)
-        self._host_pages = self._pages(host, len(host.buffer) // self._page_bytes)
         self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
 
     @property
@@ -40,18 +47,20 @@ class Copier:
 
     def host_page(self, page: TierPage) -> memoryview:
         """The bytes of a host page that this rank owns."""
-        assert page.host is not None, "an order without host pages"
-        return memoryview(self._host_pages[page.host // self._row.sizes.cp])
+        start = self._slot(page) * self._page_bytes
+        return self._host[start : start + self._page_bytes]
 
-    def save(self, pages: Sequence[TierPage]) -> int:
+    def mark(self) -> Mark:
+        """On the computing thread, when an order comes: the moment after which its copies begin."""
+        return self._device.mark()
+
+    def save(self, pages: Sequence[TierPage], after: Mark) -> int:
         """Copy the owned ones of these pages to host memory; the bytes copied."""
         owned = [page for page in pages if self.owns(page)]
-        for page in owned:
-            assert page.device is not None, "an order without device pages"
-            np.copyto(np.asarray(self.host_page(page)), self._device_pages[local_page(self._row, page.device)])
+        self._device.save([(self._local(page), self._slot(page)) for page in owned], after)
         return len(owned) * self._page_bytes
 
-    def load(self, pages: Sequence[TierPage]) -> int:
+    def load(self, pages: Sequence[TierPage], after: Mark) -> int:
         """Fill the device pages that this rank has of these; the bytes copied.
 
         Raises:
@@ -59,32 +68,32 @@ class Copier:
         """
         if self._row.ownership is KvOwnership.SHARDED:
             pages = [page for page in pages if self.owns(page)]
+        self._device.load([(self._local(page), self._slot(page)) for page in pages if self.owns(page)], after)
+        elsewhere = [page for page in pages if not self.owns(page)]
         spans: dict[int, list[Span]] = {}
-        for page in pages:
-            assert page.device is not None, "an order without device pages"
-            device = local_page(self._row, page.device)
-            if self.owns(page):
-                np.copyto(self._device_pages[device], np.asarray(self.host_page(page)))
-            else:
-                spans.setdefault(page.place % self._row.sizes.cp, []).append(self._span(page, device))
+        for page in elsewhere:
+            spans.setdefault(page.place % self._row.sizes.cp, []).append(self._span(page))
         for cp_rank, wanted in spans.items():
             self._read(cp_rank, wanted)
+        self._device.take_in([self._local(page) for page in elsewhere], after)
         return len(pages) * self._page_bytes
 
-    def _span(self, page: TierPage, device: int) -> Span:
+    def _local(self, page: TierPage) -> int:
+        assert page.device is not None, "an order without device pages"
+        return local_page(self._row, page.device)
+
+    def _slot(self, page: TierPage) -> int:
         assert page.host is not None, "an order without host pages"
-        host = page.host // self._row.sizes.cp
-        return Span(host * self._page_bytes, device * self._page_bytes, self._page_bytes)
+        return page.host // self._row.sizes.cp
+
+    def _span(self, page: TierPage) -> Span:
+        return Span(self._slot(page) * self._page_bytes, self._local(page) * self._page_bytes, self._page_bytes)
 
     def _read(self, cp_rank: int, spans: list[Span]) -> None:
         source = self._peers[cp_rank].host_endpoint
         assert source is not None, f"CP rank {cp_rank} has no host memory"
         for start in range(0, len(spans), READ_SPANS):
-            self._backend.read(source, self._device, spans[start : start + READ_SPANS])
-
-    def _pages(self, region: Region, num_pages: int) -> npt.NDArray[np.uint8]:
-        flat = np.frombuffer(region.buffer, dtype=np.uint8)
-        return flat[: num_pages * self._page_bytes].reshape(num_pages, self._page_bytes)
+            self._backend.read(source, self._region, spans[start : start + READ_SPANS])
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:

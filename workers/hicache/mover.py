@@ -10,6 +10,7 @@ from cluster.channel import Outbox
 from cluster.spec.errors import TransferError
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved
 from workers.hicache.copier import Copier
+from workers.hicache.device_pages import Mark
 from workers.hicache.lane import Lane
 from workers.hicache.storage.page_store import PageStore
 
@@ -59,6 +60,8 @@ class PageMover:
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
+        self._marks: dict[int, Mark] = {}
+        """By number of order, when it came."""
         names = ("copies", "reads", "writes") if store else ("copies",)
         self._lanes = {
             name: Lane(f"hicache-{name}", leader_address, open_outbox(), self._answer, self._refuse) for name in names
@@ -66,6 +69,9 @@ class PageMover:
 
     def take(self, order: MovePages) -> None:
         """The worker calls this between steps, so that every page which is to be saved has its KV."""
+        mark = self._copier.mark()
+        if _LANES[order.kind] == "copies":
+            self._marks[order.number] = mark
         self._lanes[_LANES[order.kind]].put(order)
 
     def close(self) -> None:
@@ -109,7 +115,8 @@ class PageMover:
         )
 
     def _copy(self, order: MovePages, _waited_s: float, _failures: Counter[str]) -> tuple[list[bool], int]:
-        num_bytes = (self._copier.save if order.kind is MoveKind.SAVE else self._copier.load)(order.pages)
+        copy = self._copier.save if order.kind is MoveKind.SAVE else self._copier.load
+        num_bytes = copy(order.pages, self._marks.pop(order.number))
         return [True] * len(order.pages), num_bytes
 
     def _use_storage(self, order: MovePages, waited_s: float, failures: Counter[str]) -> tuple[list[bool], int]:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
-from cluster.spec.messages import Message
 from cluster.spec.registry import RankRow
-from cluster.spec.tiers import MoveKind, PagesMoved, RankTiers, Tier, TierState
+from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, RankTiers, Tier, TierState
 from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.breaker import Breaker
@@ -47,7 +46,7 @@ class Tiers:
         """Take in what one rank made of an order; False for one that belongs to nothing."""
         return self._orders.on_answer(answer, now_s)
 
-    def advance(self, now_s: float) -> list[tuple[str, Message]]:
+    def advance(self, now_s: float) -> list[tuple[str, MovePages]]:
         """Go on after anything that happened; what is to be sent, as (address, message)."""
         stuck = self._orders.stuck(now_s)
         self._reads.note_hangs(hangs=stuck[MoveKind.LOOK_UP] + stuck[MoveKind.FETCH] > 0)

@@ -179,10 +179,6 @@ BAD_FILES = {
         "resources: {silence_s: 3}",
         ["resources.silence_s: got 3.0; allowed: more than resources.lease_s = 3.0, after which a silence is seen"],
     ),
-    "tiers below a GPU": (
-        "resources: {device: cuda}\nhicache: {host_gib: 2}",
-        ["hicache.host_gib: got 2.0 with resources.device = cuda; allowed: 0, since tiers hold a CPU's pages"],
-    ),
     "key twice": (
         "kv: {}\nname: a\nkv: {page_size: 8}",
         ["kv: given twice, on lines 1 and 3; allowed: once"],

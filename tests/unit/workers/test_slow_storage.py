@@ -235,6 +235,8 @@ class FakeCopier:
     def host_page(self, page: object) -> memoryview:  # noqa: ARG002 - as a copier's
         return memoryview(bytearray(1))
 
+    def mark(self, arrived: object) -> None: ...
+
 
 class TellingOutbox(FakeOutbox):
     """Tells what was sent."""
