@@ -1,0 +1,86 @@
+"""What a replica that may end soon stores of its caches, and when it has done so."""
+
+import pytest
+
+from cluster.spec.hicache_config import WritePolicy
+from cluster.spec.page_key import page_keys
+from cluster.spec.registry import KvOwnership
+from tests.fakes.tier_world import PAGE_SIZE
+from tests.unit.workers.test_tiers import world_of
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_replica_that_drains_stores_all_that_only_host_memory_has(
+    policy: WritePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.hicache.storer.MARGIN", 1)
+    world = world_of(policy, backend="files", device_pages=64, host_pages=64)
+    world.tiers.attach(is_attached=policy is WritePolicy.WRITE_BACK)
+    for _ in range(3):
+        world.submit([0] * 8)
+        world.drain()
+        world.finish(0)
+        world.drain()
+    world.tiers.pin(world.tiers.host.filled_keys()[-1:], is_pinned=True)
+    world.tiers.attach(is_attached=True)
+    world.drain()
+    assert len(world.ranks[0].stored) < 4 == world.tiers.host.num_used
+    assert not world.tiers.state().is_storing
+    world.tiers.drain(is_draining=True)
+    world.advance()
+    assert world.tiers.state().is_storing
+    world.drain()
+    assert len(world.ranks[0].stored) == 4
+    assert not world.tiers.state().is_storing
+
+
+@pytest.mark.parametrize("ownership", KvOwnership)
+@pytest.mark.parametrize("cp", [1, 3])
+def test_a_replica_that_drains_under_write_back_stores_all_that_only_its_device_has(
+    cp: int, ownership: KvOwnership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.hicache.saver.MARGIN", 0)
+    world = world_of(WritePolicy.WRITE_BACK, cp=cp, ownership=ownership, backend="files", device_pages=64, host_pages=2)
+    for tokens in ([0] * 24, [0] * 4 + [1] * 8):
+        world.submit(tokens)
+        world.drain()
+    world.finish(0)
+    world.drain()
+    assert not any(rank.stored for rank in world.ranks)
+    world.tiers.drain(is_draining=True)
+    world.advance()
+    assert world.tiers.state().is_storing
+    world.tiers.drain(is_draining=True)
+    world.drain()
+    stored = {key for rank in world.ranks for key in rank.stored}
+    assert stored == {*page_keys([0] * 24, PAGE_SIZE), *page_keys([0] * 4 + [1] * 8, PAGE_SIZE)}
+    state = world.tiers.state()
+    assert (state.is_storing, state.num_waiting, state.num_lost) == (False, 0, 0)
+    world.submit([2] * 8)
+    world.drain()
+    assert len({key for rank in world.ranks for key in rank.stored}) == len(stored) + 4, "what comes while it drains"
+    world.tiers.drain(is_draining=False)
+    world.submit([3] * 8)
+    world.drain()
+    assert len({key for rank in world.ranks for key in rank.stored}) == len(stored) + 4
+
+
+def test_a_replica_is_drained_though_there_is_no_room_for_what_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.hicache.saver.MARGIN", 0)
+    world = world_of(WritePolicy.WRITE_BACK, backend="files", device_pages=64, host_pages=2)
+    world.submit([0] * 24)
+    world.drain()
+    world.tiers.attach(is_attached=False)
+    world.tiers.drain(is_draining=True)
+    world.advance()
+    assert (world.tiers.state().is_storing, world.tiers.state().num_waiting) == (False, 0)
+    for key in (b"one", b"other"):
+        assert world.tiers.host.reserve(key, 0) is not None
+    world.tiers.attach(is_attached=True)
+    world.advance()
+    assert (world.tiers.state().is_storing, world.tiers.state().num_waiting) == (False, 12)
+    world.tiers.host.drop(b"one")
+    world.advance()
+    assert world.tiers.state().is_storing
+    world.drain()
+    assert len(world.ranks[0].stored) == 12
