@@ -100,14 +100,11 @@ class DecodeLeader(LeaderCore):
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None; one without rows where there is nothing but pages that have arrived."""
-        plan = self._steps.next_plan()
-        if plan is not None:
-            self._newest_step = plan.step
-        elif self._arrived:
-            plan = idle_plan()
+        plan = self._steps.next_plan() or (idle_plan() if self._arrived else None)
         self.follow_cache()
         if plan is None:
             return None
+        self._newest_step = max(self._newest_step, plan.step)
         arrived, self._arrived = self._arrived, []
         return msgspec.structs.replace(plan, arrived=arrived)
 

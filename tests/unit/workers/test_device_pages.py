@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
