@@ -235,7 +235,7 @@ class FakeCopier:
     def host_page(self, page: object) -> memoryview:  # noqa: ARG002 - as a copier's
         return memoryview(bytearray(1))
 
-    def mark(self, arrived: object) -> None: ...
+    def mark(self) -> None: ...
 
 
 class TellingOutbox(FakeOutbox):

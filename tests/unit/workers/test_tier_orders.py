@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
-from cluster.spec.ids import Incarnation, Room, replica_id
-from cluster.spec.lifecycle import Role
+from cluster.spec.ids import Room
 from cluster.spec.page_key import page_keys
-from cluster.spec.peer import Peer
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, StorageFigures
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
@@ -21,7 +19,6 @@ from workers.hicache.orders import Orders
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.throttle import Throttle
 from workers.hicache.storer import Storer
-from workers.scheduler.leader import LeaderCore
 
 KEYS = page_keys([0] * 8, PAGE_SIZE)
 
@@ -206,23 +203,6 @@ def test_a_replica_does_not_wait_for_a_write_that_hangs_when_it_drains() -> None
     assert (world.tiers.state().is_storing, world.tiers.state().num_stuck) == (False, 4)
     world.drain()
     assert (len(rank.stored), world.tiers.state().num_stuck) == (4, 0)
-
-
-def test_the_first_order_takes_along_what_has_arrived() -> None:
-    world = world_of()
-    me = Peer(replica_id(Role.DECODE, 0), Incarnation(1), "me")
-    leader = LeaderCore(me, world.allocator, None, world.tiers)
-    leader.arrived = [3, 5]
-    leader.follow_cache()
-    assert (leader.outgoing, leader.arrived) == ([], [3, 5]), "the next plan or order has them"
-    for tokens, arrived in (([0] * 8, [3, 5]), ([1] * 4, [])):
-        keys = page_keys(tokens, PAGE_SIZE)
-        world.allocator.share(world.allocator.allocate(len(keys), [], 0), keys)
-        leader.follow_cache()
-        orders = [message for _, message in leader.outgoing if isinstance(message, MovePages)]
-        assert [order.kind for order in orders] == [MoveKind.SAVE]
-        assert (orders[0].arrived, leader.arrived) == (arrived, [])
-        leader.outgoing.clear()
 
 
 def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again(tmp_path: Path) -> None:
