@@ -9,7 +9,8 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore, told_by_all
+from workers.parallel.groups import ReplicaStore
+from workers.parallel.words import told_by_all
 from workers.rank_groups import RankGroups
 from workers.scheduler.step_time import slowest
 

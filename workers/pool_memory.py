@@ -11,7 +11,8 @@ from workers.cache.page_pool import PagePool
 from workers.engine.gpu_memory import check_fits, measure_memory
 from workers.engine.runner import ModelRunner
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore, told_by_all
+from workers.parallel.groups import ReplicaStore
+from workers.parallel.words import told_by_all
 from workers.rank_groups import RankGroups
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +29,10 @@ from workers.hicache.storage.weights import weights_digest
 from workers.measured_rates import measured_rates
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
-from workers.parallel.groups import ReplicaStore, leave_store
+from workers.parallel.groups import ReplicaStore
+from workers.parallel.words import leave_store
 from workers.pool_memory import pool_memory_gib
-from workers.rank_groups import RankGroups, join_expert_groups, join_groups, join_head_copies
+from workers.rank_groups import RankGroups, join_groups
 from workers.row_kernels import use_native_rows
 from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
@@ -80,20 +82,16 @@ class Rank:
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     """Join the groups, load the weights, allocate the pool. Every rank of the replica calls this."""
-    model_config = ModelConfig.from_folder(folder)
-    # All ranks find out before they wait for each other.
-    model_config.check_cut(spec.pool.parallel, f"{spec.role}.parallel")
-    groups = join_groups(spec, store)
-    try:
-        if model_config.moe is not None:
-            groups = join_expert_groups(groups, spec, store)
-        groups = join_head_copies(groups, spec, store, model_config.num_kv_heads)
-        return _load(spec, folder, model_config, groups, store)
-    except BaseException:
-        # Peers that wait for this rank while they warm up end now, instead of after the timeout.
-        groups.leave()
-        leave_store(store, spec.global_rank)
-        raise
+    with ExitStack() as on_failure:
+        # Peers that wait for this rank, to meet it or while they warm up, end now, instead of after the timeout.
+        on_failure.callback(leave_store, store, spec.global_rank)
+        model_config = ModelConfig.from_folder(folder)
+        model_config.check_cut(spec.pool.parallel, f"{spec.role}.parallel")
+        groups = join_groups(spec, store, model_config)
+        on_failure.callback(groups.leave)
+        rank = _load(spec, folder, model_config, groups, store)
+        on_failure.pop_all()
+    return rank
 
 
 def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: RankGroups, store: ReplicaStore) -> Rank:

@@ -8,14 +8,17 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import GroupName, head_copies, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
+from workers.models.config import ModelConfig
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
+from workers.parallel.words import told_by_all
 from workers.traffic import HEAD_COPIES, STAGES, Traffic
 
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""A dead peer closes its connections and is seen at once; this only bounds a peer that is stopped but not dead."""
+"""For collectives once a group stands. A dead peer closes its connections and is seen at once; this only bounds a peer
+that is stopped but not dead."""
 
 CHECKED_TIMEOUT_S = 60.0
 """The same while collectives are checked: a rank that does not come at all is what is looked for."""
@@ -49,8 +52,19 @@ class RankGroups:
             group.destroy()
 
 
-def join_groups(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
-    """Meet the other ranks of a replica, as every model needs them."""
+def join_groups(spec: WorkerSpec, store: ReplicaStore, model: ModelConfig) -> RankGroups:
+    """Meet the other ranks of a replica."""
+    groups = _join_attention(spec, store)
+    if model.moe is not None:
+        groups = _join_experts(groups, spec, store)
+    groups = _join_head_copies(groups, spec, store, model.num_kv_heads)
+    # Nobody waits in a collective for a rank that misses a peer of another group.
+    told_by_all(store, "joined", spec.global_rank, spec.world_size, "joined")
+    return groups
+
+
+def _join_attention(spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
+    """As every model needs them."""
     cp, tp, dp = (_join(spec, store, name) for name in (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP))
     model = ModelGroups(
         parallel=spec.pool.parallel,
@@ -70,7 +84,7 @@ def _join_stages(spec: WorkerSpec, store: ReplicaStore) -> Pipeline:
     return Pipeline(before=links.get(False), after=links.get(True))
 
 
-def join_expert_groups(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
+def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> RankGroups:
     """The same with the ranks that share experts."""
     model = groups.model
     shards = _join(spec, store, GroupName.MOE_SHARDS)
@@ -78,7 +92,7 @@ def join_expert_groups(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore
     return replace(groups, model=replace(model, moe_shards=shards, moe_block=block))
 
 
-def join_head_copies(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_kv_heads: int) -> RankGroups:
+def _join_head_copies(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_kv_heads: int) -> RankGroups:
     """The same with the ranks that hold the same heads, where they are sent KV."""
     num = head_copies(num_kv_heads, spec.sizes.tp)
     if spec.role is not Role.DECODE or num == 1:

@@ -71,6 +71,10 @@ def config_of(case: Case) -> DeployConfig:
     )
 
 
+DAMAGED = r"^CheckpointError: .*model.safetensors is damaged"
+UNREADABLE = r"^UnsupportedModelError: .*config.json"
+
+
 class Both:
     """Our engine and the oracle."""
 
@@ -99,26 +103,31 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("parallel", "rank"),
+    ("parallel", "rank", "damaged", "error"),
     [
-        ({"tp": 2}, 1),
-        ({"pp": 2}, 0),
-        pytest.param({"pp": 2}, 1, marks=pytest.mark.full),
-        pytest.param({"dp": 2}, 1, marks=pytest.mark.full),
+        ({"tp": 2}, 1, "model.safetensors", DAMAGED),
+        ({"pp": 2}, 0, "model.safetensors", DAMAGED),
+        pytest.param({"pp": 2}, 1, "model.safetensors", DAMAGED, marks=pytest.mark.full),
+        pytest.param({"dp": 2}, 1, "model.safetensors", DAMAGED, marks=pytest.mark.full),
+        ({"tp": 2}, 1, "config.json", UNREADABLE),
+        pytest.param({"tp": 2}, 0, "config.json", UNREADABLE, marks=pytest.mark.full),
     ],
 )
 def test_the_rank_that_fails_is_named_and_no_rank_waits_for_it(
-    both: Both, tmp_path: Path, parallel: dict[str, int], rank: int
+    both: Both, tmp_path: Path, parallel: dict[str, int], rank: int, damaged: str, error: str
 ) -> None:
-    damaged = make_checkpoint(tmp_path, "llama")
-    (damaged / "model.safetensors").write_bytes(b"not tensors")
+    folder = make_checkpoint(tmp_path, "llama")
+    if damaged == "config.json":
+        (folder / damaged).unlink()
+    else:
+        (folder / damaged).write_bytes(b"not tensors")
     config = DeployConfig.model_validate({"prefill": {"parallel": parallel}, "kv": {"memory_gib": 0.01}})
     processes = [WorkerProcess() for _ in range(2)]
     try:
         replica = LocalReplica(config, Role.PREFILL, both.folders["llama"], processes)
-        replica.workers[rank].call("make", replica.specs[rank], damaged, None)
+        replica.workers[rank].call("make", replica.specs[rank], folder, None)
         replica.workers[rank].result()
-        with pytest.raises(RemoteError, match=r"^CheckpointError: .*model.safetensors is damaged"):
+        with pytest.raises(RemoteError, match=error):
             replica.load()
     finally:
         for process in processes:

@@ -17,8 +17,11 @@ class GlooBackend(TorchGroup):
     def __init__(self, store: Store, rank: int, size: int, host: str, timeout: timedelta) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
-        super().__init__(dist.ProcessGroupGloo(store, rank, size, options), rank, size)
+        # While they meet, the ranks are waited for as at the store itself.
+        options._timeout = store.timeout  # type: ignore[attr-defined]  # the stubs leave it out
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+        group._set_default_timeout(timeout)
+        super().__init__(group, rank, size)
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
         """See Communicator.start_shift; what has no element is not sent."""

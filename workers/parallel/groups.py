@@ -1,9 +1,7 @@
 """How the workers of a replica find each other: a key-value store, and one communicator for each group of ranks."""
 
 import socket
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -17,13 +15,10 @@ from workers.parallel.collectives import Backend, CollectiveError, Communicator
 from workers.parallel.gloo import GlooBackend
 from workers.parallel.moved import MovedBackend
 from workers.parallel.same_host import meet_on_one_host
+from workers.parallel.words import exchange
 
 ReplicaStore = TCPStore
 """Where the ranks of one replica leave each other notes until their groups stand."""
-
-
-_LEFT = "left"
-_LOOK_EVERY_S = 0.01
 
 
 def open_store(host: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -50,37 +45,6 @@ def join_store(address: str, timeout_s: float) -> TCPStore:
         raise CollectiveError(f"no store answered at {address} within {timeout_s} s: {exc}") from exc
 
 
-def told_by_all(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
-    """Everybody's word, by global rank; every rank of the replica calls this. ``name`` is unique in the store.
-
-    Raises:
-        CollectiveError: a rank has left, or says nothing within the store's timeout, or the store is gone.
-    """
-    try:
-        store.set(f"{name}/{global_rank}", word)
-        return [_word(store, f"{name}/{rank}") for rank in range(world_size)]
-    except RuntimeError as exc:
-        raise CollectiveError(f"{name}: not all of {world_size} ranks have told theirs: {exc}") from exc
-
-
-def leave_store(store: Store, global_rank: int) -> None:
-    """Let those that wait for this rank's word know that it will say none."""
-    with suppress(RuntimeError):  # the store may have gone with its rank
-        store.set(_LEFT, str(global_rank))
-
-
-def _word(store: Store, key: str) -> str:
-    limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
-    end_s = time.monotonic() + limit_s
-    while not store.check([key]):
-        if store.check([_LEFT]):
-            raise RuntimeError(f"rank {bytes(store.get(_LEFT)).decode()} has left")
-        if time.monotonic() > end_s:
-            raise RuntimeError(f"nothing within {limit_s:g} s")
-        time.sleep(_LOOK_EVERY_S)
-    return bytes(store.get(key)).decode()
-
-
 def join_group(
     store: Store,
     name: str,
@@ -96,18 +60,18 @@ def join_group(
     """Meet the other members of a group; every member calls this, for several groups in the same order.
 
     ``members`` are global ranks in group order, ``name`` is unique in the store, ``host`` is the local address
-    other members can reach. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``,
+    other members can reach. They are waited for as long as the store's timeout says, and no longer once a rank of the
+    replica has left. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``,
     for which all groups of a replica have one store, so does one that differs from a peer's. On a GPU, what the ranks
     exchange goes over NCCL, unless ``collectives`` asks for TCP; then it goes through the host.
     """
     rank, size = members.index(global_rank), len(members)
     if size == 1:
         return Communicator(name)
-    timeout = timedelta(seconds=timeout_s)
-    scope = PrefixStore(name, store)
-    scope.set_timeout(timeout)
     try:
-        backend = _meet(scope, rank, size, host, timeout, collectives, device)
+        # Torch's own meeting would not see that a rank has left.
+        exchange(store, f"{name}/here", rank, size, "here")
+        backend = _meet(store, name, rank, size, host, timedelta(seconds=timeout_s), collectives, device)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
     notes = Notes(PrefixStore("begun", store), name, members, global_rank)
@@ -116,16 +80,24 @@ def join_group(
 
 
 def _meet(
-    store: Store, rank: int, size: int, host: str, timeout: timedelta, collectives: Collectives, device: Device
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    host: str,
+    timeout: timedelta,
+    collectives: Collectives,
+    device: Device,
 ) -> Backend:
+    scope = PrefixStore(name, store)
     if device is Device.CUDA and collectives is Collectives.AUTO:
         # Not in torch's builds for the CPU.
         from workers.parallel.nccl import NcclBackend
 
-        nccl = NcclBackend(store, rank, size, timeout)
+        nccl = NcclBackend(scope, rank, size, timeout)
         return MovedBackend(nccl, nccl.device)
     backend: Backend | None = None
     if collectives is Collectives.AUTO:
-        backend = meet_on_one_host(PrefixStore("same_host", store), rank, size, timeout)
-    backend = backend or GlooBackend(store, rank, size, host, timeout)
+        backend = meet_on_one_host(store, f"{name}/same_host", rank, size, timeout)
+    backend = backend or GlooBackend(scope, rank, size, host, timeout)
     return backend if device is Device.CPU else MovedBackend(backend, torch.device("cpu"))

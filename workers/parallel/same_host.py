@@ -9,6 +9,7 @@ from pathlib import Path
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from workers.parallel.shared_memory import SharedMemoryBackend
+from workers.parallel.words import exchange, word_at
 
 _log = logging.getLogger(__name__)
 
@@ -24,44 +25,36 @@ def host_identity() -> str | None:
         return None
 
 
-def meet_on_one_host(store: Store, rank: int, size: int, timeout: timedelta) -> "SharedMemoryBackend | None":
+def meet_on_one_host(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> "SharedMemoryBackend | None":
     """Share memory with all other ranks of a group if all are on one host; None, on every rank, if not.
 
-    Every rank calls this with a ``store`` of their own; RuntimeError when a rank does not come.
+    Every rank calls this; ``name`` is unique in the store. RuntimeError when a rank does not come.
     """
-    identities = _exchange(store, "host", rank, size, host_identity() or f"alone {rank}")
+    identities = exchange(store, f"{name}/host", rank, size, host_identity() or f"alone {rank}")
     if len(set(identities)) > 1:
         return None
-    pids = [int(pid) for pid in _exchange(store, "pid", rank, size, str(os.getpid()))]
+    pids = [int(pid) for pid in exchange(store, f"{name}/pid", rank, size, str(os.getpid()))]
+    memory = f"{name}/memory"
     backend: SharedMemoryBackend | None = None
     try:
-        descriptor = _create(store, size) if rank == 0 else _open(store, pids[0])
+        descriptor = _create(store, memory, size) if rank == 0 else _open(word_at(store, memory), pids[0])
         backend = SharedMemoryBackend(descriptor, rank, pids, timeout.total_seconds())
     except (OSError, ValueError) as error:
         _log.warning("no shared memory with the ranks of processes %s: %s", pids, error)
-    outcomes = _exchange(store, "outcome", rank, size, "failed" if backend is None else "mapped")
+    outcomes = exchange(store, f"{name}/outcome", rank, size, "failed" if backend is None else "mapped")
     return backend if set(outcomes) == {"mapped"} else None
 
 
-def _exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[str]:
-    store.set(f"{name}/{rank}", word)
-    return [_get(store, f"{name}/{peer}") for peer in range(size)]
-
-
-def _get(store: Store, key: str) -> str:
-    return bytes(store.get(key)).decode()
-
-
-def _create(store: Store, size: int) -> int:
+def _create(store: Store, key: str, size: int) -> int:
     try:
         descriptor = os.memfd_create("baton-collectives")
         os.ftruncate(descriptor, SharedMemoryBackend.num_bytes(size))
     except OSError:
-        store.set("memory", "none")
+        store.set(key, "none")
         raise
-    store.set("memory", str(descriptor))
+    store.set(key, str(descriptor))
     return descriptor
 
 
-def _open(store: Store, owner_pid: int) -> int:
-    return os.open(f"/proc/{owner_pid}/fd/{_get(store, 'memory')}", os.O_RDWR | os.O_CLOEXEC)
+def _open(descriptor: str, owner_pid: int) -> int:
+    return os.open(f"/proc/{owner_pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -2,16 +2,26 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
+from cluster.spec.ids import Incarnation, replica_id
+from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Drain, Message
+from cluster.spec.ranks import coords_of, sizes_of, world_size
+from cluster.spec.strategy import Collectives
+from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.thread_group import on_thread_ranks
-from workers.parallel.groups import leave_store, told_by_all
+from workers.parallel.collectives import Communicator
+from workers.parallel.groups import join_group
+from workers.parallel.words import leave_store, told_by_all
 from workers.post import send_to_ranks
+from workers.rank_groups import join_groups
 
 
 def test_every_rank_learns_what_all_say() -> None:
@@ -32,6 +42,69 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
     leave_store(store, 1)
     with pytest.raises(PeerLostError, match=r"^rates: not all of 2 ranks have told theirs: rank 1 has left$"):
         told_by_all(store, "rates", 0, 2, "mine")
+
+
+@pytest.mark.parametrize("collectives", Collectives)
+def test_a_rank_that_leaves_before_it_meets_its_group_is_not_waited_for(collectives: Collectives) -> None:
+    def meet_or_leave(group: Communicator) -> None:
+        if group.rank == 0:
+            with pytest.raises(PeerLostError, match=r"^group tp/4 of ranks \[4, 5\] did not meet: rank 5 has left$"):
+                join_group(store, "tp/4", [4, 5], 4, host="127.0.0.1", timeout_s=3600, collectives=collectives)
+        else:
+            store.wait(["tp/4/here/0"])
+            leave_store(store, 5)
+
+    store = HashStore()
+    on_thread_ranks(2, meet_or_leave)
+
+
+def test_a_group_is_waited_for_as_long_as_the_store_says_not_as_its_calls() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=10))
+    with pytest.raises(PeerLostError, match=r"did not meet: nothing within 0\.01 s$"):
+        join_group(store, "tp/0", [0, 1], 0, host="127.0.0.1", timeout_s=3600)
+
+
+@pytest.mark.parametrize("collectives", Collectives)
+def test_a_group_that_stands_leaves_the_timeout_of_the_store_alone(collectives: Collectives) -> None:
+    def meet(group: Communicator) -> None:
+        found = join_group(store, "tp/0", [0, 1], group.rank, host="127.0.0.1", timeout_s=3600, collectives=collectives)
+        found.barrier()
+        found.destroy()
+
+    store: Any = HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    on_thread_ranks(2, meet)
+    assert store.timeout == timedelta(seconds=60)
+
+
+def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
+    config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": 2, "tp": 2}}})
+    model: Any = SimpleNamespace(moe=None, num_kv_heads=2)
+
+    def join(group: Communicator) -> None:
+        if group.rank != 3:
+            with pytest.raises(PeerLostError, match=r"rank \d has left$"):
+                join_groups(spec_of(config, group.rank), store, model)
+        leave_store(store, group.rank)
+
+    store: Any = HashStore()
+    on_thread_ranks(4, join)
+
+
+def spec_of(config: DeployConfig, global_rank: int) -> WorkerSpec:
+    sizes = sizes_of(config.prefill.parallel)
+    return WorkerSpec(
+        config=config,
+        role=Role.PREFILL,
+        replica=replica_id(Role.PREFILL, 0),
+        incarnation=Incarnation(1),
+        coords=coords_of(global_rank, sizes),
+        sizes=sizes,
+        global_rank=global_rank,
+        world_size=world_size(sizes),
+        host="127.0.0.1",
+    )
 
 
 def test_a_rank_that_does_not_read_is_lost() -> None:
