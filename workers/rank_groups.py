@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cluster.spec.lifecycle import Role
-from cluster.spec.ranks import GroupName, head_copies, stage_links
+from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
 from workers.models.config import ModelConfig
@@ -94,16 +94,18 @@ def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> 
 
 def _join_head_copies(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_kv_heads: int) -> RankGroups:
     """The same with the ranks that hold the same heads, where they are sent KV."""
-    num = head_copies(num_kv_heads, spec.sizes.tp)
-    if spec.role is not Role.DECODE or num == 1:
+    if spec.role is not Role.DECODE or head_copies(num_kv_heads, spec.sizes.tp) == 1:
         return groups
-    first = spec.global_rank - spec.coords.tp % num
-    return replace(groups, head_copies=_join_members(spec, store, HEAD_COPIES, range(first, first + num)))
+    members = _with(spec.global_rank, head_copy_groups(positions(spec.pool.parallel), num_kv_heads))
+    return replace(groups, head_copies=_join_members(spec, store, HEAD_COPIES, members))
 
 
 def _join(spec: WorkerSpec, store: ReplicaStore, name: GroupName) -> Communicator:
-    members = next(group for group in rank_groups(spec.pool.parallel)[name] if spec.global_rank in group)
-    return _join_members(spec, store, name, members)
+    return _join_members(spec, store, name, _with(spec.global_rank, rank_groups(spec.pool.parallel)[name]))
+
+
+def _with(rank: int, groups: list[list[int]]) -> list[int]:
+    return next(members for members in groups if rank in members)
 
 
 def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Sequence[int]) -> Communicator:

@@ -4,11 +4,12 @@ Attention sees the ranks of a pipeline stage as (dp, cp, tp), MoE layers see the
 the last axis is the fastest in both. Stages follow each other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 
 from cluster.spec.config import ParallelConfig
 from cluster.spec.errors import Problem
@@ -124,7 +125,7 @@ def positions(parallel: ParallelConfig) -> list[Position]:
 def groups(parallel: ParallelConfig) -> dict[GroupName, list[list[int]]]:
     """Every group as lists of global ranks: members ascending, groups by their first member; of legal axes only."""
     ranks = positions(parallel)
-    return {name: _group(ranks, alike) for name, alike in _ALIKE.items()}
+    return {name: _group(ranks, attrgetter(*alike)) for name, alike in _ALIKE.items()}
 
 
 def stage_links(parallel: ParallelConfig, rank: int) -> list[tuple[int, int]]:
@@ -194,6 +195,15 @@ def head_copies(num_kv_heads: int, tp_size: int) -> int:
     return max(1, tp_size // num_kv_heads)
 
 
+def head_copy_groups(ranks: Sequence[Position], num_kv_heads: int) -> list[list[int]]:
+    """The ranks of a replica by the KV heads that they hold of the same tokens and layers, in the order of `groups`."""
+    tp_size = len({position.tp for position in ranks})
+    return _group(
+        ranks,
+        lambda rank: (rank.pp, rank.dp, rank.cp, kv_heads_of(num_kv_heads, tp_size, rank.tp).start),
+    )
+
+
 def _positions(parallel: ParallelConfig) -> Iterator[Position]:
     sizes = sizes_of(parallel)
     moe_sizes = (parallel.pp, parallel.moe_dp, parallel.ep, moe_tp_size(parallel))
@@ -217,9 +227,8 @@ def _split(rank: int, sizes: tuple[int, ...]) -> list[int]:
     return [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
 
 
-def _group(ranks: list[Position], alike: tuple[str, ...]) -> list[list[int]]:
-    members: dict[tuple[int, ...], list[int]] = {}
+def _group(ranks: Sequence[Position], key: Callable[[Position], object]) -> list[list[int]]:
+    members: dict[object, list[int]] = {}
     for position in ranks:
-        key = tuple(getattr(position, axis) for axis in alike)
-        members.setdefault(key, []).append(position.global_rank)
+        members.setdefault(key(position), []).append(position.global_rank)
     return list(members.values())

@@ -322,6 +322,22 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         assert part in out
 
 
+@pytest.mark.parametrize(("tp", "shown"), [(1, False), (2, True)])
+def test_tables_show_decode_ranks_with_the_same_heads(
+    baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, shown: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "f.yaml"
+    (tmp_path / "config.json").write_text(json.dumps(WITH_EXPERTS))
+    file.write_text(
+        f"model: {{path: {tmp_path}}}\nprefill: {{parallel: {{tp: 2}}}}\ndecode: {{parallel: {{tp: {tp}}}}}"
+    )
+    code, out, err = baton("plan", str(file))
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines() if line.strip().startswith("head_copies")]
+    assert lines == ([["head_copies", "{0,1}"]] if shown else [])
+
+
 def test_bad_file_prints_its_problems_and_nothing_else(baton: RunBaton, tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("prefil: {}\ndecode: {parallel: {cp: 2}}\nrouter: {port: http}")

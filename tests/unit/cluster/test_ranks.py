@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.config import ParallelConfig
@@ -13,6 +13,7 @@ from cluster.spec.ranks import (
     coords_of,
     global_rank,
     groups,
+    head_copy_groups,
     kv_heads_of,
     moe_tp_size,
     positions,
@@ -237,6 +238,20 @@ def test_every_head_is_held_and_shared_by_neighbours_alone(num_heads: int, tp_si
     held = [head for tp_rank in range(tp_size) for head in kv_heads_of(num_heads, tp_size, tp_rank)]
     copies = max(1, tp_size // num_heads)
     assert held == [head for head in range(num_heads) for _ in range(copies)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(legal_parallels, st.sampled_from((1, 2, 3, 4, 8, 12)))
+def test_groups_of_head_copies_hold_the_same_heads_of_the_same_tokens_and_layers(
+    parallel: ParallelConfig, num_heads: int
+) -> None:
+    assume(num_heads % parallel.tp == 0 or parallel.tp % num_heads == 0)
+    held: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world_size(sizes_of(parallel))):
+        coords = coords_of(rank, sizes_of(parallel))
+        heads = kv_heads_of(num_heads, parallel.tp, coords.tp)
+        held.setdefault((coords.pp, coords.dp, coords.cp, *heads), []).append(rank)
+    assert head_copy_groups(positions(parallel), num_heads) == sorted(held.values())
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
