@@ -8,21 +8,25 @@ from cluster.spec.registry import RankRow
 from workers.worker import Worker
 
 RANK = "BATON_TEST_FAILING_RANK"
-"""Environment variable: global rank of prefill."""
+"""Environment variable: role, global rank and number of the call that fails, as in "decode 1 3"."""
 REASON = "no memory for this step"
 
 
 class FailingModel:
-    """Stands before a real model, and fails when it is called."""
+    """Stands before a real model, and fails in one of its calls."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, num_calls: int) -> None:
         self._model = model
+        self._num_calls_left = num_calls
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, *_: object) -> None:
-        raise RuntimeError(REASON)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_calls_left -= 1
+        if self._num_calls_left == 0:
+            raise RuntimeError(REASON)
+        return self._model(*args, **kwargs)
 
 
 class FailingWorker(Worker):
@@ -31,8 +35,9 @@ class FailingWorker(Worker):
     def load(self, store_address: str) -> RankRow:
         """See Worker."""
         row = super().load(store_address)
-        if (self.spec.role, self.spec.global_rank) == (Role.PREFILL, int(os.environ[RANK])):
+        role, rank, num_calls = os.environ[RANK].split()
+        if (self.spec.role, self.spec.global_rank) == (Role(role), int(rank)):
             assert self._rank is not None
             runner: Any = self._rank.runner
-            runner._model = FailingModel(runner._model)
+            runner._model = FailingModel(runner._model, int(num_calls))
         return row
