@@ -2,7 +2,7 @@
 
 from cluster.planner.model import ModelFacts
 from cluster.planner.weights import weights_gib
-from cluster.spec.config import DecodeConfig, DeployConfig, PrefillConfig
+from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.pool import GIB
@@ -21,6 +21,13 @@ def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
 
 def _num_activations(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
     """Of the widest layer, for a whole step's tokens on one rank, and fp32 logits of all requests."""
-    num_tokens = -(-pool.chunk_tokens // pool.parallel.cp)
-    counts = model.weights
-    return num_tokens * (4 * counts.hidden + counts.width / pool.parallel.tp) + 4 * pool.max_requests * counts.vocab
+    num_tokens, counts = -(-pool.chunk_tokens // pool.parallel.cp), model.weights
+    widths = (counts.heads_width + counts.mlp_width) / pool.parallel.tp
+    # Of all shards' tokens each computes as much less of the width as they are more, but holds them, and their sums.
+    brought = 2 * counts.hidden * (_num_shards(pool.parallel, model) - 1)
+    return num_tokens * (4 * counts.hidden + widths + brought) + 4 * pool.max_requests * counts.vocab
+
+
+def _num_shards(parallel: ParallelConfig, model: ModelFacts) -> int:
+    """Attention shards whose tokens meet in one feed-forward block."""
+    return parallel.dp * parallel.cp // parallel.moe_dp if model.weights.expert_layers else parallel.dp

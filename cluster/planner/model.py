@@ -19,29 +19,40 @@ class WeightCounts:
     """Of the embedding, or of the way back."""
     is_tied: bool = False
     """Whether the two are the same."""
-    a_layer: int = 0
-    """Without experts."""
+    queries_a_layer: int = 0
+    """Of the projections to queries and out of attention."""
+    kv_a_layer: int = 0
+    """Of those to keys and values."""
+    mlp_a_layer: int = 0
+    """Where a layer has no experts."""
     experts_a_layer: int = 0
+    """Where it has."""
+    expert_layers: frozenset[int] = frozenset()
+    """Those that have experts in place of one MLP."""
     hidden: int = 0
-    width: int = 0
-    """Of all projections of a token that are there at once, heads and MLP."""
+    heads_width: int = 0
+    """Of all projections of a token in attention."""
+    mlp_width: int = 0
+    """Of those in an MLP, or in a token's experts."""
     vocab: int = 0
 
     @classmethod
     def of(cls, shape: ModelConfig) -> "WeightCounts":
-        """Norms and biases, which are next to nothing, are left out."""
-        heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        dense, experts = 3 * shape.hidden_size * shape.intermediate_size, 0
-        if moe := shape.moe:
-            dense, experts = 0, 3 * shape.hidden_size * moe.intermediate_size * moe.num_experts
+        """Norms, biases and what chooses experts, which are next to nothing, are left out."""
+        hidden, moe = shape.hidden_size, shape.moe
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         inner = moe.intermediate_size * moe.num_chosen if moe else shape.intermediate_size
         return cls(
-            a_table=shape.vocab_size * shape.hidden_size,
+            a_table=shape.vocab_size * hidden,
             is_tied=shape.tie_word_embeddings,
-            a_layer=shape.hidden_size * heads + dense,
-            experts_a_layer=experts,
-            hidden=shape.hidden_size,
-            width=heads + 3 * inner,
+            queries_a_layer=2 * hidden * q_size,
+            kv_a_layer=2 * hidden * kv_size,
+            mlp_a_layer=3 * hidden * shape.intermediate_size,
+            experts_a_layer=3 * hidden * moe.intermediate_size * moe.num_experts if moe else 0,
+            expert_layers=frozenset(range(shape.num_layers)) - moe.dense_layers if moe else frozenset(),
+            hidden=hidden,
+            heads_width=2 * q_size + 2 * kv_size,
+            mlp_width=3 * inner,
             vocab=shape.vocab_size,
         )
 

@@ -1,10 +1,10 @@
 """How much memory `baton plan` expects the weights of a worker to take."""
 
-from cluster.planner.model import ModelFacts
-from cluster.spec.config import DeployConfig, Device, PoolConfig
+from cluster.planner.model import ModelFacts, WeightCounts
+from cluster.spec.config import DeployConfig, Device, ParallelConfig, PoolConfig
 from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.pool import GIB
-from cluster.spec.ranks import stage_layers
+from cluster.spec.ranks import head_copies, stage_layers
 
 
 def weights_gib(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> float:
@@ -14,13 +14,20 @@ def weights_gib(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> fl
 
 
 def _num_weights(config: DeployConfig, pool: PoolConfig, model: ModelFacts, stage: int) -> float:
-    """Tables and layers are divided over tp; experts over all ranks of a stage, but for their copies."""
-    parallel, counts = pool.parallel, model.weights
-    num_layers = len(stage_layers(model.geometry.num_layers, parallel.pp, stage))
-    in_stage = parallel.dp * parallel.cp * parallel.tp
-    experts = counts.experts_a_layer * parallel.moe_dp / in_stage
+    """Tables and attention are divided over tp, keys and values no further than heads go."""
+    parallel, counts, geometry = pool.parallel, model.weights, model.geometry
+    layers = stage_layers(geometry.num_layers, parallel.pp, stage)
     tables = counts.a_table * _num_tables(config, model, is_first=stage == 0, is_last=stage == parallel.pp - 1)
-    return tables / parallel.tp + num_layers * (counts.a_layer / parallel.tp + experts)
+    attention = counts.queries_a_layer + counts.kv_a_layer * head_copies(geometry.num_kv_heads, parallel.tp)
+    feed_forward = sum(_num_feed_forward(parallel, counts, layer) for layer in layers)
+    return (tables + len(layers) * attention) / parallel.tp + feed_forward
+
+
+def _num_feed_forward(parallel: ParallelConfig, counts: WeightCounts, layer: int) -> float:
+    """An MLP is divided over dp and tp; experts over all ranks of a stage, but for their copies."""
+    if layer in counts.expert_layers:
+        return counts.experts_a_layer * parallel.moe_dp / (parallel.dp * parallel.cp * parallel.tp)
+    return counts.mlp_a_layer / (parallel.dp * parallel.tp)
 
 
 def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cluster.spec.config import ParallelConfig
+from cluster.spec.ranks import GroupName, groups
 from workers.engine.weights import load_model, torch_dtype
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
@@ -21,9 +22,20 @@ _NO_BACKEND: Any = SimpleNamespace(in_background=False)
 def groups_of(axes: Mapping[str, int], global_rank: int) -> ModelGroups:
     """Of a rank without peers, in which nothing can be computed."""
     parallel = ParallelConfig(**axes)
-    tp_rank, size = global_rank % parallel.tp, parallel.tp
-    tp = Communicator("tp", tp_rank, size, _NO_BACKEND if size > 1 else None)
-    return ModelGroups(parallel=parallel, global_rank=global_rank, tp=tp, moe_block=tp)
+    all_members = groups(parallel)
+
+    def group(name: GroupName) -> Communicator:
+        members = next(members for members in all_members[name] if global_rank in members)
+        return Communicator(name, members.index(global_rank), len(members), _NO_BACKEND if len(members) > 1 else None)
+
+    return ModelGroups(
+        parallel=parallel,
+        global_rank=global_rank,
+        tp=group(GroupName.ATTN_TP),
+        dp=group(GroupName.ATTN_DP),
+        moe_shards=group(GroupName.MOE_SHARDS),
+        moe_block=group(GroupName.MOE_BLOCK),
+    )
 
 
 def main(folder: str, axes: Mapping[str, int], global_rank: int, dtype: str, reads_whole_files: bool) -> None:

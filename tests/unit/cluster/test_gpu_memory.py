@@ -37,6 +37,11 @@ LLAMA_3_70B = LLAMA_3_8B | {
     "num_attention_heads": 64,
     "num_hidden_layers": 80,
 }
+MIXTRAL = LLAMA_3_8B | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
 
 
 def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfig, ModelFacts]:
@@ -64,6 +69,32 @@ def test_weights_of_known_models(tmp_path: Path, shape: dict[str, Any], tp: int,
     assert memory.weights == pytest.approx(weights_gib, rel=0.01)
     assert pool_gib(config, config.decode, model) == memory.left > 80
     assert not model_problems(config, model)
+
+
+def test_ranks_with_requests_of_their_own_share_mlps(tmp_path: Path) -> None:
+    config, model = planned(tmp_path, LLAMA_3_70B, "prefill: {parallel: {dp: 8}}\ndecode: {parallel: {dp: 8}}")
+    assert expected_memory(config, config.decode, model).weights == pytest.approx(39.5, rel=0.01)
+    assert not model_problems(config, model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "num_others"),
+    [
+        (LLAMA_3_8B, "{dp: 4, cp: 2}", 3),
+        (LLAMA_3_8B, "{cp: 2, tp: 4}", 0),
+        (MIXTRAL, "{dp: 4, cp: 2}", 7),
+        (MIXTRAL, "{dp: 4, cp: 2, moe_dp: 2}", 3),
+    ],
+)
+def test_a_step_holds_the_tokens_of_all_who_share_an_mlp(
+    tmp_path: Path, shape: dict[str, Any], parallel: str, num_others: int
+) -> None:
+    def activations(axes: str) -> float:
+        config, model = planned(tmp_path, shape, f"prefill: {{parallel: {axes}, chunk_tokens: 8192}}")
+        return expected_memory(config, config.prefill, model).activations * GIB
+
+    alone = activations("{tp: 4, cp: 2, moe_dp: 2}" if "tp" in parallel else "{cp: 2, moe_dp: 2}")
+    assert activations(parallel) - alone == pytest.approx(2 * num_others * 4096 * shape["hidden_size"] * 2)
 
 
 @pytest.mark.parametrize(
