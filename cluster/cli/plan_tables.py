@@ -86,13 +86,13 @@ def _print_kv(console: Console, kv: KvPlan | None) -> None:
             f"{part.pages_per_worker:,}",
             f"{part.tokens_per_worker:,}",
             _size(part.pool_bytes),
+            f"{part.tokens_per_request:,}",
             f"{part.tokens_per_replica:,}",
         )
         for role, part in kv.roles.items()
     ]
-    _print_table(
-        console, title, ["each worker", "page", "pages", "tokens", "pool", "tokens a replica"], rows, num_text=1
-    )
+    columns = ["each worker", "page", "pages", "tokens", "pool", "longest request", "tokens a replica"]
+    _print_table(console, title, columns, rows, num_text=1)
     for role, part in kv.roles.items():
         console.print(Text(f"each {role} worker's host memory: {part.host}\n"))
         if part.gpu is not None:

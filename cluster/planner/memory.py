@@ -28,8 +28,10 @@ class RoleKv:
     pages_per_worker: int
     """Pages that requests can have."""
     tokens_per_worker: int
+    tokens_per_request: int
+    """Most of one request: what one worker holds, times the workers that its pages are divided over."""
     tokens_per_replica: int
-    """Of distinct tokens: what one worker holds, times the workers that pages are divided over."""
+    """Of distinct tokens: those of all DP ranks, which have requests of their own."""
     pool_bytes: int
     host: HostMemory
     gpu: GpuMemory | None = None
@@ -38,7 +40,7 @@ class RoleKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlan:
-    """KV memory of the whole cluster; the numbers are those of the role whose replicas hold fewest tokens."""
+    """KV memory of the whole cluster; the numbers are those of the role that holds the shorter requests."""
 
     dtype: str
     num_layers: int
@@ -50,6 +52,7 @@ class KvPlan:
     page_bytes: int
     pages_per_worker: int
     tokens_per_worker: int
+    tokens_per_request: int
     tokens_per_replica: int
     layout: str
     roles: dict[Role, RoleKv]
@@ -59,7 +62,7 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
     """The KV memory of a configuration that model_problems accepts."""
     geometry = model.geometry
     roles = {role: _role_kv(config, pool, model) for role, pool in _pools(config).items()}
-    fewest = min(roles.values(), key=lambda role: role.tokens_per_replica)
+    fewest = min(roles.values(), key=lambda role: role.tokens_per_request)
     return KvPlan(
         dtype=geometry.dtype,
         num_layers=geometry.num_layers,
@@ -70,6 +73,7 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
         page_bytes=fewest.page_bytes,
         pages_per_worker=fewest.pages_per_worker,
         tokens_per_worker=fewest.tokens_per_worker,
+        tokens_per_request=fewest.tokens_per_request,
         tokens_per_replica=fewest.tokens_per_replica,
         layout=POOL_AXES,
         roles=roles,
@@ -99,12 +103,12 @@ def longest_context(config: DeployConfig, model: ModelFacts) -> int:
 
 
 def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> dict[str, float]:
-    """The keys that must be raised, with the GiB that are enough, for every replica to hold a number of tokens."""
+    """The keys that must be raised, with the GiB that are enough, for every replica to hold so long a request."""
     num_pages = pages_for(num_tokens, config.kv.page_size)
     wanted: dict[str, float] = {}
     for role, pool in _pools(config).items():
         held = _role_kv(config, pool, model)
-        if held.tokens_per_replica < num_tokens:
+        if held.tokens_per_request < num_tokens:
             key = _memory_key(role, config, pool)
             gib = (-(-num_pages // pool.num_owners) + 1) * held.page_bytes / GIB
             wanted[key] = max(gib, wanted.get(key, 0.0))
@@ -117,11 +121,14 @@ def _pools(config: DeployConfig) -> dict[Role, Pool]:
 
 def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
     layout = min(_layouts(config, pool, model), key=lambda layout: layout.num_pages)
+    tokens_per_worker = layout.num_pages * layout.page_size
+    tokens_per_request = tokens_per_worker * pool.num_owners
     return RoleKv(
         page_bytes=layout.page_bytes,
         pages_per_worker=layout.num_pages,
-        tokens_per_worker=layout.num_pages * layout.page_size,
-        tokens_per_replica=layout.num_pages * layout.page_size * pool.num_owners,
+        tokens_per_worker=tokens_per_worker,
+        tokens_per_request=tokens_per_request,
+        tokens_per_replica=tokens_per_request * pool.parallel.dp,
         pool_bytes=layout.pool_bytes,
         host=expected_host_memory(config, pool, model, layout.pool_bytes / GIB),
         gpu=expected_memory(config, pool, model) if config.resources.device is Device.CUDA else None,

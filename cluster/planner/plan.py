@@ -156,7 +156,7 @@ def _result(rule: str, problems: list[Problem]) -> CheckResult:
 
 def _longest_request(config: DeployConfig, model: ModelFacts) -> CheckResult:
     rule = "every replica holds the longest request"
-    longest, held = longest_context(config, model), kv_plan(config, model).tokens_per_replica
+    longest, held = longest_context(config, model), kv_plan(config, model).tokens_per_request
     if held >= longest:
         return CheckResult(rule=rule, passed=True, detail="")
     more = " and ".join(f"{key} to {gib:.3g}" for key, gib in memory_wanted(config, model, longest).items())

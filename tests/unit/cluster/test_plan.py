@@ -192,6 +192,23 @@ def test_context_per_replica_grows_with_the_ranks_of_a_ring(model_folder: Path) 
     assert failed(plan_of(f"{text % 'ring'}\n        kv: {{memory_gib: 1.102}}")) == {}
 
 
+def test_ranks_with_requests_of_their_own_hold_more_tokens_but_no_longer_request(model_folder: Path) -> None:
+    text = f"""
+        model: {{path: {model_folder}}}
+        prefill: {{parallel: {{dp: %d, cp: 2}}, mode: ring}}
+        decode: {{parallel: {{dp: %d}}}}
+    """
+    alone, shared = plan_of(text % (1, 1)), plan_of(text % (4, 3))
+    assert alone.kv is not None
+    assert shared.kv is not None
+    for role, num_owners, dp in ((Role.PREFILL, 2, 4), (Role.DECODE, 1, 3)):
+        assert alone.kv.roles[role].tokens_per_replica == num_owners * 9280
+        assert shared.kv.roles[role].tokens_per_request == num_owners * 9280
+        assert shared.kv.roles[role].tokens_per_replica == dp * num_owners * 9280
+    assert failed(shared) == failed(alone)
+    assert "9280 tokens fit" in failed(shared)["every replica holds the longest request"]
+
+
 def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
     plan = plan_of(f"model: {{path: {model_folder}}}\ndecode: {{kv_memory_gib: 2}}")
     assert failed(plan) == {
