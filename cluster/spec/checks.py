@@ -52,6 +52,18 @@ def _decode_cp(config: DeployConfig) -> list[Problem]:
     return [Problem("decode.parallel.cp", message)]
 
 
+def _retracted(config: DeployConfig) -> list[Problem]:
+    decode = config.decode
+    # By default it is there for those who can use it.
+    if decode.parallel.pp == 1 or not decode.host_memory_gib or "host_memory_gib" not in decode.model_fields_set:
+        return []
+    message = (
+        f"got {decode.host_memory_gib:g} with decode.parallel.pp = {decode.parallel.pp}; allowed: 0 or left out, "
+        "since only replicas of one stage keep the KV of requests that gave their pages back"
+    )
+    return [Problem("decode.host_memory_gib", message)]
+
+
 def _passing(config: DeployConfig) -> list[Problem]:
     prefill = config.prefill
     if prefill.ownership is KvOwnership.SHARDED or prefill.passing is PassingSetting.AUTO:
@@ -141,6 +153,11 @@ CHECKS = (
     Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
     Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
     Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
+    Check(
+        "KV of requests that gave their pages back is kept by one stage",
+        ("decode.host_memory_gib", "decode.parallel.pp"),
+        _retracted,
+    ),
     Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing", "prefill.parallel.cp"), _passing),
     Check(
         "every rank of a ring sends the pages it holds",

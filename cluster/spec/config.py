@@ -155,7 +155,7 @@ class DecodeConfig(PoolConfig):
     chunk_tokens: PositiveInt = 2048
     """Most tokens computed in one step of each DP rank when a request must be recomputed here."""
     host_memory_gib: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
-    """Host memory of one worker, in GiB, for the KV of requests that gave their pages back; taken as it is needed."""
+    """Host memory of one worker, in GiB, for the KV of requests that gave their pages back, with pp = 1 only."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
     """Most prompts and longest possible answers at one replica, in its pools; beyond it requests wait in the router."""
 

@@ -103,6 +103,13 @@ BAD_FILES = {
         ["kv: got nothing; allowed: keys and values, with the keys page_size, memory_gib"],
     ),
     "long text": (f"name: {'A' * 200}", [f"name: got '{'A' * 60}...'; "]),
+    "kept by one of two stages": (
+        "decode: {host_memory_gib: 2.0, parallel: {pp: 2}}",
+        [
+            "decode.host_memory_gib: got 2 with decode.parallel.pp = 2; allowed: 0 or left out, "
+            "since only replicas of one stage keep the KV of requests that gave their pages back"
+        ],
+    ),
     "decode cp": (
         "decode: {parallel: {cp: 2}}",
         [
@@ -381,3 +388,8 @@ def test_bad_environment_value_is_refused(name: str, value: str, message: str) -
 def test_environment_variables_say_what_they_do() -> None:
     assert len({variable.name for variable in ALL}) == len(ALL)
     assert all(variable.name.startswith("BATON_") and variable.sentence.endswith(".") for variable in ALL)
+
+
+@pytest.mark.parametrize("given", ["parallel: {pp: 2}", "host_memory_gib: 0, parallel: {pp: 2}", "host_memory_gib: 2"])
+def test_memory_for_retracted_requests_is_refused_only_where_it_is_asked_for_in_vain(given: str) -> None:
+    assert parse_config(f"decode: {{{given}}}", "f.yaml")
