@@ -1,8 +1,10 @@
 """What ranks of any layout take from each other, by formula; see `baton bench layouts`. Pure arithmetic, no torch.
 
 Over N ranks an all-gather brings each phi = (N-1)/N of the whole, and so do a reduce-scatter and each half of an
-all-reduce; a sum that is small enough is read whole from everybody, which is more bytes and fewer waits. In the last
-layer of a prompt only sampled tokens have queries, so that only K and V travel there; pass-Q takes it as any other.
+all-reduce; a sum that is small enough is read whole from everybody, which is more bytes and fewer waits. Pass-KV brings
+the cached keys of all ranks as well; pass-Q brings queries, what they have found, and the new keys, for the new tokens
+among themselves. In the last layer of a prompt only sampled tokens have queries, so that only K and V travel there;
+pass-Q takes it as any other.
 """
 
 from collections import Counter
@@ -34,6 +36,8 @@ class Layout:
     passing: PassingSetting = PassingSetting.AUTO
     sends: TransferMode = TransferMode.ALL_RANKS
     dispatch: MoeDispatch = MoeDispatch.GATHER
+    has_prefix: bool = False
+    """Three quarters of the prompt are cached."""
 
     @property
     def has_experts(self) -> bool:
@@ -41,8 +45,8 @@ class Layout:
         return self.prefill.ep > 1
 
     def cached_len(self, prompt_len: int) -> int:
-        """Tokens of the prompt that are cached: what pass-Q is for is a long prefix."""
-        return prompt_len * 3 // 4 // PAGE_SIZE * PAGE_SIZE if self.passing is PassingSetting.PASS_Q else 0
+        """Tokens of the prompt that are cached."""
+        return prompt_len * 3 // 4 // PAGE_SIZE * PAGE_SIZE if self.has_prefix else 0
 
 
 class Pass(NamedTuple):
@@ -59,6 +63,8 @@ class Moved(NamedTuple):
 
     layers: int
     num_bytes: int
+    beside_bytes: int = 0
+    """Of these, what no layer moves: the sum of the embedding, and logits."""
 
 
 Expected = dict[str, Moved]
@@ -71,8 +77,9 @@ def prefill_bytes(layout: Layout, model: ModelConfig, prompt_len: int) -> Expect
     sizes, passes_q = layout.prefill, layout.passing is PassingSetting.PASS_Q
     expected = _stage_bytes(sizes, model, Pass(num_new, model.num_layers - 1 + passes_q), layout.dispatch)
     if sizes.cp > 1:
-        num_bytes = model.num_layers * sizes.tp * (sizes.cp - 1) * num_new * _row_bytes(sizes, model, passes_q)
-        expected[GroupName.ATTN_CP.value] = Moved(model.num_layers, num_bytes)
+        passed_len = prompt_len if layout.mode is CpMode.RING and not passes_q else num_new
+        num_bytes = sizes.tp * (sizes.cp - 1) * passed_len * _row_bytes(sizes, model, passes_q)
+        expected[GroupName.ATTN_CP.value] = Moved(model.num_layers, model.num_layers * num_bytes)
     return expected | {HANDOFF: Moved(1, _page_bytes(layout, model, prompt_len))}
 
 
@@ -92,26 +99,28 @@ def _stage_bytes(
     """Between the ranks that share layers, and from stage to stage."""
     num_tokens, layers, _ = given
     hidden_bytes = num_tokens * model.hidden_size * ITEMSIZE
-    total = Counter[str]()
+    a_layer, beside = Counter[str](), Counter[str]()
     shards = sizes.dp * sizes.cp // sizes.moe_dp
     goes_to_experts = model.moe is not None and shards > 1
     is_sent = goes_to_experts and dispatch is MoeDispatch.ALL_TO_ALL
     if sizes.tp > 1:
-        # That of the embedding, and after attention and the MLP; answers of experts that were sent for are gathered.
-        num_sums = (1 if is_sent else 2) * layers + 1
-        shard_bytes = hidden_bytes // (sizes.cp if given.is_prompt else 1)
-        total[GroupName.ATTN_TP] += num_sums * (hidden_bytes // shard_bytes) * _sum_bytes(shard_bytes, sizes.tp)
-        total[GroupName.ATTN_TP] += is_sent * layers * (sizes.tp - 1) * hidden_bytes
-        total[GroupName.ATTN_TP] += (sizes.tp - 1) * model.vocab_size * ITEMSIZE
+        # After attention and the MLP; answers of experts that tokens were sent to are gathered.
+        cp = sizes.cp if given.is_prompt else 1
+        a_sum = cp * _sum_bytes(hidden_bytes // cp, sizes.tp)
+        a_layer[GroupName.ATTN_TP] += a_sum + ((sizes.tp - 1) * hidden_bytes if is_sent else a_sum)
+        beside[GroupName.ATTN_TP] += a_sum + (sizes.tp - 1) * model.vocab_size * ITEMSIZE
     if sizes.dp > 1 and not goes_to_experts:
         # The request is on one DP rank: its tokens go to all others, and their terms of the MLP come home.
-        total[GroupName.ATTN_DP] += layers * 2 * sizes.tp * (sizes.dp - 1) * hidden_bytes
+        a_layer[GroupName.ATTN_DP] += 2 * sizes.tp * (sizes.dp - 1) * hidden_bytes
     if model.moe is not None and goes_to_experts:
         routed_bytes = hidden_bytes + num_tokens * model.moe.num_chosen * ROUTE_BYTES
         block = shards * sizes.tp
         name, ways = (GroupName.MOE_BLOCK, block - 1) if is_sent else (GroupName.MOE_SHARDS, sizes.tp * (shards - 1))
-        total[name] += layers * ways * (routed_bytes + hidden_bytes)
-    expected = {str(name): Moved(layers, num_steps * num_bytes) for name, num_bytes in total.items()}
+        a_layer[name] += ways * (routed_bytes + hidden_bytes)
+    expected = {
+        str(name): Moved(layers, num_steps * (layers * num_bytes + beside[name]), num_steps * beside[name])
+        for name, num_bytes in a_layer.items()
+    }
     if sizes.pp > 1:
         expected[STAGES] = Moved(1, num_steps * (sizes.pp - 1) * sizes.tp * hidden_bytes)
     return expected

@@ -21,11 +21,13 @@ _POOLS = {"page_size": PAGE_SIZE, "memory_gib": 0.05}
 _NUM_STEPS = 8
 """Of decode, behind the prompt."""
 
+_CP2 = ParallelConfig(cp=2)
 LAYOUTS = (
-    Layout("cp=2", ParallelConfig(cp=2)),
-    Layout("cp=2 rank0", ParallelConfig(cp=2), sends=TransferMode.RANK0),
-    Layout("cp=2 pass-KV", ParallelConfig(cp=2), mode=CpMode.RING, passing=PassingSetting.PASS_KV),
-    Layout("cp=2 pass-Q", ParallelConfig(cp=2), mode=CpMode.RING, passing=PassingSetting.PASS_Q),
+    Layout("cp=2", _CP2),
+    Layout("cp=2 rank0", _CP2, sends=TransferMode.RANK0),
+    Layout("cp=2 pass-KV", _CP2, mode=CpMode.RING, passing=PassingSetting.PASS_KV),
+    Layout("cp=2 pass-KV cached", _CP2, mode=CpMode.RING, passing=PassingSetting.PASS_KV, has_prefix=True),
+    Layout("cp=2 pass-Q cached", _CP2, mode=CpMode.RING, passing=PassingSetting.PASS_Q, has_prefix=True),
     Layout("cp=3", ParallelConfig(cp=3)),
     Layout("tp=2 to tp=1", ParallelConfig(tp=2)),
     Layout("tp=1 to tp=2", ParallelConfig(), ParallelConfig(tp=2)),
@@ -57,6 +59,8 @@ class LayoutBytes:
     """Layers that the bytes are of; 1 where they are not of layers."""
     measured_bytes: int
     expected_bytes: int
+    beside_bytes: int
+    """Of the expected ones, what no layer moves: the sum of the embedding, and logits."""
 
     @property
     def difference(self) -> float:
@@ -95,7 +99,7 @@ def _run(cluster: LocalCluster, layout: Layout, folder: Path, prompt_len: int) -
         of_side = moved[side]
         of_side.subtract(moved_before[side])
         unexpected = {traffic: Moved(1, 0) for traffic, num in of_side.items() if num and traffic not in expected}
-        for traffic, (layers, num_bytes) in {**expected, **unexpected}.items():
+        for traffic, (layers, num_bytes, beside) in {**expected, **unexpected}.items():
             yield LayoutBytes(
                 layout=layout.name,
                 side=side,
@@ -103,6 +107,7 @@ def _run(cluster: LocalCluster, layout: Layout, folder: Path, prompt_len: int) -
                 layers=layers,
                 measured_bytes=of_side[traffic],
                 expected_bytes=num_bytes,
+                beside_bytes=beside,
             )
 
 

@@ -33,7 +33,8 @@ def _json(result: "LayoutBytes") -> str:
 
 def _line(result: "LayoutBytes") -> str:
     measured, expected = (
-        num_bytes / result.layers / 1024 for num_bytes in (result.measured_bytes, result.expected_bytes)
+        (num_bytes - result.beside_bytes) / result.layers / 1024
+        for num_bytes in (result.measured_bytes, result.expected_bytes)
     )
     names = f"{result.layout:24} {result.side:8} {result.traffic:12}"
     return f"{names} {measured:12.1f} {expected:12.1f} {result.difference:+11.2%}"

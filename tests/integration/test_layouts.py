@@ -3,13 +3,14 @@
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from cluster.spec.config import DeployConfig, ParallelConfig
-from cluster.spec.strategy import Collectives, MoeDispatch, Strategy
+from cluster.spec.strategy import Collectives, CpMode, MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.layouts import WIDE, covering_pairs, divided, legal_layouts, needs_experts, num_ranks
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
@@ -69,13 +70,15 @@ def cases_of(prefills: list[Cut], decodes: list[Cut]) -> list[Case]:
     cases = []
     for turn, (family, layout) in enumerate(sorted(prefills, key=lambda cut: -cut.layout.cp)):
         fitting = [decode.layout for decode in decodes if decode.family == family]
+        ways = KV_WAYS if layout.cp > 1 else [way for way in KV_WAYS if way.mode is CpMode.GATHER]
         cases.append(
             Case(
                 family=family,
                 prefill=layout,
                 decode=fitting[turn % len(fitting)],
-                kv=KV_WAYS[turn % len(KV_WAYS)],
-                strategy=STRATEGIES[turn // 2 % len(STRATEGIES)],
+                kv=ways[turn % len(ways)],
+                # In as many turns as there are pairs, every strategy meets every way of KV.
+                strategy=STRATEGIES[(turn + turn // len(KV_WAYS)) % len(STRATEGIES)],
                 chunk_tokens=(37, 4096)[turn // 3 % 2],
                 dispatch=tuple(MoeDispatch)[turn % 3],
                 collectives=tuple(Collectives)[turn % 2],
@@ -142,6 +145,11 @@ ALL = [
     for collectives in Collectives
 ]
 """Each over shared memory and over TCP."""
+
+
+def test_every_strategy_meets_every_way_of_kv() -> None:
+    met = {(case.strategy, case.kv) for case in ALL if case.prefill.cp > 1}
+    assert met == set(product(STRATEGIES, KV_WAYS))
 
 
 @pytest.mark.integration

@@ -56,7 +56,13 @@ def test_traffic_that_no_formula_knows_has_a_row(monkeypatch: pytest.MonkeyPatch
     handoff, unexpected = results(monkeypatch, ONE_RANK, handoff=9, attn_cp=2048)
     assert (handoff.traffic, handoff.measured_bytes) == (HANDOFF, 9)
     assert unexpected == LayoutBytes(
-        layout="one", side=Role.PREFILL, traffic="attn_cp", layers=1, measured_bytes=2048, expected_bytes=0
+        layout="one",
+        side=Role.PREFILL,
+        traffic="attn_cp",
+        layers=1,
+        measured_bytes=2048,
+        expected_bytes=0,
+        beside_bytes=0,
     )
     assert unexpected.difference == inf
     assert json.loads(_json(unexpected))["difference"] is None
