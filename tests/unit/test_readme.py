@@ -70,7 +70,7 @@ def _row(config: DeployConfig) -> str:
 
 
 def _sizes(parallel: ParallelConfig) -> str:
-    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp", "ep")}
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp", "ep", "moe_dp")}
     return "".join(f", {axis}={size}" for axis, size in sizes.items() if size > 1)
 
 
