@@ -50,8 +50,10 @@ class Board:
         start = page * PAGE_BYTES + _HEAD.size
         for _ in range(_TRIES):
             number, length, checksum = _HEAD.unpack_from(self._memory, page * PAGE_BYTES)
+            if number % 2 or not 0 < length <= PAGE_BYTES - _HEAD.size:
+                continue
             content = self._memory[start : start + length]
-            if number % 2 == 0 and length and zlib.crc32(content) == checksum:
+            if zlib.crc32(content) == checksum:
                 return content
         return None
 
