@@ -12,7 +12,7 @@ from cluster.simulator.scenario import PAGE_SIZE, Fault, FaultKind, Hazards, Sce
 from cluster.simulator.simulation import Simulation
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
-from tests.simulation import defects
+from tests.simulation import defects, router_defects
 
 MAX_SEEDS = 600
 
@@ -164,7 +164,7 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.free_on_timeout, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.skip_the_generation_check, late_words, FOREIGN_WRITE),
         (defects.count_the_same_sender_twice, repeated_messages, EARLY_READ),
-        (defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
+        (router_defects.reuse_a_room, as_drawn, f"{FAILS_IN_CALM}|{EARLY_READ}"),
         (defects.ignore_the_incarnation, dying_ranks, FOREIGN_WRITE),
         (defects.heed_words_to_an_earlier_start, late_words, OTHER_START),
         (defects.heed_words_of_an_earlier_start, late_words, f"{FOREIGN_WRITE}|{EARLY_READ}"),
@@ -183,7 +183,7 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
         (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
         (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{EARLY_READ}|has no KV"),
-        (defects.miss_no_news, lossy, "knows other pages"),
+        (router_defects.miss_no_news, lossy, "knows other pages"),
         (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),
         (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (defects.let_no_bytes_settle, dying_ranks, FOREIGN_WRITE),
@@ -191,13 +191,13 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.prove_only_what_the_driver_has_heard_of, machine_lost_at_the_start, FOREIGN_WRITE),
         (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
         (defects.take_a_page_id_for_its_place, as_drawn, EARLY_READ),
-        (defects.continue_at_output_0, dying_streams, EARLY_READ),
-        (defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
-        (defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
-        (defects.retry_where_it_failed, mild, FAILS_IN_MILD),
-        (defects.cancel_no_other_leg, mild, NOT_TOLD),
-        (defects.never_inquire, lossy, DEADLINE),
-        (defects.answer_no_inquiry, lossy, NEVER_ENDS),
+        (router_defects.continue_at_output_0, dying_streams, EARLY_READ),
+        (router_defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
+        (router_defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
+        (router_defects.retry_where_it_failed, mild, FAILS_IN_MILD),
+        (router_defects.cancel_no_other_leg, mild, NOT_TOLD),
+        (router_defects.never_inquire, lossy, DEADLINE),
+        (router_defects.answer_no_inquiry, lossy, NEVER_ENDS),
         (defects.end_an_order_with_the_first_answer, cold_tiers, FOREIGN_PAGE),
         (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
         (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
