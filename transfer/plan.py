@@ -1,6 +1,7 @@
 """Which bytes move where: the pages a CP rank sends, and the spans between two page pools. Pure arithmetic."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.spec.kv import PoolLayout
@@ -39,12 +40,34 @@ def receivers(mode: TransferMode, coords: RankCoords, sizes: RankCoords, targets
     ]
 
 
-def takes(target: RankRow, page: int) -> bool:
-    """Whether a page is sent to this decode rank, if its heads and layers are.
+@dataclass(frozen=True, slots=True)
+class PageShare:
+    """The pages that are sent to any of some decode ranks, if their heads and layers are.
 
     Of the ranks that hold the same head each is sent its part of the pages, and has the rest from the others.
     """
-    return page % copies_of(target) == target.coords.tp % copies_of(target)
+
+    num_copies: int
+    turns: frozenset[int]
+
+    @staticmethod
+    def of(targets: Sequence[RankRow]) -> "PageShare":
+        """Of ranks of one replica."""
+        num_copies = copies_of(targets[0]) if targets else 1
+        return PageShare(num_copies, frozenset(row.coords.tp % num_copies for row in targets))
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no page is left out, as where no two ranks hold the same head."""
+        return len(self.turns) == self.num_copies
+
+    def has(self, page: int) -> bool:
+        """Whether a page, by its id in decode, is among them."""
+        return page % self.num_copies in self.turns
+
+    def count(self, pages: Sequence[int]) -> int:
+        """How many of these are."""
+        return len(pages) if self.is_all else sum(map(self.has, pages))
 
 
 def copies_of(row: RankRow) -> int:

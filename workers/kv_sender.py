@@ -14,7 +14,7 @@ from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, SendReport, 
 from cluster.spec.timeline import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
-from transfer.plan import PagePair, local_page, make_spans, owned_pages, receivers, takes
+from transfer.plan import PagePair, PageShare, local_page, make_spans, owned_pages, receivers
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession
 from workers.post import Post, send_if_heard
@@ -158,7 +158,7 @@ class KvSender:
     def _receivers(self, target: Target) -> list[RankRow]:
         return receivers(self._config.mode, self._row.coords, self._row.sizes, target.rows)
 
-    def _owned_pages(self, base: int, target: Target, targets: Sequence[RankRow]) -> list[int]:
+    def _owned_pages(self, base: int, target: Target, targets: Sequence[RankRow]) -> Sequence[int]:
         """By position in the request."""
         owned = owned_pages(
             self._config.page_filter,
@@ -169,8 +169,8 @@ class KvSender:
             base=base,
             first=target.held_pages,
         )
-        pages = target.pages
-        return [at for at in owned if any(takes(row, pages[at - target.held_pages]) for row in targets)]
+        share, pages = PageShare.of(targets), target.pages
+        return owned if share.is_all else [at for at in owned if share.has(pages[at - target.held_pages])]
 
     def _forget_older(self, target: Target) -> None:
         """Let go of the memory of a decode replica's earlier start."""
@@ -187,10 +187,7 @@ class KvSender:
     def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
         """The spans to every decode rank that gets some of the heads and layers we hold from us."""
         local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
-        parts = [
-            (target, [pair for pair in local_pairs if takes(target, pair[1])])
-            for target in self._receivers(session.target)
-        ]
+        parts = [(target, _sent_to(target, local_pairs)) for target in self._receivers(session.target)]
         return SendJob(
             room=session.room,
             generation=session.target.generation,
@@ -242,3 +239,8 @@ class KvSender:
         if done := session.done():
             send_if_heard(self._outbox, session.target.decode.address, done)
         send_if_heard(self._outbox, self._prefill.address, session.report())
+
+
+def _sent_to(target: RankRow, pairs: list[PagePair]) -> list[PagePair]:
+    share = PageShare.of([target])
+    return pairs if share.is_all else [pair for pair in pairs if share.has(pair[1])]

@@ -23,7 +23,7 @@ class HeadCopies:
     def spread(self, pages: Sequence[int]) -> None:
         """Make pages that prefill has written whole on every rank; all call this with the same pages.
 
-        Page p was sent to member p modulo the size of the group, as ``transfer.plan.takes`` has it.
+        Page p was sent to member p modulo the size of the group, as ``transfer.plan.PageShare`` has it.
         """
         for member in range(self._group.size if self._group.size > 1 else 0):
             for part in self._parts([page for page in pages if page % self._group.size == member]):

@@ -5,7 +5,7 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Target
 from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
-from transfer.plan import receivers, takes
+from transfer.plan import PageShare, receivers
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
 from workers.scheduler.sequence import Sequence
 
@@ -37,10 +37,8 @@ def result_of(
         bootstrap_s=request.scheduled_s - request.arrived_s,
         prefill_s=now_s - request.scheduled_s,
         senders=list(receivers_of),
-        num_pages=sum(any(takes(decode, page) for decode in part) for part in parts.values() for page in target.pages),
-        num_bytes=sum(
-            decode.layout.page_bytes for decode in target.rows for page in target.pages if takes(decode, page)
-        ),
+        num_pages=sum(PageShare.of(part).count(target.pages) for part in parts.values()),
+        num_bytes=sum(row.layout.page_bytes * PageShare.of([row]).count(target.pages) for row in target.rows),
     )
 
 

@@ -13,7 +13,7 @@ from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.rows import LAYOUT, make_row
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
 from transfer.digests import coverage_problem, digest_pages, wrong_pages
-from transfer.plan import copies_of, make_spans, receivers, takes
+from transfer.plan import PageShare, copies_of, make_spans, receivers
 
 POOL = replace(LAYOUT, num_pages=NUM_PAGES)
 ONE_RANK = RankCoords(dp=1, cp=1, tp=1, pp=1)
@@ -34,7 +34,7 @@ def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDiges
             owned = [
                 (pair.page(mine, position), PAGES[position])
                 for position in pair.owned(mine)
-                if takes(target, PAGES[position])
+                if PageShare.of([target]).has(PAGES[position])
             ]
             told.append(digest_pages(memoryview(pool), mine.layout, target, owned))
             for source, at, length in make_spans(mine.layout, target.layout, owned):
@@ -65,7 +65,7 @@ def test_every_bit_that_was_sent_is_spoken_for_and_no_other(pair: Pair, seed: in
     place = data.draw(st.integers(0, len(pools[rank]) - 1))
     pools[rank][place] ^= 1 << data.draw(st.integers(0, 7))
     page = place // page_bytes
-    assert wrong(pair, pools, told) == ({rank: [page]} if page in PAGES and takes(row, page) else {})
+    assert wrong(pair, pools, told) == ({rank: [page]} if page in PAGES and PageShare.of([row]).has(page) else {})
 
 
 def test_pages_that_another_rank_with_the_same_heads_should_have_got_are_astray() -> None:

@@ -14,7 +14,7 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
 from tests.fakes.rows import make_row
 from transfer.layout import layers
-from transfer.plan import copies_of, local_page, make_spans, owned_pages, receivers, takes
+from transfer.plan import PageShare, copies_of, local_page, make_spans, owned_pages, receivers
 
 PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 3, 6
 
@@ -119,7 +119,7 @@ def check_handoff(pair: Pair) -> None:
             page_pairs = [
                 (pair.page(row, position), places[position])
                 for position in pair.owned(row)
-                if takes(target, places[position])
+                if PageShare.of([target]).has(places[position])
             ]
             spans = make_spans(row.layout, target.layout, page_pairs)
             shared = min(row.layout.num_heads, target.layout.num_heads)
@@ -132,7 +132,7 @@ def check_handoff(pair: Pair) -> None:
                 num_written += span.num_bytes
     for row in pair.decode:
         found = pools[row.global_rank]
-        sent = {position: page for position, page in places.items() if takes(row, page)}
+        sent = {position: page for position, page in places.items() if PageShare.of([row]).has(page)}
         np.testing.assert_array_equal(found.view(np.int32).reshape(row.layout.num_pages + 1, -1), _filled(row, sent))
     assert num_written == NUM_PAGES * pair.decode[0].geometry.bytes_per_token * PAGE_SIZE, "not one copy of the KV"
 
@@ -157,7 +157,7 @@ def test_ranks_with_the_same_heads_are_sent_every_page_between_them(pair: Pair) 
         same = [other for other in pair.decode if other.layout == row.layout]
         assert len(same) == copies_of(row), "copies are those that hold the same heads and layers"
         for page in range(row.layout.num_pages):
-            assert sum(takes(other, page) for other in same) == 1
+            assert sum(PageShare.of([other]).has(page) for other in same) == 1
 
 
 @settings(deadline=None, max_examples=200)

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from cluster.spec.ranks import head_copies
 from cluster.spec.registry import RankRow
 from cluster.spec.tiers import StorageFigures, TierPage
+from transfer.plan import copies_of
 from workers.hicache.storage.batches import batches, note, results
 from workers.hicache.storage.cuts import KnownCuts
 from workers.hicache.storage.interface import StorageBackend, StorageError, StorageObject
@@ -37,7 +37,7 @@ class PageStore:
         self._backend = backend
         self._naming = naming
         self._layout = row.layout
-        self._writes_heads = row.coords.tp % head_copies(row.geometry.num_kv_heads, row.sizes.tp) == 0
+        self._writes_heads = row.coords.tp % copies_of(row) == 0
         """Of ranks with the same heads, the first one."""
         self._known = KnownCuts(backend, naming, Cut.of(row.ownership, row.sizes))
         self._reader = PageReader(backend, naming, row.layout, self._known, reads)
