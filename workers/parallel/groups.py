@@ -74,9 +74,9 @@ def join_group(
         backend = _meet(store, name, rank, size, host, timedelta(seconds=timeout_s), collectives, device)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
-    notes = Notes(PrefixStore("begun", store), name, members, global_rank)
-    checked = CheckedBackend(backend, rank, size, notes) if check else backend
-    return Communicator(name, rank, size, checked, skips_empty=not check)
+    if check:
+        backend = CheckedBackend(backend, rank, size, Notes(PrefixStore("begun", store), name, members, global_rank))
+    return Communicator(name, rank, size, backend, skips_empty=not check)
 
 
 def _meet(

@@ -8,7 +8,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from workers.parallel.collectives import CollectiveError
 
 _LEFT = "left"
-_LOOK_EVERY_S = 0.01
+_FIRST_LOOK_S, _LOOK_EVERY_S = 0.001, 0.01
+"""Ranks mostly come at the same time, and a start has many words."""
 
 
 def told_by_all(store: Store, name: str, global_rank: int, world_size: int, word: str) -> list[str]:
@@ -38,11 +39,12 @@ def exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[s
 def word_at(store: Store, key: str) -> str:
     """What a rank says there; RuntimeError when a rank of the replica leaves before, or at the store's timeout."""
     limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
-    end_s = time.monotonic() + limit_s
+    end_s, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
     while not store.check([key]):
         if store.check([_LEFT]):
             raise RuntimeError(f"rank {bytes(store.get(_LEFT)).decode()} has left")
         if time.monotonic() > end_s:
             raise RuntimeError(f"nothing within {limit_s:g} s")
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_EVERY_S)
     return bytes(store.get(key)).decode()
