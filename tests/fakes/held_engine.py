@@ -1,5 +1,6 @@
 """A prefill and a decode worker, real down to the model, in threads of this process, that can be held at any point."""
 
+import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from workers.scheduler.leader import Leader
 from workers.worker import Worker
 
 _HOST = "127.0.0.1"
+_SHOW_S = 60.0
 
 
 class HeldLeader:
@@ -39,6 +41,8 @@ class HeldLeader:
         """Further steps; None for any number."""
         self.kept_kinds: tuple[type, ...] = ()
         """Messages that are kept back."""
+        self.tables: queue.SimpleQueue[TableSnapshot] = queue.SimpleQueue()
+        """Those it has been shown."""
         self._kept: list[Message] = []
 
     @property
@@ -55,6 +59,8 @@ class HeldLeader:
             self._kept.append(message)
         else:
             self.real.on_message(message, now_s)
+            if isinstance(message, TableUpdate):
+                self.tables.put(message.snapshot)
 
     def tick(self, now_s: float) -> None:
         if not self.kept_kinds:
@@ -179,8 +185,9 @@ class HeldEngine:
         return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
 
     def show(self, role: Role, table: TableSnapshot) -> None:
-        """Tell a leader what the table is."""
+        """Tell a leader what the table is; it knows when this returns."""
         self._outbox.send(self._rows[role][0].address, TableUpdate(snapshot=table))
+        assert self.leaders[role].tables.get(timeout=_SHOW_S) == table
 
     def release(self) -> None:
         """Hold nothing any more."""

@@ -38,6 +38,7 @@ class Endpoint:
         self._host, self._port = url.removeprefix("http://").split(":")
         self._http = http
         self._num_asked = 0
+        self._clients: list[socket.socket] = []
 
     def ask(self, prompt_len: int) -> socket.socket:
         """Every other client streams; no prompt begins like another."""
@@ -47,9 +48,15 @@ class Endpoint:
         body |= {"max_tokens": 4, "stream": self._num_asked % 2 == 0}
         content = json.dumps(body).encode()
         client = socket.create_connection((self._host, int(self._port)))
+        self._clients.append(client)
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content))
         client.sendall(content)
         return client
+
+    def hang_up(self) -> None:
+        """No client is left."""
+        while self._clients:
+            self._clients.pop().close()
 
     def num_in_router(self) -> float:
         """Open and waiting requests."""
@@ -196,6 +203,7 @@ def leave(
         endpoint.wait_until(lambda: not endpoint.engine.leftovers and not endpoint.num_in_router(), "something is left")
         return time.monotonic() - start_s
     finally:
+        endpoint.hang_up()
         endpoint.engine.release()
 
 
