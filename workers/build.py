@@ -148,9 +148,9 @@ def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: C
     """What carries out the leader's orders on this rank."""
     if rank.host_region is None:
         return NoMover()
-    device: DevicePages = RegionPages(rank.region, rank.host_region, rank.layout.page_bytes)
+    device: DevicePages = RegionPages(rank.region, rank.host_region, rank.layout)
     if rank.staging is not None:
-        device = StagedPages(rank.pool, rank.staging, rank.region, rank.host_region)
+        device = StagedPages(rank.pool, rank.staging, rank.region, rank.host_region, rank.layout)
     copier = Copier(rows, spec.global_rank, device, rank.region, rank.host_region, rank.backend)
     store = make_page_store(spec, rank, rows[spec.global_rank])
     return PageMover(copier, store, spec.global_rank, rows[0].address, open_outbox)

@@ -88,6 +88,8 @@ class KvSender:
 
     def before_step(self, plan: StepPlan) -> None:
         """Hand out the cached pages of requests that start with this step; they travel while it computes."""
+        if plan.fill is not None:
+            return  # they are not there yet
         admits = {admit.room: admit for admit in plan.admits if admit.target is not None}
         with self._lock:
             for row in plan.rows:

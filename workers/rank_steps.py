@@ -9,6 +9,7 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.engine.begun_step import BegunStep
+from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
 from workers.rank import Rank
 
@@ -25,8 +26,8 @@ class EndedStep(NamedTuple):
 class RankSteps:
     """Steps end in the order in which they were begun."""
 
-    def __init__(self, rank: Rank, sender: KvSender, clock: Clock) -> None:
-        self._rank, self._sender, self._clock = rank, sender, clock
+    def __init__(self, rank: Rank, sender: KvSender, mover: Mover, clock: Clock) -> None:
+        self._rank, self._sender, self._mover, self._clock = rank, sender, mover, clock
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
 
     @property
@@ -38,8 +39,9 @@ class RankSteps:
         """Begin this rank's part of a step; the KV that is there leaves."""
         start_s = self._clock.now_s()
         self._sender.before_step(plan)
+        arrivals = self._mover.fill(plan.fill) if plan.fill is not None else None
         with self._rank.step_recorder.step(plan):
-            self._begun.append((plan, self._rank.runner.begin(plan), start_s))
+            self._begun.append((plan, self._rank.runner.begin(plan, arrivals), start_s))
 
     def end(self) -> EndedStep:
         """Wait for what the oldest step has drawn; the KV that it has computed leaves."""

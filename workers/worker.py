@@ -139,7 +139,7 @@ class Worker:
         meter = StepMeter()
         work = self._step_reports(rank)
         load_due_s = 0.0
-        steps = RankSteps(rank, sender, self._clock)
+        steps = RankSteps(rank, sender, mover, self._clock)
         try:
             while self._take_in(leader, sender, outbox, is_busy=steps.num_begun > 0):
                 plans = leader.next_plans()
@@ -221,7 +221,7 @@ class Worker:
 
     def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
         work = self._step_reports(rank)
-        steps = RankSteps(rank, sender, self._clock)
+        steps = RankSteps(rank, sender, mover, self._clock)
         while True:
             messages = self._inbox.receive(IDLE_WAIT_S)
             if told := work.next(self._clock.now_s(), is_idle=not messages):

@@ -15,8 +15,8 @@ from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierPage
 from transfer.plan import local_page
 
 _LANES = {
-    MoveKind.SAVE: "copies",
-    MoveKind.LOAD: "copies",
+    MoveKind.SAVE: "saves",
+    MoveKind.LOAD: "loads",
     MoveKind.LOOK_UP: "reads",
     MoveKind.FETCH: "reads",
     MoveKind.STORE: "writes",
@@ -35,11 +35,12 @@ class VirtualMover:
         self._process, self._around, self._leader_address = process, process.around, leader_address
         self._rows, self._row, self._memory = rows, rows[cp_rank], memory
         self._lanes: dict[str, deque[MovePages]] = {lane: deque() for lane in _LANES.values()}
+        self._num_filling = 0
 
     @property
     def is_idle(self) -> bool:
         """No order is open."""
-        return not any(self._lanes.values())
+        return not self._num_filling and not any(self._lanes.values())
 
     def take(self, order: MovePages) -> None:
         """Carry out an order, after those that came before it."""
@@ -48,6 +49,18 @@ class VirtualMover:
         if len(lane) == 1:
             self._begin(lane)
 
+    def fill(self, order: MovePages) -> float:
+        """Load pages that a step waits for; how long that takes. Such copies do not fail."""
+        seconds = self._around.random.uniform(1e-3, 0.1)
+        self._num_filling += 1
+        self._process.after(seconds, partial(self._end_fill, order))
+        return seconds
+
+    def _end_fill(self, order: MovePages) -> None:
+        self._num_filling -= 1
+        self._around.moved["fill"] += len(order.pages)
+        self._answer(order, fails=False)
+
     def _begin(self, lane: deque[MovePages]) -> None:
         longest_s = self._around.random.choice([0.01, 0.1, 3.0 if self._around.hazards.slow_move else 0.1])
         self._process.after(self._around.random.uniform(1e-3, longest_s), partial(self._end, lane))
@@ -55,8 +68,13 @@ class VirtualMover:
     def _end(self, lane: deque[MovePages]) -> None:
         order = lane.popleft()
         fails = self._around.random.random() < self._around.hazards.fail_move
-        self._around.moved[order.kind] += len(order.pages)
         self._around.happened["fail_move"] += fails
+        self._answer(order, fails=fails)
+        if lane:
+            self._begin(lane)
+
+    def _answer(self, order: MovePages, *, fails: bool) -> None:
+        self._around.moved[order.kind] += len(order.pages)
         done = [self._move(order.kind, page, fails=fails) for page in order.pages]
         answer = PagesMoved(
             number=order.number,
@@ -65,8 +83,6 @@ class VirtualMover:
             failures={"error": len(done)} if fails else {},
         )
         self._process.send(self._leader_address, answer)
-        if lane:
-            self._begin(lane)
 
     def _move(self, kind: MoveKind, page: TierPage, *, fails: bool) -> bool:
         """This rank's part of one page; true where it has none."""

@@ -115,7 +115,8 @@ class RankProcess(Process):
         """Compute a step."""
         self._step, self._is_computed = plan, False
         self.device.begin(plan)
-        self.after(self.step_s(plan), self._compute)
+        filled_s = self.mover.fill(plan.fill) if plan.fill is not None else 0.0
+        self.after(filled_s + self.step_s(plan), self._compute)
 
     def _compute(self) -> None:
         self._is_computed = True

@@ -184,9 +184,13 @@ class HeldEngine:
         ]
         return TableSnapshot(version=1, replicas=tuple(entries), reaped={})
 
+    def send(self, role: Role, message: Message) -> None:
+        """To a leader."""
+        self._outbox.send(self._rows[role][0].address, message)
+
     def show(self, role: Role, table: TableSnapshot) -> None:
         """Tell a leader what the table is; it knows when this returns."""
-        self._outbox.send(self._rows[role][0].address, TableUpdate(snapshot=table))
+        self.send(role, TableUpdate(snapshot=table))
         assert self.leaders[role].tables.get(timeout=_SHOW_S) == table
 
     def release(self) -> None:

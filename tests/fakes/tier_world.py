@@ -33,7 +33,7 @@ class Step:
 
 @dataclass
 class FakeRank:
-    """One rank: steps and orders come in one queue, copies wait in another."""
+    """One rank: steps and orders come in one queue; orders wait for others of their kind alone."""
 
     cp_rank: int
     cp: int
@@ -122,7 +122,7 @@ class TierWorld:
         pages = self.allocator.allocate(len(keys), cached, base)
         self.tiers.note_hits(keys[: len(cached)])
         request, num_cached = (pages, keys), len(cached)
-        if self.tiers.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded)):
+        if self.tiers.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded)).num_pages:
             self.loading.append(request)
         else:
             self._compute(request, num_cached)
@@ -145,7 +145,9 @@ class TierWorld:
             else:
                 rank.copies.append(message)
         elif rank.copies:
-            order = rank.copies.popleft()
+            kind = self.random.choice(sorted({order.kind for order in rank.copies}))
+            order = next(order for order in rank.copies if order.kind is kind)
+            rank.copies.remove(order)
             is_done = [self._move(rank, order.kind, page, fails=fails) for page in order.pages]
             failures = {"error": 1} if fails else {}
             answer = PagesMoved(number=order.number, global_rank=rank.cp_rank, done=is_done, failures=failures)

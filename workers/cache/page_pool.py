@@ -1,10 +1,13 @@
 """The KV memory of one worker: pages of K and V in one tensor. Which request owns a page is known elsewhere."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 import torch
 from torch import Tensor
 
+from workers.cache.layer_arrivals import LayerArrivals
 from workers.row_kernels import row_kernels
 
 
@@ -38,6 +41,7 @@ class PagePool:
         assert len(buffer) >= num_bytes, f"a pool of {num_bytes} bytes does not fit into {len(buffer)}"
         shape = (num_pages + 1, num_kv_heads, num_layers, 2, page_size, head_dim)
         self.data = buffer[:num_bytes].view(dtype).view(shape)
+        self._arrivals: LayerArrivals | None = None
 
     @staticmethod
     def page_bytes_for(num_kv_heads: int, num_layers: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -57,14 +61,30 @@ class PagePool:
         """The same for all layers of a step, which write to the same slots."""
         return PoolSlots(self, slots)
 
+    @contextmanager
+    def filled(self, arrivals: LayerArrivals | None) -> Iterator[None]:
+        """Layers that come meanwhile are waited for when they are read, and all of them at the end."""
+        self._arrivals = arrivals
+        try:
+            yield
+            self._wait_for(self.data.shape[2] - 1)
+        finally:
+            self._arrivals = None
+
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
         """Copy ``pages [n]`` int64 of one layer, token after token, into ``out [n * page_size, 2, heads, dim]``."""
+        self._wait_for(layer)
         in_token_order = self.data[:, :, layer].permute(0, 3, 2, 1, 4)
         torch.index_select(in_token_order, 0, pages, out=out.view(len(pages), *in_token_order.shape[1:]))
 
     def layer_view(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, each a strided view ``[page, head, slot, dim]`` that includes the trash page."""
+        self._wait_for(layer)
         return self.data[:, :, layer, 0], self.data[:, :, layer, 1]
+
+    def _wait_for(self, layer: int) -> None:
+        if self._arrivals is not None:
+            self._arrivals.wait_for(layer)
 
 
 class PoolSlots:

@@ -16,6 +16,7 @@ from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
+from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
@@ -139,8 +140,11 @@ class ModelRunner:
         """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         return self.begin(plan).wait()
 
-    def begin(self, plan: StepPlan) -> BegunStep:
-        """Begin a step, which may follow tokens that the step begun before has yet to draw."""
+    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None = None) -> BegunStep:
+        """Begin a step, which may follow tokens that the step begun before has yet to draw.
+
+        ``arrivals`` are those of the plan's ``fill``.
+        """
         self._take_notice(plan)
         if self._staging is not None:
             self._staging.take_in(plan.arrived)
@@ -152,7 +156,7 @@ class ModelRunner:
             if not any(row.samples for row in plan.rows):
                 self._host_pages.finish()
         has_tokens = bool(plan.rows) or any(plan.shard_lens)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._pool.filled(arrivals):
             drawn = self._forward(plan) if has_tokens else Drawn()
         return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn)
 
@@ -174,7 +178,8 @@ class ModelRunner:
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
         followed = self._drawn.followed(plan.rows)
-        last = self._graphs.run(rows, followed) if self._graphs is not None and shards is None else None
+        is_recorded = self._graphs is not None and shards is None and plan.fill is None
+        last = self._graphs.run(rows, followed) if self._graphs is not None and is_recorded else None
         if last is None:
             context, hidden = self._compute(rows, plan.strategy, plan.passing, shards, followed)
             if not self._pipeline.is_last:

@@ -6,7 +6,8 @@ from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import Region, TransferBackend
 from transfer.plan import Span, local_page
-from workers.hicache.device_pages import DevicePages, Mark
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.hicache.device_pages import DevicePages, Mark, Pair
 
 READ_SPANS = 64
 """Most pages read from a peer in one call."""
@@ -56,9 +57,16 @@ class Copier:
 
     def save(self, pages: Sequence[TierPage], after: Mark) -> int:
         """Copy the owned ones of these pages to host memory; the bytes copied."""
-        owned = [page for page in pages if self.owns(page)]
-        self._device.save([(self._local(page), self._slot(page)) for page in owned], after)
-        return len(owned) * self._page_bytes
+        pairs = self._owned(pages)
+        self._device.save(pairs, after)
+        return len(pairs) * self._page_bytes
+
+    def fill(self, pages: Sequence[TierPage], after: Mark, arrivals: LayerArrivals) -> int:
+        """The same as ``load``, layer after layer; where no other rank has any of what this one needs."""
+        pairs = self._owned(pages)
+        assert len(pairs) == len(pages) or self._row.ownership is KvOwnership.SHARDED, "pages that a peer has to give"
+        self._device.fill(pairs, after, arrivals)
+        return len(pairs) * self._page_bytes
 
     def load(self, pages: Sequence[TierPage], after: Mark) -> int:
         """Fill the device pages that this rank has of these; the bytes copied.
@@ -68,7 +76,7 @@ class Copier:
         """
         if self._row.ownership is KvOwnership.SHARDED:
             pages = [page for page in pages if self.owns(page)]
-        self._device.load([(self._local(page), self._slot(page)) for page in pages if self.owns(page)], after)
+        self._device.load(self._owned(pages), after)
         elsewhere = [page for page in pages if not self.owns(page)]
         spans: dict[int, list[Span]] = {}
         for page in elsewhere:
@@ -77,6 +85,9 @@ class Copier:
             self._read(cp_rank, wanted)
         self._device.take_in([self._local(page) for page in elsewhere], after)
         return len(pages) * self._page_bytes
+
+    def _owned(self, pages: Sequence[TierPage]) -> list[Pair]:
+        return [(self._local(page), self._slot(page)) for page in pages if self.owns(page)]
 
     def _local(self, page: TierPage) -> int:
         assert page.device is not None, "an order without device pages"

@@ -1,19 +1,25 @@
 """A rank's pages on its device, for copies from and to pages of host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.spec.kv import PoolLayout
 from transfer.backends.interface import Region
+from workers.cache.layer_arrivals import LayerArrivals, Moment
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging, pin
 
-Mark = torch.cuda.Event | None
+MOST_GROUPS = 8
+"""Of layers, one after another. More would begin a step sooner, and end it later: each needs copies of its own."""
+Mark = Moment
 Pair = tuple[int, int]
 """A page on the device, and one in host memory."""
+_Copy = tuple[torch.Tensor, torch.Tensor]
+"""To and from."""
 
 
 class DevicePages(Protocol):
@@ -31,6 +37,10 @@ class DevicePages(Protocol):
         """To the device."""
         ...
 
+    def fill(self, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:
+        """The same, some layers of all pages before the next ones, telling of each."""
+        ...
+
     def take_in(self, pages: Sequence[int], after: Mark) -> None:
         """What was read from peers into the region."""
         ...
@@ -39,9 +49,9 @@ class DevicePages(Protocol):
 class RegionPages:
     """Those of a CPU, which are in the region itself."""
 
-    def __init__(self, region: Region, host: Region, page_bytes: int) -> None:
-        self._pages = _rows(region, page_bytes)
-        self._host = _rows(host, page_bytes)
+    def __init__(self, region: Region, host: Region, layout: PoolLayout) -> None:
+        self._pages = _pages(region, layout)
+        self._host = _pages(host, layout)
 
     def mark(self) -> Mark:
         """Whatever was started is done."""
@@ -56,6 +66,13 @@ class RegionPages:
         for page, slot in pairs:
             np.copyto(self._pages[page], self._host[slot])
 
+    def fill(self, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:  # noqa: ARG002 - see ``mark``
+        """To the region, too."""
+        for layers in _groups(self._pages.shape[2]):
+            for page, slot in pairs:
+                np.copyto(self._pages[page, :, layers], self._host[slot, :, layers])
+            arrivals.note(layers.stop - layers.start, None)
+
     def take_in(self, pages: Sequence[int], after: Mark) -> None:
         """They are there."""
 
@@ -67,16 +84,17 @@ class StagedPages:
     to its place there.
     """
 
-    def __init__(self, pool: PagePool, staging: Staging, region: Region, host: Region) -> None:
+    def __init__(self, pool: PagePool, staging: Staging, region: Region, host: Region, layout: PoolLayout) -> None:
         self._staging = staging
-        self._pages = pool.data.view(len(pool.data), -1).view(torch.uint8)
-        page_bytes = self._pages.shape[1]
-        self._region = torch.from_numpy(_rows(region, page_bytes))
-        self._host = torch.from_numpy(_rows(host, page_bytes))
-        self._stream: torch.cuda.Stream | None = None
+        self._pages = pool.data.flatten(3).view(torch.uint8)
+        self._region = torch.from_numpy(_pages(region, layout))
+        self._host = torch.from_numpy(_pages(host, layout))
+        self._inward: torch.cuda.Stream | None = None
+        self._outward: torch.cuda.Stream | None = None
         if self._pages.is_cuda:
             pin(self._host)
-            self._stream = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
+            self._inward = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
+            self._outward = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Mark:
         """What has arrived was taken in by a step before: leaders order no copy in between."""
@@ -84,30 +102,56 @@ class StagedPages:
 
     def save(self, pairs: Sequence[Pair], after: Mark) -> None:
         """From the GPU."""
-        self._copy([(self._host[slot], self._pages[page]) for page, slot in pairs], after)
+        self._copy([(self._host[slot], self._pages[page]) for page, slot in pairs], self._outward, after)
 
     def load(self, pairs: Sequence[Pair], after: Mark) -> None:
         """To the GPU."""
-        self._copy([(self._pages[page], self._host[slot]) for page, slot in pairs], after)
+        self._copy([(self._pages[page], self._host[slot]) for page, slot in pairs], self._inward, after)
+
+    def fill(self, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:
+        """To the GPU, too. Of each head a group of layers is one piece, which the GPU can copy by itself."""
+        num_heads, num_layers = self._pages.shape[1:3]
+        for layers in _groups(num_layers):
+            parts = [(page, slot, head) for page, slot in pairs for head in range(num_heads)]
+            copies = [(self._pages[page, head, layers], self._host[slot, head, layers]) for page, slot, head in parts]
+            arrivals.note(layers.stop - layers.start, self._start(copies, self._inward, after))
+        if self._inward is not None:
+            self._inward.synchronize()
 
     def take_in(self, pages: Sequence[int], after: Mark) -> None:
         """To the GPU as well."""
-        self._copy([(self._pages[page], self._region[page]) for page in pages], after)
+        self._copy([(self._pages[page], self._region[page]) for page in pages], self._inward, after)
 
-    def _copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Mark) -> None:
-        if self._stream is None:
+    def _copy(self, copies: Sequence[_Copy], stream: torch.cuda.Stream | None, after: Mark) -> None:
+        self._start(copies, stream, after)
+        if stream is not None:
+            stream.synchronize()
+
+    @staticmethod
+    def _start(copies: Sequence[_Copy], stream: torch.cuda.Stream | None, after: Mark) -> Moment:
+        """The moment in which they will be there."""
+        if stream is None:
             for target, source in copies:
                 target.copy_(source)
-            return
+            return None
         assert after is not None, "a GPU's pages without the moment from which on they may be copied"
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            stream.wait_event(after)
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        self._stream.synchronize()
+            moment: Moment = stream.record_event()
+        return moment
 
 
-def _rows(region: Region, page_bytes: int) -> npt.NDArray[np.uint8]:
+def _groups(num_layers: int) -> Iterator[slice]:
+    """Of like size."""
+    size = -(-num_layers // MOST_GROUPS)
+    return (slice(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
+
+
+def _pages(region: Region, layout: PoolLayout) -> npt.NDArray[np.uint8]:
+    """``[page, head, layer, byte]``."""
     flat = np.frombuffer(region.buffer, dtype=np.uint8)
-    num_pages = len(flat) // page_bytes
-    return flat[: num_pages * page_bytes].reshape(num_pages, page_bytes)
+    num_pages = len(flat) // layout.page_bytes
+    shape = (num_pages, layout.num_heads, layout.num_layers, layout.layer_bytes)
+    return flat[: num_pages * layout.page_bytes].reshape(shape)

@@ -11,7 +11,7 @@ from workers.hicache.orders import Orders, Outcome
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What has come to the device."""
+    """What has come to the device, or surely will."""
 
     num_pages: int
     num_fetched: int
@@ -30,14 +30,23 @@ class Loader:
         """Whether the page is on its way to the device."""
         return key in self._coming
 
-    def load(self, keys: Sequence[bytes], pages: Sequence[int], first: int, on_end: Callable[[Loaded], None]) -> int:
-        """Fill the device pages from ``first`` on, as far as host memory has them; to how many that comes.
+    def load(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        first: int,
+        on_end: Callable[[Loaded], None],
+        *,
+        joins: bool = False,
+    ) -> Loaded:
+        """Fill the device pages from ``first`` on, as far as host memory has them; to what that comes.
 
-        ``on_end`` is told how many leading ones of these have been filled, unless there are none to fill.
+        ``on_end`` is told how many leading ones of these have been filled, unless there are none to fill; all have
+        where the copies join the next step, which waits for them.
         """
         found = self._host.find(keys[first:])
         if not found:
-            return 0
+            return Loaded(0, 0)
         wanted = list(keys[first : first + len(found)])
         place = first_place(keys[0]) + first
         orders = [
@@ -54,5 +63,8 @@ class Loader:
             self._coming.difference_update(wanted)
             on_end(Loaded(outcome.num_leading, sum(fetched[: outcome.num_leading])))
 
-        self._orders.give(MoveKind.LOAD, orders, on_loaded)
-        return len(found)
+        if joins:
+            self._orders.join(MoveKind.LOAD, orders, on_loaded)
+        else:
+            self._orders.give(MoveKind.LOAD, orders, on_loaded)
+        return Loaded(len(found), sum(fetched))

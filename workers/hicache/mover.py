@@ -9,6 +9,7 @@ from typing import Protocol
 from cluster.channel import Outbox
 from cluster.spec.errors import TransferError
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved
+from workers.cache.layer_arrivals import LayerArrivals
 from workers.hicache.copier import Copier
 from workers.hicache.device_pages import Mark
 from workers.hicache.lane import Lane
@@ -30,6 +31,10 @@ class Mover(Protocol):
         """Carry out an order, after the steps that came before it."""
         ...
 
+    def fill(self, order: MovePages) -> LayerArrivals:
+        """The same for one to load pages that the next step reads, layer after layer as it tells."""
+        ...
+
     def close(self) -> None:
         """Stop; orders that wait are left out."""
         ...
@@ -39,6 +44,9 @@ class NoMover:
     """Of a worker without host memory, which never gets an order."""
 
     def take(self, order: MovePages) -> None:
+        raise AssertionError(f"order {order.number} for a worker without host memory")
+
+    def fill(self, order: MovePages) -> LayerArrivals:
         raise AssertionError(f"order {order.number} for a worker without host memory")
 
     def close(self) -> None:
@@ -62,17 +70,24 @@ class PageMover:
         self._global_rank = global_rank
         self._marks: dict[int, Mark] = {}
         """By number of order, when it came."""
-        names = ("copies", "reads", "writes") if store else ("copies",)
+        self._arrivals: dict[int, LayerArrivals] = {}
+        """By number of order, where a step waits for its pages."""
+        names = ("saves", "loads", "reads", "writes") if store else ("saves", "loads")
         self._lanes = {
             name: Lane(f"hicache-{name}", leader_address, open_outbox(), self._answer, self._refuse) for name in names
         }
 
     def take(self, order: MovePages) -> None:
         """The worker calls this between steps, so that every page which is to be saved has its KV."""
-        mark = self._copier.mark()
-        if _LANES[order.kind] == "copies":
-            self._marks[order.number] = mark
+        if order.kind in _COPIES:
+            self._marks[order.number] = self._copier.mark()
         self._lanes[_LANES[order.kind]].put(order)
+
+    def fill(self, order: MovePages) -> LayerArrivals:
+        """On the computing thread, just before the step."""
+        arrivals = self._arrivals[order.number] = LayerArrivals()
+        self.take(order)
+        return arrivals
 
     def close(self) -> None:
         """Stop; orders that wait are left out."""
@@ -90,7 +105,7 @@ class PageMover:
     def _answer(self, order: MovePages, waited_s: float) -> PagesMoved:
         start_s = time.monotonic()
         failures = Counter[str]()
-        part = self._copy if _LANES[order.kind] == "copies" else self._use_storage
+        part = self._copy if order.kind in _COPIES else self._use_storage
         try:
             done, num_bytes = part(order, waited_s, failures)
         except Exception as error:  # whatever it is, the leader must know that these pages did not come
@@ -115,9 +130,22 @@ class PageMover:
         )
 
     def _copy(self, order: MovePages, _waited_s: float, _failures: Counter[str]) -> tuple[list[bool], int]:
-        copy = self._copier.save if order.kind is MoveKind.SAVE else self._copier.load
-        num_bytes = copy(order.pages, self._marks.pop(order.number))
+        mark, arrivals = self._marks.pop(order.number), self._arrivals.pop(order.number, None)
+        if order.kind is MoveKind.SAVE:
+            num_bytes = self._copier.save(order.pages, mark)
+        elif arrivals is None:
+            num_bytes = self._copier.load(order.pages, mark)
+        else:
+            num_bytes = self._fill(order, mark, arrivals)
         return [True] * len(order.pages), num_bytes
+
+    def _fill(self, order: MovePages, mark: Mark, arrivals: LayerArrivals) -> int:
+        """The step that waits for these pages cannot go on without them, nor can the rank."""
+        try:
+            return self._copier.fill(order.pages, mark, arrivals)
+        except Exception as error:
+            arrivals.fail(error)
+            raise
 
     def _use_storage(self, order: MovePages, waited_s: float, failures: Counter[str]) -> tuple[list[bool], int]:
         """Of the pages that this rank owns; the others are done as far as it is concerned."""
@@ -135,9 +163,10 @@ class PageMover:
         return done, 0 if order.kind is MoveKind.LOOK_UP else sum(found) * self._copier.page_bytes
 
 
+_COPIES = (MoveKind.SAVE, MoveKind.LOAD)
 _LANES = {
-    MoveKind.SAVE: "copies",
-    MoveKind.LOAD: "copies",
+    MoveKind.SAVE: "saves",
+    MoveKind.LOAD: "loads",
     MoveKind.LOOK_UP: "reads",
     MoveKind.FETCH: "reads",
     MoveKind.STORE: "writes",

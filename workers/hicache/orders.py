@@ -50,6 +50,7 @@ class Orders:
         self.tally = Tally()
         self.outgoing: list[MovePages] = []
         """For all ranks."""
+        self._joining: MovePages | None = None
 
     def give(
         self,
@@ -59,9 +60,17 @@ class Orders:
         patience_s: float | None = None,
     ) -> None:
         """Order something; ``on_end`` is called with what all ranks made of it."""
-        self._number += 1
-        self._open[self._number] = _Open(kind, [True] * len(pages), on_end)
-        self.outgoing.append(MovePages(number=self._number, kind=kind, pages=list(pages), patience_s=patience_s))
+        self.outgoing.append(self._open_order(kind, pages, on_end, patience_s))
+
+    def join(self, kind: MoveKind, pages: Sequence[TierPage], on_end: Callable[[Outcome], None]) -> None:
+        """The same for an order that goes out with the next step."""
+        assert self._joining is None, "two orders for one step"
+        self._joining = self._open_order(kind, pages, on_end, None)
+
+    def take_joining(self) -> MovePages | None:
+        """The order that goes out with this step, if there is one."""
+        order, self._joining = self._joining, None
+        return order
 
     def take_outgoing(self, now_s: float) -> list[MovePages]:
         """The orders since the last call, which begin now."""
@@ -96,3 +105,14 @@ class Orders:
             del self._open[answer.number]
             order.on_end(Outcome(order.done, order.failures, now_s))
         return True
+
+    def _open_order(
+        self,
+        kind: MoveKind,
+        pages: Sequence[TierPage],
+        on_end: Callable[[Outcome], None],
+        patience_s: float | None,
+    ) -> MovePages:
+        self._number += 1
+        self._open[self._number] = _Open(kind, [True] * len(pages), on_end)
+        return MovePages(number=self._number, kind=kind, pages=list(pages), patience_s=patience_s)

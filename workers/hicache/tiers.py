@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, RankTiers, Tier, TierState
 from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
@@ -41,6 +41,9 @@ class Tiers:
         self._is_attached = self._has_storage
         self._is_storing = self._is_draining = False
         self._num_stuck = 0
+        sizes, ownership = rows[0].sizes, rows[0].ownership
+        self.can_join = sizes.dp == 1 and (sizes.cp == 1 or ownership is KvOwnership.SHARDED)
+        """Each rank has what it needs in host memory of its own, so that no copy fails; no DP rank waits with it."""
 
     def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
         """Take in what one rank made of an order; False for one that belongs to nothing."""
@@ -97,9 +100,21 @@ class Tiers:
         """Whether the page is on its way to the device."""
         return self._loader.is_coming(key)
 
-    def load(self, keys: Sequence[bytes], pages: Sequence[int], first: int, on_end: Callable[[Loaded], None]) -> int:
+    def load(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        first: int,
+        on_end: Callable[[Loaded], None],
+        *,
+        joins: bool = False,
+    ) -> Loaded:
         """See ``Loader.load``."""
-        return self._loader.load(keys, pages, first, on_end)
+        return self._loader.load(keys, pages, first, on_end, joins=joins)
+
+    def take_joining(self) -> MovePages | None:
+        """The order that the next step takes along, if there is one."""
+        return self._orders.take_joining()
 
     @property
     def journals(self) -> dict[Tier, PageJournal]:

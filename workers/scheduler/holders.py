@@ -9,11 +9,12 @@ from functools import partial
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
+from cluster.spec.tiers import MovePages
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.loader import Loaded
 from workers.hicache.tiers import Tiers
 from workers.scheduler.keeping import HostKeeper
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import PageLoad, Sequence
 from workers.scheduler.waiting import Waiting, urgency
 
 
@@ -97,8 +98,11 @@ class PageHolders:
             self.waiting.note_in_vain(sequence)
         return can_start
 
-    def start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its pages, if it can have them; false too where they are to be loaded first."""
+    def start(self, sequence: Sequence, *, is_alone: bool = False) -> bool:
+        """Give a waiting sequence its pages, if it can have them; false too where they are to be loaded first.
+
+        Nobody else is held up by one that is alone in the next step: that one is begun while they come.
+        """
         if not self.can_start(sequence):
             return False
         assert self.waiting.oldest is not None
@@ -114,9 +118,20 @@ class PageHolders:
         if self._tiers and not sequence.is_restoring:
             keys = self._prefix_keys(sequence)
             self._tiers.note_hits(keys[: len(cached)])
-            num_coming = self._tiers.load(keys, sequence.pages, len(cached), partial(self._on_loaded, sequence))
-            sequence.is_loading = num_coming > 0
-        return not sequence.is_loading
+            load = PageLoad(joins=is_alone and self._tiers.can_join)
+            on_end = partial(self._on_loaded, sequence, load)
+            coming = self._tiers.load(keys, sequence.pages, len(cached), on_end, joins=load.joins)
+            sequence.load = load if coming.num_pages else None
+            if load.joins:
+                self._go_behind(sequence, coming)
+        return not sequence.waits_for_pages
+
+    def note_drawn(self, sequence: Sequence) -> None:
+        """A token was drawn behind all pages of a sequence: whichever rank has a part in that has read them."""
+        assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
+        if sequence.load is not None:
+            sequence.load = None
+            self.share(sequence)
 
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Make room for more tokens; retracts others, or this one, if it must.
@@ -127,10 +142,11 @@ class PageHolders:
             return True
         needed = pages_for(sequence.planned_len + count, self._page_size) - len(sequence.pages)
         next_owner = sequence.owner_base + len(sequence.pages)
+        running = self.running.values()
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
-            retractable = (other for other in self.running.values() if not other.is_loading)
-            last = max(retractable, key=urgency)
-            self._retract(last)
+            last = max((other for other in running if other is sequence or not other.is_loading), key=urgency)
+            if not last.is_loading:
+                self._retract(last)
             if last is sequence:
                 return False
         if needed > 0:
@@ -138,9 +154,15 @@ class PageHolders:
         return True
 
     def share(self, sequence: Sequence) -> None:
-        """Let others read the pages that are whole."""
+        """Let others read the pages that are whole, unless copies to them may still be on their way."""
+        if sequence.is_loading:
+            return
         keys = self.keys(sequence, sequence.computed_len)
         sequence.num_shared_pages = self._allocator.share(sequence.pages, keys, sequence.num_shared_pages)
+
+    def take_fill(self) -> MovePages | None:
+        """What the next step reads of host memory while it is computed, if anything."""
+        return self._tiers.take_joining() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
         """Rooms that the ranks know and should forget, since the last call."""
@@ -190,13 +212,19 @@ class PageHolders:
         rest = (needed - len(cached), sequence.owner_base + len(cached))
         return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
 
-    def _on_loaded(self, sequence: Sequence, loaded: Loaded) -> None:
-        """Go on behind the pages that were loaded; what did not come is computed."""
-        sequence.is_loading = False
+    def _go_behind(self, sequence: Sequence, loaded: Loaded) -> None:
+        """Go on behind the pages that are loaded; what does not come is computed."""
         sequence.storage_len = loaded.num_fetched * self._page_size
         sequence.host_len = loaded.num_pages * self._page_size - sequence.storage_len
         sequence.cached_len += loaded.num_pages * self._page_size
         sequence.computed_len = sequence.planned_len = sequence.cached_len
+
+    def _on_loaded(self, sequence: Sequence, load: PageLoad, loaded: Loaded) -> None:
+        if sequence.load is not load:
+            return  # a token was drawn before every rank had told
+        sequence.load = None
+        if not load.joins:
+            self._go_behind(sequence, loaded)
         if sequence in self._leaving:
             self._leaving.remove(sequence)
             self._leave_to_cache(sequence)

@@ -9,6 +9,14 @@ from cluster.spec.step_messages import Target
 from cluster.spec.tiers import CachedTokens
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PageLoad:
+    """Pages of a sequence that are being filled from host memory."""
+
+    joins: bool
+    """Its first step reads them as they come; otherwise nothing is computed before they are there."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens [0, computed_len) have KV in ``pages``, those up to planned_len are in steps under way, others pending."""
@@ -41,8 +49,8 @@ class Sequence:
     """Those of them that came from host memory."""
     storage_len: int = 0
     """Those of them that came from storage."""
-    is_loading: bool = False
-    """Pages are being filled from host memory; nothing is computed before they are there."""
+    load: PageLoad | None = None
+    """Until every rank is done with it, or a token was drawn behind it."""
     computed_len: int = 0
     planned_len: int = 0
     """Never less than ``computed_len``."""
@@ -72,6 +80,16 @@ class Sequence:
         if self.num_coming and self.num_outputs + self.num_coming < self.stopping.max_tokens:
             num_tokens = min(num_tokens + self.num_coming, self.max_len - 1)
         return max(0, num_tokens - self.planned_len)
+
+    @property
+    def is_loading(self) -> bool:
+        """Copies to its pages may be on their way."""
+        return self.load is not None
+
+    @property
+    def waits_for_pages(self) -> bool:
+        """It can be computed no further before they are there."""
+        return self.load is not None and not self.load.joins
 
     @property
     def cached(self) -> CachedTokens:

@@ -97,7 +97,8 @@ class StepScheduler:
         holders = self._holders
         if self.num_under_way == self._limits.depth:
             return False
-        has_pending = any(sequence.pending_len and not sequence.is_loading for sequence in holders.running.values())
+        running = holders.running.values()
+        has_pending = any(sequence.pending_len and not sequence.waits_for_pages for sequence in running)
         return has_pending or any(map(holders.can_start, holders.waiting.candidates()))
 
     def add(self, sequence: Sequence) -> None:
@@ -145,6 +146,7 @@ class StepScheduler:
             loads=loads,
             estimate_s=choice.estimate_s,
             passing=choice.passing,
+            fill=self._holders.take_fill(),
         )
 
     def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> list[Sequence]:
@@ -159,6 +161,8 @@ class StepScheduler:
             if sequence is None or not 0 < sequence.told_step <= plan.step:
                 continue
             sequence.computed_len += len(row.token_ids)
+            if row.samples:
+                self._holders.note_drawn(sequence)
             if sequence.computed_len // self._limits.page_size > row.first_position // self._limits.page_size:
                 self._holders.share(sequence)
             if row.samples:
@@ -187,20 +191,21 @@ class StepScheduler:
             for sequence in holders.running.values()
             if sequence.room not in budget.granted and sequence.pending_len and not sequence.is_stream
         ]
-        able = [sequence for sequence in pending + holders.waiting.candidates() if not sequence.is_loading]
+        able = [sequence for sequence in pending + holders.waiting.candidates() if not sequence.waits_for_pages]
+        is_alone = len(able) == 1 and not budget.granted
         turns = {sequence.room: self._turn(sequence) for sequence in able}
         coming = {
             key: sequence
             for sequence in (holders.running.values() if self.num_under_way else ())
             for key in self._keys_under_way(sequence, sequence.planned_len)
         }
-        for oldest, share in self._start_oldest(able, turns, budget):
+        for oldest, share in self._start_oldest(able, turns, budget, is_alone=is_alone):
             budget.grant_share(oldest.room, oldest.planned_len, oldest.pending_len, share)
             coming |= dict.fromkeys(self._keys_of_row(oldest, budget), oldest)
         for sequence in sorted(able, key=lambda sequence: turns[sequence.room].rank):
-            if sequence.is_loading or not budget.is_open(sequence.room):
+            if sequence.waits_for_pages or not budget.is_open(sequence.room):
                 continue
-            computes = self._who_computes(sequence, coming)
+            computes = self._who_computes(sequence, coming, is_alone=is_alone)
             if computes is not None and not computes.is_restoring:
                 budget.grant(computes.room, computes.planned_len, computes.pending_len)
                 coming |= dict.fromkeys(self._keys_of_row(computes, budget), computes)
@@ -208,7 +213,7 @@ class StepScheduler:
         return budget.granted
 
     def _start_oldest(
-        self, able: list[Sequence], turns: Mapping[Room, Turn], budget: Budget
+        self, able: list[Sequence], turns: Mapping[Room, Turn], budget: Budget, *, is_alone: bool
     ) -> Iterator[tuple[Sequence, float]]:
         """Of those of like length the oldest that has its pages or can have them, each with its share of the step."""
         oldest_first = sorted(able, key=lambda sequence: sequence.arrival)
@@ -217,19 +222,19 @@ class StepScheduler:
             for sequence in oldest_first:
                 if turns[sequence.room].length != length or not budget.is_open(sequence.room):
                     continue
-                if sequence.pages or self._holders.start(sequence):
+                if sequence.pages or self._holders.start(sequence, is_alone=is_alone):
                     if not sequence.is_restoring:
                         yield sequence, self._limits.oldest_share / len(lengths)
                     break
 
-    def _who_computes(self, sequence: Sequence, coming: Mapping[bytes, Sequence]) -> Sequence | None:
+    def _who_computes(self, sequence: Sequence, coming: Mapping[bytes, Sequence], *, is_alone: bool) -> Sequence | None:
         """Who gets the tokens of a sequence's turn; nobody if it lacks pages."""
         if sequence.pages:
             return sequence
         key = self._holders.next_key(sequence)
         if key is not None and key in coming:
             return coming[key]
-        return sequence if self._holders.start(sequence) else None
+        return sequence if self._holders.start(sequence, is_alone=is_alone) else None
 
     def _grant_restoring(self, budget: Budget) -> None:
         """KV comes back while others compute, or else is waited for."""

@@ -36,9 +36,9 @@ class Replica:
         self.pools = [self._pool(region, is_staged=is_staged) for region in self.regions]
         self.copiers = []
         for rank, (region, host, pool) in enumerate(zip(self.regions, self.hosts, self.pools, strict=True)):
-            device: DevicePages = RegionPages(region, host, layout.page_bytes)
+            device: DevicePages = RegionPages(region, host, layout)
             if is_staged:
-                device = StagedPages(pool, Staging(pool, region.buffer), region, host)
+                device = StagedPages(pool, Staging(pool, region.buffer), region, host, layout)
             self.copiers.append(Copier(rows, rank, device, region, host, self.loopback))
         torch.manual_seed(1)
         for pool in self.pools:

@@ -1,0 +1,87 @@
+"""A step that begins before its cached pages are there gives the tokens that it would give after."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.lifecycle import Role
+from cluster.spec.tiers import FlushCache, Tier
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.held_engine import HeldEngine
+from tests.fakes.model_folder import write_model_folder
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.hicache.device_pages import Mark, Pair, RegionPages
+
+pytestmark = pytest.mark.integration
+
+PAGE_SIZE, NUM_LAYERS = 16, 6
+PROMPT = [5, *range(3, 203)]
+LATE_S = 0.05
+"""By which each group of layers comes later than the step could read it."""
+
+
+class LateArrivals(LayerArrivals):
+    """Passes on what has come after a while."""
+
+    def __init__(self, arrivals: LayerArrivals) -> None:
+        super().__init__()
+        self._arrivals = arrivals
+
+    def note(self, num_layers: int, moment: Mark) -> None:
+        self._arrivals.note(num_layers, moment)
+        time.sleep(LATE_S)
+
+
+def ask(http: httpx.Client) -> dict[str, Any]:
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    reply = http.post("/v1/completions", content=json.dumps(body))
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fills: list[int] = []
+    fill = RegionPages.fill
+
+    def fill_late(self: RegionPages, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:
+        """From pages that hold nonsense."""
+        for page, _ in pairs:
+            self._pages[page] = 0xFF
+        time.sleep(LATE_S)
+        fill(self, pairs, after, LateArrivals(arrivals))
+        fills.append(len(pairs))
+
+    monkeypatch.setattr(RegionPages, "fill", fill_late)
+    make_checkpoint(write_model_folder(tmp_path), "llama", num_hidden_layers=NUM_LAYERS)
+    config = DeployConfig.model_validate(
+        {
+            "model": {"path": str(tmp_path), "served_name": "m", "dtype": "float32"},
+            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
+            "hicache": {"host_gib": 0.01},
+            "router": {"port": 0},
+        }
+    )
+    with HeldEngine(config, tmp_path).running() as engine, engine.served(config, tmp_path) as http:
+        (expected,) = ask(http)["choices"]
+        for _ in range(50):
+            for role in Role:
+                engine.send(role, FlushCache(tiers=(Tier.DEVICE,)))
+            answer = ask(http)
+            (choice,) = answer["choices"]
+            assert choice["text"] == expected["text"]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+                expected["logprobs"]["token_logprobs"], abs=1e-4
+            )
+            if fills:
+                break
+        assert fills == [len(PROMPT) // PAGE_SIZE]
+        details = answer["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == fills[0] * PAGE_SIZE
+        engine.check_integrity()

@@ -1,0 +1,203 @@
+"""Pages from host memory that join a step: who may begin before they are there, and until when they are held."""
+
+import pytest
+
+from cluster.spec.hicache_config import HicacheConfig
+from cluster.spec.ids import Room
+from cluster.spec.registry import KvOwnership
+from cluster.spec.sampling import Sampled, Sampling, Stopping
+from cluster.spec.step_messages import StepPlan
+from cluster.spec.strategy import Strategy
+from cluster.spec.tiers import CachedTokens, MoveKind, MovePages, PagesMoved
+from tests.fakes.tier_world import PAGE_SIZE, rows_of
+from workers.cache.page_allocator import PageAllocator
+from workers.cache.prefix_tree import PrefixTree
+from workers.context_parallel.cost_model import fixed
+from workers.hicache.tiers import Tiers
+from workers.scheduler.sequence import Sequence
+from workers.scheduler.steps import StepLimits, StepScheduler
+
+NUM_PAGES = 12
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+CACHED = len(PROMPT) // PAGE_SIZE
+"""Its whole pages."""
+
+
+class Prefill:
+    """A step scheduler over tiers whose orders wait to be answered."""
+
+    def __init__(
+        self, *, cp: int = 1, ownership: KvOwnership = KvOwnership.REPLICATED, chunk_tokens: int = 64, depth: int = 1
+    ) -> None:
+        tree, num_owners = PrefixTree(ownership.num_owners(cp)), ownership.num_owners(cp)
+        self.num_ranks = cp
+        self.allocator = PageAllocator(NUM_PAGES, tree, num_owners)
+        self.tiers = Tiers(HicacheConfig(), tree, 24, rows_of(cp, ownership))
+        limits = StepLimits(PAGE_SIZE, chunk_tokens, 8, depth=depth)
+        self.steps = StepScheduler(self.allocator, limits, fixed(Strategy.NONE), tiers=self.tiers)
+        self._num_added = 0
+
+    def add(self, prompt: list[int], max_tokens: int = 1) -> Sequence:
+        self._num_added += 1
+        sequence = Sequence(
+            room=Room(self._num_added),
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=max_tokens),
+            max_len=len(prompt) + max_tokens,
+        )
+        self.steps.add(sequence)
+        return sequence
+
+    def plan(self) -> StepPlan:
+        plan = self.steps.next_plan()
+        assert plan is not None
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        self.steps.commit(plan, {row.room: Sampled(token_id=9) for row in plan.rows if row.samples})
+        self.check()
+
+    def answer(self, order: MovePages, *, is_done: bool = True) -> None:
+        for rank in range(self.num_ranks):
+            done = [is_done] * len(order.pages)
+            assert self.tiers.on_answer(PagesMoved(number=order.number, global_rank=rank, done=done), 0.0)
+        self.check()
+
+    def orders(self) -> list[MovePages]:
+        return [order for address, order in self.tiers.advance(0.0) if address == "0"]
+
+    def remember(self, prompt: list[int]) -> None:
+        """In host memory alone."""
+        sequence = self.add(prompt)
+        while sequence.num_outputs == 0:
+            self.commit(self.plan())
+        self.steps.retire(sequence.room)
+        for order in self.orders():
+            assert order.kind is MoveKind.SAVE
+            self.answer(order)
+        self.allocator.flush()
+        assert self.allocator.num_cached == 0
+
+    def check(self) -> None:
+        self.steps.check_integrity()
+        self.allocator.check_integrity(self.steps.held_pages)
+        self.tiers.check_integrity()
+
+
+@pytest.mark.parametrize(("cp", "ownership"), [(1, KvOwnership.REPLICATED), (2, KvOwnership.SHARDED)])
+def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(cp: int, ownership: KvOwnership) -> None:
+    prefill = Prefill(cp=cp, ownership=ownership)
+    prefill.remember(PROMPT)
+    sequence = prefill.add(PROMPT)
+    plan = prefill.plan()
+    assert plan.fill is not None
+    assert plan.fill.kind is MoveKind.LOAD
+    assert [page.device for page in plan.fill.pages] == plan.rows[0].new_pages[:CACHED]
+    assert plan.rows[0].first_position == CACHED * PAGE_SIZE
+    assert sequence.cached == CachedTokens(total=6, host=6)
+    assert not prefill.orders(), "the order goes out twice"
+    assert prefill.allocator.num_cached == 0, "others could read what is not there yet"
+    prefill.answer(plan.fill)
+    assert prefill.allocator.num_cached == CACHED
+    prefill.commit(plan)
+    assert sequence.tokens == [*PROMPT, 9]
+
+
+def test_a_drawn_token_proves_the_pages_and_the_late_answer_changes_nothing() -> None:
+    prefill = Prefill()
+    prefill.remember(PROMPT)
+    sequence = prefill.add(PROMPT)
+    plan = prefill.plan()
+    prefill.commit(plan)
+    assert prefill.allocator.num_cached == CACHED
+    prefill.steps.retire(sequence.room)
+    again = prefill.add(PROMPT)
+    assert plan.fill is not None
+    prefill.answer(plan.fill)
+    assert prefill.plan().fill is None
+    assert again.cached == CachedTokens(total=6)
+
+
+def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
+    prefill = Prefill(chunk_tokens=2)
+    prefill.remember(PROMPT)
+    longer = prefill.add([*PROMPT, 8, 9, 10])
+    first = prefill.plan()
+    assert first.fill is not None
+    prefill.commit(first)
+    assert prefill.allocator.num_cached == 0, "a rank behind the others may still be copying"
+    second = prefill.plan()
+    assert (second.fill, second.rows[0].first_position) == (None, 8)
+    prefill.answer(first.fill)
+    assert prefill.allocator.num_cached == CACHED + 1
+    prefill.commit(second)
+    assert longer.tokens[-1] == 9
+
+
+def test_pages_of_who_leaves_are_held_until_every_rank_has_told() -> None:
+    prefill = Prefill(chunk_tokens=2)
+    prefill.remember(PROMPT)
+    longer = prefill.add([*PROMPT, 8, 9, 10])
+    plan = prefill.plan()
+    assert plan.fill is not None
+    prefill.commit(plan)
+    free = prefill.allocator.num_free
+    assert prefill.steps.remove(longer.room) == []
+    prefill.check()
+    assert prefill.allocator.num_free == free
+    prefill.answer(plan.fill)
+    assert prefill.allocator.num_free == NUM_PAGES
+    assert prefill.allocator.num_cached == CACHED + 1
+
+
+def test_nobody_waits_for_the_pages_of_another() -> None:
+    prefill = Prefill()
+    prefill.remember(PROMPT)
+    cached, other = prefill.add(PROMPT), prefill.add([20, 21])
+    plan = prefill.plan()
+    assert plan.fill is None
+    assert [row.room for row in plan.rows] == [other.room]
+    (order,) = prefill.orders()
+    prefill.commit(plan)
+    prefill.steps.retire(other.room)
+    assert not prefill.steps.has_work()
+    prefill.answer(order)
+    assert cached.cached == CachedTokens(total=6, host=6)
+    assert prefill.plan().rows[0].first_position == 6
+
+
+def test_a_stream_does_not_wait_either() -> None:
+    prefill = Prefill()
+    prefill.remember(PROMPT)
+    stream = prefill.add([20, 21], max_tokens=5)
+    prefill.commit(prefill.plan())
+    prefill.add(PROMPT)
+    plan = prefill.plan()
+    assert plan.fill is None
+    assert [row.room for row in plan.rows] == [stream.room]
+
+
+def test_pages_that_a_peer_has_to_give_are_there_before_anything_is_computed() -> None:
+    prefill = Prefill(cp=2)
+    prefill.remember(PROMPT)
+    sequence = prefill.add(PROMPT)
+    assert prefill.steps.next_plan() is None
+    (order,) = prefill.orders()
+    prefill.answer(order, is_done=False)
+    assert sequence.cached == CachedTokens()
+    assert prefill.plan().rows[0].first_position == 0
+
+
+def test_who_still_waits_for_copies_is_not_retracted() -> None:
+    """Its pages could be written to when they are another's."""
+    prefill = Prefill(depth=2)
+    prefill.remember([*range(30, 30 + 2 * NUM_PAGES - 3)])
+    sequence = prefill.add([*range(30, 30 + 2 * NUM_PAGES - 3)], max_tokens=9)
+    first = prefill.plan()
+    assert first.fill is not None
+    sequence.tokens += [9] * 4
+    assert not prefill.steps._holders.grow(sequence, 6)
+    assert sequence.pages, "retracted"
+    prefill.check()
