@@ -3,7 +3,9 @@
 The library is optional. Replicas send no spans: they tell the times of their phases, and the router writes them down.
 """
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_log = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+"""Longest wait for a collector when the router ends."""
 TRACEPARENT = "traceparent"
 """Header of https://www.w3.org/TR/trace-context."""
 
@@ -30,7 +36,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "baton")})
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("baton.router")
         self._propagator = TraceContextTextMapPropagator()
@@ -68,8 +74,12 @@ class Tracing:
         span.end(_unix_ns(now_s))
 
     def close(self) -> None:
-        """Hand out what is left."""
-        self._provider.shutdown()
+        """Hand out what is left, as far as the collector takes it in time."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        if closing.is_alive():
+            _log.warning("the last spans are left behind: the collector did not take them within %g s", CLOSE_S)
 
 
 def make_tracing() -> Tracing | None:

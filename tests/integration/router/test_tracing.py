@@ -1,5 +1,6 @@
 """The spans of requests, where somebody collects them, and their place in the client's own trace."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -137,3 +138,17 @@ def test_the_router_gets_the_variables_of_opentelemetry() -> None:
     environ = router_environ({"OTEL_SERVICE_NAME": "x", "HOME": "/"})
     assert environ["OTEL_SERVICE_NAME"] == "x"
     assert "HOME" not in environ
+
+
+def test_a_collector_that_is_gone_does_not_hold_up_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes connections, and never answers: the exporter alone would wait for it, and try again."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        clusters = run_cluster(folder)
+        cluster = next(clusters)
+        assert cluster.http.post("/v1/completions", json={"model": MODEL, "prompt": "abc"}).status_code == 200
+        cluster.assert_empty()
+        next(clusters, None)
+    assert "the collector did not take them within 2 s" in caplog.text
