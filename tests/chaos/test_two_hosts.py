@@ -1,29 +1,18 @@
 """Prefill on one host and decode on another, over Mooncake's TCP: the cable is cut for a moment, and for longer."""
 
-import os
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.faults import GONE, state_of, stopped
+from tests.chaos.host_loss import BEGIN_S, CLIENTS, MARKS, NUM_TOKENS, cluster_over, hosts, lose_host
 from tests.chaos.streams import Crowd, Stream
-from tests.chaos.two_hosts import AWAY, HOME, RayNodes, away_pid, cable, cut, ray_nodes
-from tests.chaos.watch import RECOVERY_S, Before, assert_all_right
-from tests.fakes.cluster import RunningCluster, running_cluster
+from tests.chaos.two_hosts import AWAY, HOME, RayNodes, cable, cut, ray_nodes
+from tests.chaos.watch import Before, assert_all_right
+from tests.fakes.cluster import RunningCluster
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.chaos,
-    pytest.mark.full,
-    pytest.mark.mooncake,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network namespace"),
-]
+pytestmark = MARKS
 
-CLIENTS = 4
-NUM_TOKENS = 300
-BEGIN_S = 300.0
 LONG_S, SILENCE = 4.0, "resources.silence_s=15"
 """Longer than a lease, and too short to be taken for a lost host, though the first repeated packets come later."""
 
@@ -36,26 +25,12 @@ def nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="module")
 def cluster(nodes: RayNodes) -> Iterator[RunningCluster]:
-    deploy, settings = "deploy/local-cpu-mooncake.yaml", ["resources.cpus_per_worker=1", "kv.memory_gib=0.25", SILENCE]
-    arguments, env = ["--address", nodes.address], {"RAY_AUTH_MODE": "disabled"}
-    with running_cluster(deploy, "test-two-hosts", *settings, arguments=arguments, env=env) as running:
+    with cluster_over(nodes, "test-two-hosts", SILENCE) as running:
         yield running
 
 
-def assert_serves_at_home(cluster: RunningCluster) -> None:
-    """A request is answered, by the start that came after the lost one."""
-    stream = Stream(20, seed=3)
-    stream.run(cluster.url)
-    assert stream.end == "right", f"{stream.end}\n{cluster.terminal.screen}"
-    assert cluster.replicas()["decode-0"]["rows"][0]["address"].startswith(f"tcp://{HOME}:")
-
-
 def test_the_roles_are_on_different_hosts(cluster: RunningCluster) -> None:
-    hosts = {
-        name: {row["address"].removeprefix("tcp://").partition(":")[0] for row in entry["rows"]}
-        for name, entry in cluster.replicas().items()
-    }
-    assert hosts == {"prefill-0": {HOME}, "decode-0": {AWAY}}
+    assert (hosts(cluster, "prefill-0"), hosts(cluster, "decode-0")) == ({HOME}, {AWAY})
     stream = Stream(40, seed=1, prompt_len=4000)
     stream.run(cluster.url)
     assert stream.end == "right"
@@ -90,25 +65,9 @@ def test_a_long_cut_is_told_and_mended(cluster: RunningCluster) -> None:
 
 
 def test_a_lost_host_is_replaced(cluster: RunningCluster, nodes: RayNodes) -> None:
-    """Its rank stands still, and wakes up when it has long been replaced and nobody could kill it.
-
-    It is the last test: the host that comes back is no longer used.
-    """
+    """It is the last test: the host that comes back is no longer used."""
     nodes.start(HOME, num_cpus=1)
-    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1100) as crowd:
-        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
-        before, pid = Before(cluster, "decode-0"), away_pid(cluster.replicas()["decode-0"]["rows"][0]["address"])
-        with cut() as proof:
-            with stopped("decode-0 rank 0", pid) as still:
-                detection_s = before.wait_detected()
-                recovery_s = before.wait_recovered()
-                assert_serves_at_home(cluster)
-            assert state_of(pid) not in (GONE, "T"), "it is awake"
-    replaced = Before(cluster, "decode-0")
-    cluster.wait_until(lambda: state_of(pid) == GONE, RECOVERY_S)
-    proof += f"; {still}, awake after {recovery_s:.1f} s, gone {replaced.passed_s:.1f} s after the cut"
-    assert_serves_at_home(cluster)
-    assert Before(cluster, "decode-0").incarnations == replaced.incarnations
-    line = before.line("lose a host that wakes up later", crowd, proof, detection_s, recovery_s)
+    crowd = Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1100)
+    line = lose_host(cluster, "decode-0", crowd, Stream(20, seed=3))
     assert (line.hung, line.leaked_pages) == (0, 0)
     assert line.success + line.failed == CLIENTS

@@ -62,11 +62,26 @@ def cut() -> Iterator[str]:
 
 def away_pid(address: str) -> int:
     """The process that listens at ``tcp://host:port`` on the other host."""
-    look = ["ip", "netns", "exec", SPACE, "ss", "-Hltnp", f"sport = :{address.rpartition(':')[2]}"]
-    shown = subprocess.run(look, capture_output=True, text=True, check=True).stdout
+    shown = _listeners_away(address)
     found = re.search(r"pid=(\d+)", shown)
     assert found, f"nobody listens at {address}: {shown}"
     return int(found[1])
+
+
+def is_listened_away(address: str) -> bool:
+    """Whether any process listens there."""
+    return bool(_listeners_away(address))
+
+
+def _listeners_away(address: str) -> str:
+    look = ["ip", "netns", "exec", SPACE, "ss", "-Hltnp", f"sport = :{address.rpartition(':')[2]}"]
+    return subprocess.run(look, capture_output=True, text=True, check=True).stdout
+
+
+def away_pids(name: str) -> list[int]:
+    """The processes of this name on the other host."""
+    shown = subprocess.run(["ip", "netns", "pids", SPACE], capture_output=True, text=True, check=True).stdout
+    return [pid for pid in map(int, shown.split()) if Path(f"/proc/{pid}/comm").read_text() == f"{name}\n"]
 
 
 class RayNodes:
