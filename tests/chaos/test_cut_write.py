@@ -1,6 +1,5 @@
 """The cable between two hosts is cut in the middle of a Mooncake write: how late bytes come that nobody waits for."""
 
-import os
 import subprocess
 import sys
 import time
@@ -11,16 +10,10 @@ import msgspec
 import pytest
 
 from cluster.spec.registry import Endpoint
+from tests.chaos.host_loss import MARKS
 from tests.chaos.two_hosts import AWAY, HOME, SPACE, cable, cut
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.chaos,
-    pytest.mark.full,
-    pytest.mark.mooncake,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network namespace"),
-]
+pytestmark = MARKS
 
 SIZE = 64 << 20
 CUT_S = 45.0

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -87,8 +87,8 @@ def away_pids(name: str) -> list[int]:
 class RayNodes:
     """A Ray cluster whose nodes end with the context of ``ray_nodes``."""
 
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self._stack, self._folder = stack, folder
+    def __init__(self, stack: ExitStack, folder: Path, env: Mapping[str, str]) -> None:
+        self._stack, self._folder, self._env = stack, folder, env
         self.address, self._client_port = f"{HOME}:{free_port()}", free_port()
         self._num_nodes = 0
 
@@ -108,25 +108,25 @@ class RayNodes:
         self._num_nodes += 1
         log = Path(self._folder, f"node-{self._num_nodes}.log")
         own = [f"--node-ip-address={host}", f"--num-cpus={num_cpus}"]
-        self._stack.enter_context(_node(before, [*arguments, *own], log))
+        self._stack.enter_context(_node(before, [*arguments, *own], log, self._env))
 
 
 @contextmanager
-def ray_nodes(num_cpus: int, num_away_cpus: int) -> Iterator[RayNodes]:
-    """A Ray node on each host."""
+def ray_nodes(num_cpus: int, num_away_cpus: int, env: Mapping[str, str] | None = None) -> Iterator[RayNodes]:
+    """A Ray node on each host, with changes of Ray's own settings."""
     with tempfile.TemporaryDirectory(prefix="br-", dir="/tmp") as folder, ExitStack() as stack:
-        nodes = RayNodes(stack, Path(folder))
+        nodes = RayNodes(stack, Path(folder), env or {})
         nodes.start_head(num_cpus)
         nodes.start(AWAY, num_away_cpus)
         yield nodes
 
 
 @contextmanager
-def _node(before: Sequence[str], arguments: Sequence[str], log: Path) -> Iterator[None]:
+def _node(before: Sequence[str], arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator[None]:
     """``ray start``, from the moment it is up to the end of the context, with everything it starts."""
     ray = str(Path(sys.executable).with_name("ray"))
     command = [*before, ray, "start", "--block", "--disable-usage-stats", "--dashboard-agent-listen-port=0", *arguments]
-    environ = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    environ = os.environ | {"RAY_AUTH_MODE": "disabled"} | env
     with log.open("w") as output:
         node = subprocess.Popen(command, start_new_session=True, env=environ, stdout=output, stderr=subprocess.STDOUT)
     try:

@@ -1,0 +1,42 @@
+"""The cable between two hosts made slow, and what the kernel still has to send over it."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.chaos.two_hosts import AWAY, HOME_END
+
+
+@contextmanager
+def slow(rate: str) -> Iterator[None]:
+    """Bytes leave this host at no more than ``rate``, in the words of ``tc``."""
+    shaper = ["dev", HOME_END, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
+    with _set(["tc", "qdisc", "add", *shaper], ["tc", "qdisc", "del", *shaper[:3]]):
+        yield
+
+
+def unsent(state: str, least: int) -> dict[str, int]:
+    """Bytes that the other host has not acknowledged, by connection in this state of ``ss``: those with so many."""
+    look = ["ss", "-Htn", "state", state, "dst", AWAY]
+    shown = subprocess.run(look, capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in shown.splitlines()]
+    return {f"{row[2]}-{row[3]}": int(row[1]) for row in rows if int(row[1]) >= least}
+
+
+def acknowledged() -> set[str]:
+    """Connections that this host has closed, and of which the other one has every byte."""
+    return {connection for state in ("fin-wait-2", "time-wait") for connection in unsent(state, 0)}
+
+
+@contextmanager
+def _set(do: list[str], undo: list[str]) -> Iterator[None]:
+    _run(do)
+    try:
+        yield
+    finally:
+        _run(undo)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
