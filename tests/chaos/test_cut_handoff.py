@@ -91,7 +91,6 @@ def test_pages_of_a_cut_handoff_are_nobodys_until_its_bytes_have_come(cluster: R
     handoff.run()
     with Crowd.alike(cluster.url, LATER, NUM_TOKENS, seed=1700) as crowd:
         pass
-    print(vars(handoff))
     assert [stream.end for stream in crowd.streams] == ["right"] * LATER
     assert pages(cluster, "stopping") == PAGES
     before = handoff.before
@@ -99,13 +98,12 @@ def test_pages_of_a_cut_handoff_are_nobodys_until_its_bytes_have_come(cluster: R
     quarantined_s = before.passed_s
     cluster.wait_until(lambda: pages(cluster, "stopping") == 0, RECOVERY_S)
     free_s = before.passed_s
-    print(f"{quarantined_s=} {free_s=}")
     assert quarantined_s < free_s
     assert free_s > handoff.gave_up_s + settle_s()
     proof = (
         f"{handoff.proof}; Mooncake gave up after {handoff.gave_up_s:.1f} s, {sum(handoff.late.values())} bytes were "
-        f"still in the kernel and came after {handoff.came_s:.1f} s, {handoff.num_whole} of {len(handoff.late)} connections "
-        f"whole; {PAGES} pages were in quarantine after {quarantined_s:.1f} s and free after {free_s:.1f} s"
+        f"still in the kernel and gone after {handoff.came_s:.1f} s, by {handoff.num_whole} of {len(handoff.late)} "
+        f"connections acknowledged to the end; {PAGES} pages were in quarantine after {quarantined_s:.1f} s and free after {free_s:.1f} s"
     )
     everybody = Crowd(cluster.url, [handoff.stream, *crowd.streams])
     line = before.line(f"cut in a handoff, {CUT_S:g} s", everybody, proof, handoff.detection_s, handoff.recovery_s)
