@@ -103,7 +103,8 @@ def test_pages_of_a_cut_handoff_are_nobodys_until_its_bytes_have_come(cluster: R
     proof = (
         f"{handoff.proof}; Mooncake gave up after {handoff.gave_up_s:.1f} s, {sum(handoff.late.values())} bytes were "
         f"still in the kernel and gone after {handoff.came_s:.1f} s, by {handoff.num_whole} of {len(handoff.late)} "
-        f"connections acknowledged to the end; {PAGES} pages were in quarantine after {quarantined_s:.1f} s and free after {free_s:.1f} s"
+        f"connections acknowledged to the end; {PAGES} pages were in quarantine "
+        f"after {quarantined_s:.1f} s and free after {free_s:.1f} s"
     )
     everybody = Crowd(cluster.url, [handoff.stream, *crowd.streams])
     line = before.line(f"cut in a handoff, {CUT_S:g} s", everybody, proof, handoff.detection_s, handoff.recovery_s)

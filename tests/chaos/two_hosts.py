@@ -126,7 +126,7 @@ def _node(before: Sequence[str], arguments: Sequence[str], log: Path, env: Mappi
     """``ray start``, from the moment it is up to the end of the context, with everything it starts."""
     ray = str(Path(sys.executable).with_name("ray"))
     command = [*before, ray, "start", "--block", "--disable-usage-stats", "--dashboard-agent-listen-port=0", *arguments]
-    environ = os.environ | {"RAY_AUTH_MODE": "disabled"} | env
+    environ = {**os.environ, "RAY_AUTH_MODE": "disabled", **env}
     with log.open("w") as output:
         node = subprocess.Popen(command, start_new_session=True, env=environ, stdout=output, stderr=subprocess.STDOUT)
     try:
