@@ -10,7 +10,6 @@ from rich.text import Text
 from cluster.planner.memory import KvPlan
 from cluster.planner.plan import CheckResult, Plan, PortPlan, ReplicaPlan, StepsPlan
 from cluster.spec.lifecycle import Role
-from cluster.spec.ranks import head_copy_groups
 
 _AXES = ("dp", "cp", "tp", "pp")
 _MOE_AXES = ("moe_dp", "ep", "moe_tp")
@@ -22,7 +21,7 @@ def print_plan(plan: Plan) -> None:
     console = Console(highlight=False)
     console.print(f"Cluster [bold]{plan.name}[/] serves the model [bold]{plan.model}[/]\n")
     for role in Role:
-        _print_replicas(console, [replica for replica in plan.replicas if replica.role is role], plan.kv)
+        _print_replicas(console, [replica for replica in plan.replicas if replica.role is role])
     _print_steps(console, plan.steps)
     _print_kv(console, plan.kv)
     _print_ports(console, plan.ports)
@@ -42,26 +41,20 @@ def _print_table(
     console.print(table)
 
 
-def _print_replicas(console: Console, replicas: list[ReplicaPlan], kv: KvPlan | None) -> None:
+def _print_replicas(console: Console, replicas: list[ReplicaPlan]) -> None:
     first, last = replicas[0], replicas[-1]
     names = first.name if first is last else f"{first.name} to {last.name}, each"
     title = f"{names}: {_counted(len(first.ranks), 'worker')}"
     ranks = sorted(first.ranks, key=lambda rank: [getattr(rank, axis) for axis in _AXES])
     rank_rows = [[str(getattr(rank, column)) for column in (*_AXES, "global_rank", *_MOE_AXES)] for rank in ranks]
     _print_table(console, title, [*_AXES, "global rank", *_MOE_AXES], rank_rows, num_text=0)
-    groups = {str(name): lists for name, lists in first.groups.items()} | _head_copies(first, kv)
+    groups = {str(name): lists for name, lists in first.groups.items()}
+    if first.head_copies:
+        groups["head_copies"] = first.head_copies
     group_rows = [
         (name, " ".join("{" + ",".join(map(str, members)) + "}" for members in lists)) for name, lists in groups.items()
     ]
     _print_table(console, "groups", ["name", "global ranks"], group_rows, num_text=2)
-
-
-def _head_copies(replica: ReplicaPlan, kv: KvPlan | None) -> dict[str, list[list[int]]]:
-    """Decode ranks that hold the same KV heads, where any do and the model is known."""
-    if replica.role is not Role.DECODE or kv is None:
-        return {}
-    groups = head_copy_groups(replica.ranks, kv.num_kv_heads)
-    return {"head_copies": groups} if len(groups) < len(replica.ranks) else {}
 
 
 def _print_steps(console: Console, steps: StepsPlan) -> None:

@@ -10,7 +10,7 @@ from cluster.spec.config import DeployConfig, PoolConfig, PrefillConfig
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import ReplicaId, replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.ranks import GroupName, Position, groups, positions
+from cluster.spec.ranks import GroupName, Position, groups, head_copy_groups, positions
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
 
@@ -24,6 +24,8 @@ class ReplicaPlan:
     ranks: list[Position]
     """By global rank."""
     groups: dict[GroupName, list[list[int]]]
+    head_copies: list[list[int]]
+    """Ranks of decode that hold the same KV heads; empty where none do, or the model's shape is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,8 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
     """
     if isinstance(model, ModelFacts) and (problems := model_problems(config, model)):
         raise ConfigError(problems)
-    prefill = _replicas(Role.PREFILL, config.prefill)
-    decode = _replicas(Role.DECODE, config.decode)
+    prefill = _replicas(Role.PREFILL, config.prefill, model)
+    decode = _replicas(Role.DECODE, config.decode, model)
     return Plan(
         name=config.name,
         model=config.model.name,
@@ -113,12 +115,20 @@ def _steps(prefill: PrefillConfig) -> StepsPlan:
     )
 
 
-def _replicas(role: Role, pool: PoolConfig) -> list[ReplicaPlan]:
+def _replicas(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> list[ReplicaPlan]:
     ranks, rank_groups = positions(pool.parallel), groups(pool.parallel)
+    copies = _head_copies(ranks, model) if role is Role.DECODE else []
     return [
-        ReplicaPlan(role=role, name=replica_id(role, index), ranks=ranks, groups=rank_groups)
+        ReplicaPlan(role=role, name=replica_id(role, index), ranks=ranks, groups=rank_groups, head_copies=copies)
         for index in range(pool.replicas)
     ]
+
+
+def _head_copies(ranks: list[Position], model: ModelFacts | UnknownModel) -> list[list[int]]:
+    if isinstance(model, UnknownModel):
+        return []
+    same_heads = head_copy_groups(ranks, model.geometry.num_kv_heads)
+    return same_heads if len(same_heads) < len(ranks) else []
 
 
 def _ports(config: DeployConfig, replicas: list[ReplicaPlan]) -> list[PortPlan]:

@@ -39,6 +39,8 @@ def cable() -> Iterator[None]:
         ):
             _ip("-n", SPACE, *command)
         yield
+        # A name space goes some time after its name, and with it the cable.
+        _ip("link", "del", HOME_END)
     finally:
         _ip("netns", "del", SPACE)
 

@@ -354,6 +354,9 @@ def test_tables_show_decode_ranks_with_the_same_heads(
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines() if line.strip().startswith("head_copies")]
     assert lines == ([["head_copies", "{0,1}"]] if shown else [])
+    code, out, err = baton("plan", str(file), "--json")
+    copies = {replica["role"]: replica["head_copies"] for replica in json.loads(out)["replicas"]}
+    assert copies == {"prefill": [], "decode": [[0, 1]] if shown else []}
 
 
 def test_bad_file_prints_its_problems_and_nothing_else(baton: RunBaton, tmp_path: Path) -> None:
