@@ -26,11 +26,9 @@ class ModelShape:
     def of(cls, config: ModelConfig, dtype: str) -> "ModelShape":
         """The shape of a model, or of one rank's part of it, computed in a dtype."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        width = config.moe.num_chosen * config.moe.intermediate_size if config.moe else config.intermediate_size
-        weights = 2 * q_size + 2 * kv_size + 3 * width
         return cls(
             num_layers=config.num_layers,
-            linear_flops=2 * config.hidden_size * weights,
+            linear_flops=2 * config.hidden_size * (2 * q_size + 2 * kv_size) + mlp_flops(config),
             kv_flops=2 * config.hidden_size * 2 * kv_size,
             attention_flops=4 * q_size,
             kv_row_bytes=2 * kv_size * DTYPE_BYTES[dtype],
@@ -41,6 +39,12 @@ class ModelShape:
     def partial_row_bytes(self) -> int:
         """What attention found for one token in one layer, in fp32: 4 bytes where a pair takes 4 FLOPs."""
         return self.attention_flops
+
+
+def mlp_flops(config: ModelConfig) -> int:
+    """Of one token in the MLP, or the experts, of one layer."""
+    width = config.moe.num_chosen * config.moe.intermediate_size if config.moe else config.intermediate_size
+    return 2 * config.hidden_size * 3 * width
 
 
 ALL_REDUCES = 2

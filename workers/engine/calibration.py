@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from cluster.spec.ranks import moe_tp_size
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.estimate import computed_pairs
 from workers.context_parallel.merge import Partial, merge
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.rates import ModelShape, Rates, mlp_flops
 from workers.context_parallel.runs import Run
 from workers.device import synchronize
 from workers.models.decoder import DecoderModel
@@ -83,7 +84,7 @@ class _NoAttention:
 def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, float]:
     """Time that one layer takes for next to no token, and FLOP/s of more tokens."""
 
-    layer = next(iter(model.layers.values()))
+    layer, flops = next(iter(model.layers.values())), alone_flops(model, shape)
 
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
@@ -96,9 +97,18 @@ def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, floa
         num_tokens *= 4
         many_s = layer_s(num_tokens)
     if num_tokens == _FEW_TOKENS:
-        return 0.0, _rate(num_tokens * shape.linear_flops, few_s, _FALLBACK.linear_flops_per_s)
-    flops_per_s = _rate((num_tokens - _FEW_TOKENS) * shape.linear_flops, many_s - few_s, _FALLBACK.linear_flops_per_s)
-    return max(0.0, few_s - _FEW_TOKENS * shape.linear_flops / flops_per_s), flops_per_s
+        return 0.0, _rate(num_tokens * flops, few_s, _FALLBACK.linear_flops_per_s)
+    flops_per_s = _rate((num_tokens - _FEW_TOKENS) * flops, many_s - few_s, _FALLBACK.linear_flops_per_s)
+    return max(0.0, few_s - _FEW_TOKENS * flops / flops_per_s), flops_per_s
+
+
+def alone_flops(model: DecoderModel, shape: ModelShape) -> float:
+    """Of one token in the rank's first layer, of whose MLP or experts it computes its part alone."""
+    parallel, first_layer = model.groups.parallel, int(next(iter(model.layers)))
+    num_parts = parallel.dp * parallel.tp
+    if model.config.moe_of(first_layer) is not None:
+        num_parts = parallel.ep * moe_tp_size(parallel)
+    return shape.linear_flops - mlp_flops(model.config) * (1 - parallel.tp / num_parts)
 
 
 def _measure_attention(
