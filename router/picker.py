@@ -70,7 +70,7 @@ class Picker:
         if not prefills or not decodes:
             return None
         decode = self._pick(Role.DECODE, self._with_pages(decodes, _longest(ask)) or decodes, ask, room)
-        if len(ask.prompt_ids) - decode.cached_tokens < self._skip_below_tokens:
+        if len(ask.prompt_ids) - self._cached_for_sure(decode.peer, ask) < self._skip_below_tokens:
             return Pair(prefill=None, decode=decode.peer)
         prefill = self._pick(Role.PREFILL, self._with_room(prefills) or prefills, ask, room)
         return Pair(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
@@ -110,6 +110,13 @@ class Picker:
             return has_room or not load.num_requests
 
         return [peer for peer in peers if fits(peer)]
+
+    def _cached_for_sure(self, decode: Peer, ask: Ask) -> int:
+        """Tokens that decode would not have to compute; what is in storage may not come in time."""
+        if Role.DECODE not in self.prefix_roles or not ask.page_keys:
+            return 0
+        keys = ask.page_keys.known(self.pages.is_known)
+        return int(self.pages.worth(decode, keys, Weights(host=1.0)) * self._page_size)
 
     def _count_cached(self, peer: Peer, keys: Sequence[bytes]) -> int:
         return int(self.pages.worth(peer, keys, self._weights) * self._page_size) if keys else 0

@@ -7,7 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 from cluster.spec.tiers import TierState
 
-_RANK_LABELS = ["replica", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size"]
+_AXES = ("dp", "tp", "pp", "cp")
+_RANK_LABELS = ["replica", *(f"{axis}_{what}" for axis in _AXES for what in ("rank", "size"))]
 _ORDER_LABELS = [*_RANK_LABELS, "order"]
 
 
@@ -95,5 +96,4 @@ def _work(entries: list[ReplicaEntry]) -> Iterator[Metric]:
 
 
 def _labels(row: RankRow) -> list[str]:
-    at, of = row.coords, row.sizes
-    return [row.replica, *map(str, (at.tp, of.tp, at.pp, of.pp, at.cp, of.cp))]
+    return [row.replica, *(str(getattr(of, axis)) for axis in _AXES for of in (row.coords, row.sizes))]

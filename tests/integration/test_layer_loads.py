@@ -38,6 +38,19 @@ class LateArrivals(LayerArrivals):
         time.sleep(LATE_S)
 
 
+def config_of(folder: Path, **settings: Any) -> DeployConfig:
+    make_checkpoint(write_model_folder(folder), "llama", num_hidden_layers=NUM_LAYERS)
+    return DeployConfig.model_validate(
+        {
+            "model": {"path": str(folder), "served_name": "m", "dtype": "float32"},
+            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
+            "hicache": {"host_gib": 0.01},
+            "router": {"port": 0},
+            **settings,
+        }
+    )
+
+
 def ask(http: httpx.Client) -> dict[str, Any]:
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     reply = http.post("/v1/completions", content=json.dumps(body))
@@ -59,15 +72,7 @@ def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fills.append(len(pairs))
 
     monkeypatch.setattr(RegionPages, "fill", fill_late)
-    make_checkpoint(write_model_folder(tmp_path), "llama", num_hidden_layers=NUM_LAYERS)
-    config = DeployConfig.model_validate(
-        {
-            "model": {"path": str(tmp_path), "served_name": "m", "dtype": "float32"},
-            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
-            "hicache": {"host_gib": 0.01},
-            "router": {"port": 0},
-        }
-    )
+    config = config_of(tmp_path)
     with HeldEngine(config, tmp_path).running() as engine, engine.served(config, tmp_path) as http:
         (expected,) = ask(http)["choices"]
         for _ in range(50):
@@ -84,4 +89,31 @@ def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert fills == [len(PROMPT) // PAGE_SIZE]
         details = answer["usage"]["prompt_tokens_details"]
         assert details["cached_tokens"] == fills[0] * PAGE_SIZE
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("write", ["write_through", "write_through_selective"])
+def test_decode_takes_what_it_computes_itself_from_the_tiers_too(tmp_path: Path, write: str) -> None:
+    """Its prompts are such, and it keeps what it has generated."""
+    storage = {
+        "backend": "files",
+        "folder": str(tmp_path / "kv"),
+        "prefetch_min_tokens": 1,
+        "prefetch": "wait_complete",
+    }
+    hicache = {"host_gib": 0.01, "write": write, "selective_hits": 1, "storage": storage}
+    config = config_of(tmp_path, hicache=hicache, prefill={"skip_below_tokens": 100_000})
+    all_tokens = len(PROMPT) // PAGE_SIZE * PAGE_SIZE
+    with HeldEngine(config, tmp_path).running() as engine, engine.served(config, tmp_path) as http:
+        (expected,) = ask(http)["choices"]
+        ask(http)
+        for flushed, told in (((Tier.DEVICE,), "host_tokens"), ((Tier.DEVICE, Tier.HOST), "storage_tokens")):
+            for _ in range(50):
+                engine.send(Role.DECODE, FlushCache(tiers=flushed))
+                answer = ask(http)
+                assert answer["choices"][0]["text"] == expected["text"]
+                if answer["usage"]["prompt_tokens_details"].get(told) == all_tokens:
+                    break
+            else:
+                pytest.fail(f"never {told}: {answer['usage']}")
         engine.check_integrity()

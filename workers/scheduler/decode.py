@@ -16,7 +16,6 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
 from cluster.spec.messages import Blame, Cancel, Inquire, Message, Submit, TableUpdate
-from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
@@ -52,7 +51,7 @@ class DecodeLeader(LeaderCore):
         self._settings = settings
         self._steps = steps
         self._requests: dict[Room, DecodeRequest] = {}
-        self._queue = DecodeQueue(allocator, steps, settings.layout.page_size)
+        self._queue = DecodeQueue(allocator, steps, settings.layout.page_size, tiers)
         self._arrived: list[int] = []
         """Pages that were received, which no plan has told of yet."""
         self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
@@ -104,6 +103,7 @@ class DecodeLeader(LeaderCore):
         self.follow_cache()
         if plan is None:
             return None
+        self.note_started(plan)
         self._newest_step = max(self._newest_step, plan.step)
         arrived, self._arrived = self._arrived, []
         return msgspec.structs.replace(plan, arrived=arrived)
@@ -173,10 +173,6 @@ class DecodeLeader(LeaderCore):
         num_pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         request = DecodeRequest(submit, num_pages, arrival=self._num_arrivals, arrived_s=self._now_s)
         self._num_arrivals += 1
-        if self._allocator.is_caching and submit.sampling.num_prompt_logprobs is None:
-            # Of what is computed here the last token must be, for its logits.
-            prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]
-            request.page_keys = page_keys(prompt_ids, self._settings.layout.page_size, submit.cache_salt)
         self._requests[submit.room] = request
         self.record_arrival(submit, request.state.value)
         if reason := self.too_large(num_pages, self._allocator.num_pages):
@@ -184,7 +180,7 @@ class DecodeLeader(LeaderCore):
         elif self._must_await(submit.prompt_of):
             self._queue.add_choice(request, submit.prompt_of)
         else:
-            self._queue.add(request)
+            self._queue.add(request, self._now_s)
 
     def _must_await(self, first: Room | None) -> TypeGuard[Room]:
         """Whether the choice that brings the prompt has not got it yet; it may be that nobody has heard of it."""
@@ -195,7 +191,7 @@ class DecodeLeader(LeaderCore):
 
     def _reserve(self, now_s: float) -> None:
         """Let prefill fill the pages of those that have got some, or compute here."""
-        for request in self._queue.grant():
+        for request in self._queue.grant(now_s):
             request.granted_s = now_s
             if request.submit.prefill is not None:
                 self._move(request, DecodeState.RECEIVING, "pages")
@@ -288,17 +284,18 @@ class DecodeLeader(LeaderCore):
         self._emit_first(request, sequence, told)
 
     def _run(self, request: DecodeRequest, tokens: list[int], computed_len: int) -> Sequence:
-        """Hand a request and its pages to the step scheduler."""
+        """Hand a request to the step scheduler, which finds pages for one that has none."""
         max_len = self._allocator.num_pages * self._settings.layout.page_size
         sequence = request.begin_sequence(tokens, computed_len, max_len)
-        self._steps.add_running(sequence)
+        add = self._steps.add_running if sequence.pages else self._steps.add
+        add(sequence)
         return sequence
 
     def _emit_first(self, request: DecodeRequest, sequence: Sequence, told: Told) -> None:
         """Further choices of the prompt get its pages before this one, which may be over, lets go of them."""
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
-            self._queue.add(choice)
+            self._queue.add(choice, self._now_s)
         self._reserve(self._now_s)
         self._emit(request, sequence, dataclasses.replace(told, phases=request.phases(self._now_s)))
 
@@ -386,6 +383,7 @@ class DecodeLeader(LeaderCore):
 
     def _end(self, request: DecodeRequest, event: str) -> None:
         self._move(request, DecodeState.ENDED, event)
+        self.forget_in_tiers(request.room)
         self._allocator.free(request.pages)
         request.pages = []
         self._checks.forget(request.room)

@@ -1,11 +1,16 @@
-"""Decode requests without pages: in which order they get them, and what of them is here already. Sans I/O."""
+"""Decode requests without pages: in which order they get them, and what of them is here already. Sans I/O.
+
+One that is computed here from its beginning gets them from the step scheduler, which finds in the tiers what it can. It
+leaves when there are enough, which are promised to it until it has them.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
 from workers.cache.page_allocator import PageAllocator
-from workers.scheduler.decode_request import DecodeRequest
+from workers.hicache.tiers import Tiers
+from workers.scheduler.decode_request import DecodeRequest, cacheable_keys
 from workers.scheduler.steps import StepScheduler
 from workers.scheduler.waiting import Waiting
 
@@ -26,22 +31,38 @@ class _Space(NamedTuple):
 
 
 class DecodeQueue:
-    """By priority, while there are pages. Further choices of a prompt wait until the one that brings it has it."""
+    """By priority, while there are pages.
 
-    def __init__(self, allocator: PageAllocator, steps: StepScheduler, page_size: int) -> None:
+    Further choices of a prompt wait until the one that brings it has it, and one that is computed here waits for
+    its pages in storage.
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, steps: StepScheduler, page_size: int, tiers: Tiers | None = None
+    ) -> None:
         self._allocator = allocator
         self._steps = steps
         self._page_size = page_size
+        self._tiers = tiers
+        self._fetching: dict[Room, DecodeRequest] = {}
+        self._promised: dict[Room, int] = {}
+        """Pages of those that have left for the step scheduler, as far as it has not given them any."""
         self._queue = Waiting[DecodeRequest]()
         self._choices: dict[Room, list[DecodeRequest]] = {}
         """By the room that they wait for."""
 
     def __len__(self) -> int:
-        return len(self._queue) + sum(map(len, self._choices.values()))
+        return len(self._queue) + len(self._fetching) + sum(map(len, self._choices.values()))
 
-    def add(self, request: DecodeRequest) -> None:
+    def add(self, request: DecodeRequest, now_s: float) -> None:
         """Take one in."""
-        self._queue.add(request)
+        if self._allocator.is_caching:
+            request.page_keys = cacheable_keys(request.submit, self._page_size)
+        if self._tiers and request.submit.prefill is None and request.page_keys:
+            self._tiers.expect(request.room, request.page_keys, now_s)
+            self._fetching[request.room] = request
+        else:
+            self._queue.add(request)
 
     def add_choice(self, request: DecodeRequest, awaited: Room) -> None:
         """Take one in that waits for a room; it has no turn before ``end_wait``."""
@@ -54,35 +75,51 @@ class DecodeQueue:
     def remove(self, request: DecodeRequest) -> None:
         """Forget one, if it waits."""
         self._queue.remove(request.room)
+        self._fetching.pop(request.room, None)
         awaited = request.submit.prompt_of
         if awaited is not None and request in self._choices.get(awaited, []):
             self._choices[awaited].remove(request)
             if not self._choices[awaited]:
                 del self._choices[awaited]
 
-    def grant(self) -> Iterator[DecodeRequest]:
-        """Give pages to those that can have them now; a retracted sequence goes before them all.
+    def grant(self, now_s: float) -> Iterator[DecodeRequest]:
+        """Those that can have pages now, with them, or without where the step scheduler gives them.
 
-        Where one does not fit the next may, as far as the oldest one is not put off for ever.
+        A sequence that waits there goes before them all. Where one does not fit the next may, as far as the oldest one
+        is not put off for ever.
         """
-        if self._steps.num_waiting:
+        self._take_fetched(now_s)
+        self._promised = {room: pages for room, pages in self._promised.items() if self._steps.is_waiting(room)}
+        if self._steps.num_waiting > len(self._promised):
             return
         space: _Space | None = None
         for request in self._queue.untried(self._allocator.num_gains):
             space = space or self._look()
             held = self._find_held(request, space)
             if held is None:
-                self._queue.note_in_vain(request)
+                if not self._promised:
+                    self._queue.note_in_vain(request)
                 continue
             self._queue.note_passed(space.count_passing(request, self._new_pages_for(request)))
             self._queue.remove(request.room)
+            space = None
+            if request.submit.prefill is None and not self._shared_pages(request):
+                self._promised[request.room] = request.num_pages
+                yield request
+                continue
             request.pages = self._allocator.allocate(request.num_pages, held)
             request.num_held = len(held)
-            space = None
+            if self._tiers:
+                self._tiers.note_hits(request.page_keys[: len(held)])
             yield request
 
+    def _take_fetched(self, now_s: float) -> None:
+        for room in list(self._fetching):
+            if self._tiers is None or not self._tiers.is_waiting(room, now_s):
+                self._queue.add(self._fetching.pop(room))
+
     def _look(self) -> _Space:
-        oldest, num_free = self._queue.oldest, self._allocator.num_free
+        oldest, num_free = self._queue.oldest, self._allocator.num_free - sum(self._promised.values())
         assert oldest is not None
         oldest_pages = self._new_pages_for(oldest)
         most_passing = max(num_free - oldest_pages, self._queue.most_passing(oldest_pages))
@@ -97,7 +134,8 @@ class DecodeQueue:
         # Cheaper than the allocator's answer, and mostly enough.
         if request.num_pages - len(held) > space.num_free:
             return None
-        return held if self._allocator.can_allocate(request.num_pages, held) else None
+        promised = sum(self._promised.values())
+        return held if self._allocator.can_allocate(request.num_pages + promised, held) else None
 
     def _new_pages_for(self, request: DecodeRequest) -> int:
         """Pages that it takes from others, cached or not."""

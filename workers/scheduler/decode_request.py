@@ -6,6 +6,7 @@ from enum import Enum
 from cluster.spec.ids import Room
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.messages import PhaseTimes, Submit
+from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
 from cluster.spec.transfer_messages import Ticket
@@ -138,6 +139,14 @@ class DecodeRequest:
             page_keys=self.page_keys,
             pages=pages,
         )
+
+
+def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
+    """Of the full pages that need not be computed; of what is computed here the last token must be, for its logits."""
+    if submit.sampling.num_prompt_logprobs is not None:
+        return []
+    prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]
+    return page_keys(prompt_ids, page_size, submit.cache_salt)
 
 
 def receiver_session(settings: DecodeSettings, request: DecodeRequest, prefill: Peer) -> ReceiverSession:

@@ -54,25 +54,30 @@ class PageHolders:
         self.share(sequence)
 
     def remove(self, room: Room) -> list[int]:
-        """Forget a sequence; the pages it held now belong to the caller, unless they are still being loaded."""
+        """Forget a sequence; the pages it held now belong to the caller, unless nothing is computed behind them yet.
+
+        While copies to them are on their way they are held here too.
+        """
         sequence = self.running.pop(room, None)
         if sequence is None:
             self._forget_waiting(room)
             return []
         self._num_left += 1
-        if sequence.is_loading:
-            self._leaving.append(sequence)
-            return []
-        return self._withdraw(sequence)
+        if sequence.load is None:
+            return self._withdraw(sequence)
+        self._leaving.append(sequence)
+        return self._allocator.allocate(len(sequence.pages), sequence.pages) if sequence.load.joins else []
 
     def retire(self, room: Room) -> None:
         """Forget a sequence and leave what was computed of it to the cache."""
-        sequence = self.running.get(room)
-        if sequence is None or sequence.is_loading:
-            self.remove(room)
+        sequence = self.running.pop(room, None)
+        if sequence is None:
+            self._forget_waiting(room)
+            return
+        self._num_left += 1
+        if sequence.is_loading:
+            self._leaving.append(sequence)
         else:
-            del self.running[room]
-            self._num_left += 1
             self._leave_to_cache(sequence)
 
     def whole_pages(self, room: Room) -> list[int]:
@@ -114,6 +119,7 @@ class PageHolders:
         restored_len = self.keeper.restore(sequence.room, sequence.pages, len(cached))
         sequence.is_restoring = restored_len > cached_len
         sequence.computed_len = sequence.planned_len = sequence.cached_len = max(cached_len, restored_len)
+        sequence.host_len = sequence.storage_len = 0
         self.running[sequence.room] = sequence
         if self._tiers and not sequence.is_restoring:
             keys = self._prefix_keys(sequence)

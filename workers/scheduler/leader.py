@@ -125,6 +125,16 @@ class LeaderCore:
         if self.tiers:
             self.outgoing += self.tiers.advance(self._now_s)
 
+    def note_started(self, plan: StepPlan) -> None:
+        """Who starts with this step waits for storage no more."""
+        for admit in plan.admits:
+            self.forget_in_tiers(admit.room)
+
+    def forget_in_tiers(self, room: Room) -> None:
+        """A request starts, or will not."""
+        if self.tiers:
+            self.tiers.forget(room, self._now_s)
+
     def drain(self, *, is_draining: bool) -> None:
         """Ask for no new requests, and leave nothing in this replica alone that others could use; or go on as ever."""
         self.draining = is_draining

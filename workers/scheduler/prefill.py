@@ -92,9 +92,8 @@ class PrefillLeader(LeaderCore):
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
         plan = self._steps.next_plan()
-        if self.tiers:
-            for admit in plan.admits if plan else ():
-                self.tiers.forget(admit.room, self._now_s)
+        if plan is not None:
+            self.note_started(plan)
         self.follow_cache()
         return plan
 
@@ -368,8 +367,7 @@ class PrefillLeader(LeaderCore):
 
     def _end(self, request: PrefillRequest, event: str) -> None:
         self._move(request, PrefillState.ENDED, event)
-        if self.tiers:
-            self.tiers.forget(request.submit.room, self._now_s)
+        self.forget_in_tiers(request.submit.room)
         self._allocator.keep(request.pages, request.page_keys)
         request.pages = []
         self.ended.add(request.submit.room, request.stop_reason or event)

@@ -63,6 +63,10 @@ class StepScheduler:
         """Sequences that hold no pages."""
         return len(self._holders.waiting)
 
+    def is_waiting(self, room: Room) -> bool:
+        """Whether a sequence is here and holds no pages."""
+        return room in self._holders.waiting
+
     @property
     def num_running(self) -> int:
         """Sequences that hold pages."""
@@ -192,7 +196,7 @@ class StepScheduler:
             if sequence.room not in budget.granted and sequence.pending_len and not sequence.is_stream
         ]
         able = [sequence for sequence in pending + holders.waiting.candidates() if not sequence.waits_for_pages]
-        is_alone = len(able) == 1 and not budget.granted
+        is_alone = len(able) == 1 and all(other is able[0] for other in holders.running.values())
         turns = {sequence.room: self._turn(sequence) for sequence in able}
         coming = {
             key: sequence

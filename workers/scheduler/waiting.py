@@ -48,6 +48,9 @@ class Waiting(Generic[W]):
     def __len__(self) -> int:
         return len(self._by_arrival)
 
+    def __contains__(self, room: Room) -> bool:
+        return room in self._by_room
+
     def __iter__(self) -> Iterator[W]:
         return iter(self._by_arrival)
 

@@ -2,18 +2,23 @@
 
 import random
 
+import msgspec
 import pytest
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
+from cluster.spec.messages import PageNews
+from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.tiers import Tier
 from router.breaker import Breakers
 from router.directory import Directory
 from router.flight import Ask, Pair
 from router.load import LoadBook
 from router.picker import Picker
+from router.prefix_keys import PromptKeys
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
 ASK = Ask(prompt_ids=[1, 2, 3], sampling=Sampling(), stopping=Stopping(max_tokens=4))
@@ -91,3 +96,25 @@ def test_page_keys_are_asked_for_where_there_is_a_cache(
     config = DeployConfig.model_validate(settings | {"router": router})
     breakers = Breakers(max_failures=1, open_s=10.0)
     assert Picker(config, Directory(grace_s=3.0), LoadBook(), breakers).prefix_roles == roles
+
+
+@pytest.mark.parametrize(("tier", "is_skipped"), [(Tier.DEVICE, True), (Tier.HOST, True), (Tier.STORAGE, False)])
+def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, is_skipped: bool) -> None:
+    """What is in storage might not come, and decode would compute a long prompt beside its streams."""
+    config = DeployConfig.model_validate({"kv": {"page_size": 64}, "prefill": {"skip_below_tokens": 128}})
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(*map(entry_of, PEERS)), 0.0)
+    picker = Picker(config, directory, LoadBook(), Breakers(max_failures=1, open_s=10.0), random.Random(0))
+    prompt = list(range(16_384))
+    ask = Ask(
+        prompt_ids=prompt, sampling=Sampling(), stopping=Stopping(max_tokens=4), page_keys=PromptKeys(prompt, 64, "")
+    )
+    picker.pages.update(PEERS, 0.0)
+    for peer in PEERS:
+        news = PageNews(replica=peer.replica, incarnation=peer.incarnation, number=0, stored=[], removed=[])
+        picker.pages.on_news(news, 0.0)
+        news = msgspec.structs.replace(news, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
+        picker.pages.on_news(news, 0.0)
+    pair = picker.pair(ask, Room(1), frozenset(), 0.0)
+    assert pair is not None
+    assert (pair.prefill is None) == is_skipped

@@ -7,8 +7,8 @@ from prometheus_client.registry import Collector
 
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
-from cluster.spec.registry import ReplicaEntry, ReplicaLoad, TableSnapshot
-from cluster.spec.tiers import MoveKind, PagesMoved, RankTiers, StorageFigures, TierState
+from cluster.spec.registry import RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.tiers import MoveKind, PagesMoved, RankTiers, StorageFigures, TierState, joined
 from router.tier_metrics import tier_metrics
 from tests.fakes.paged_ranks import row
 from tests.fakes.rows import tier_state
@@ -29,8 +29,8 @@ def exposition(snapshot: TableSnapshot | None) -> list[str]:
     return generate_latest(registry).decode().splitlines()
 
 
-def snapshot_of(tiers: TierState | None) -> TableSnapshot:
-    rows = tuple(row(Role.PREFILL, rank, 2, num_pages=1) for rank in range(2))
+def snapshot_of(tiers: TierState | None, rows: tuple[RankRow, ...] = ()) -> TableSnapshot:
+    rows = rows or tuple(row(Role.PREFILL, rank, 2, num_pages=1) for rank in range(2))
     entry = ReplicaEntry(
         replica=rows[0].replica,
         role=Role.PREFILL,
@@ -67,7 +67,8 @@ def test_every_rank_has_its_own_lines() -> None:
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=TierState) == state
     lines = exposition(snapshot_of(state))
-    ranks = 'cp_rank="1",cp_size="2",order="fetch",pp_rank="0",pp_size="1",replica="prefill-0",tp_rank="0",tp_size="1"'
+    ranks = 'cp_rank="1",cp_size="2",dp_rank="0",dp_size="1",order="fetch",pp_rank="0",pp_size="1",replica="prefill-0"'
+    ranks += ',tp_rank="0",tp_size="1"'
     assert f"baton_tier_bytes_total{{{ranks}}} 150.0" in lines
     assert f"baton_tier_orders_total{{{ranks}}} 2.0" in lines
     assert f'baton_tier_failures_total{{{ranks},why="corrupt"}} 2.0' in lines
@@ -94,3 +95,20 @@ def test_every_rank_has_its_own_lines() -> None:
 def test_replicas_without_tiers_have_no_lines() -> None:
     for snapshot in (None, snapshot_of(None)):
         assert not [line for line in exposition(snapshot) if not line.startswith("#")]
+
+
+def test_dp_ranks_are_told_apart() -> None:
+    alone = row(Role.PREFILL, 0, 1, num_pages=1)
+    sizes = RankCoords(dp=2, cp=1, tp=1, pp=1)
+    rows, states = [], []
+    for rank in range(2):
+        coords = RankCoords(dp=rank, cp=0, tp=0, pp=0)
+        rows.append(msgspec.structs.replace(alone, coords=coords, sizes=sizes, global_rank=rank))
+        tally = Tally()
+        tally.add(MoveKind.FETCH, PagesMoved(number=1, global_rank=rank, done=[True], num_bytes=100 + rank))
+        of_rank = RankTiers(global_rank=rank, host_pages=4, used_host_pages=rank, num_evicted=0, storage=None)
+        states.append(tier_state(host_pages=4, work=tally.work, ranks=(of_rank,)))
+    lines = exposition(snapshot_of(joined(states), tuple(rows)))
+    series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(series) == len(set(series))
+    assert sum(line.startswith("baton_tier_bytes_total{") for line in lines) == 2

@@ -136,7 +136,8 @@ def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
     assert longer.tokens[-1] == 9
 
 
-def test_pages_of_who_leaves_are_held_until_every_rank_has_told() -> None:
+@pytest.mark.parametrize("is_sent", [False, True], ids=["loaded first", "sent first"])
+def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(*, is_sent: bool) -> None:
     prefill = Prefill(chunk_tokens=2)
     prefill.remember(PROMPT)
     longer = prefill.add([*PROMPT, 8, 9, 10])
@@ -144,12 +145,19 @@ def test_pages_of_who_leaves_are_held_until_every_rank_has_told() -> None:
     assert plan.fill is not None
     prefill.commit(plan)
     free = prefill.allocator.num_free
-    assert prefill.steps.remove(longer.room) == []
-    prefill.check()
+    pages = prefill.steps.remove(longer.room)
     assert prefill.allocator.num_free == free
-    prefill.answer(plan.fill)
+    if is_sent:
+        prefill.allocator.free(pages)
+        prefill.check()
+        assert prefill.allocator.num_free == free, "a rank may still be copying"
+    assert prefill.tiers.on_answer(PagesMoved(number=plan.fill.number, global_rank=0, done=[True] * CACHED), 0.0)
+    if not is_sent:
+        assert prefill.allocator.num_free == free, "a rank may still be sending"
+        prefill.allocator.free(pages)
+    prefill.check()
     assert prefill.allocator.num_free == NUM_PAGES
-    assert prefill.allocator.num_cached == CACHED + 1
+    assert prefill.allocator.num_cached == (CACHED + 1 if is_sent else 0)
 
 
 def test_nobody_waits_for_the_pages_of_another() -> None:
@@ -201,3 +209,35 @@ def test_who_still_waits_for_copies_is_not_retracted() -> None:
     assert not prefill.steps._holders.grow(sequence, 6)
     assert sequence.pages, "retracted"
     prefill.check()
+
+
+def test_a_load_joins_no_step_behind_another_load() -> None:
+    prefill = Prefill()
+    prefill.remember(PROMPT)
+    other = [11, 12, 13, 14, 15]
+    prefill.remember(other)
+    prefill.add(PROMPT)
+    prefill.add([20, 21])
+    prefill.commit(prefill.plan())
+    (first,) = (order for order in prefill.orders() if order.kind is MoveKind.LOAD)
+    prefill.steps.retire(Room(4))
+    prefill.add(other)
+    assert prefill.steps.next_plan() is None, "its step would wait for the load before it"
+    (second,) = (order for order in prefill.orders() if order.kind is MoveKind.LOAD)
+    prefill.answer(second)
+    prefill.answer(first)
+
+
+def test_what_came_from_below_before_a_retraction_is_not_told_afterwards() -> None:
+    prefill = Prefill()
+    prefill.remember(PROMPT)
+    sequence = prefill.add(PROMPT)
+    plan = prefill.plan()
+    assert plan.fill is not None
+    prefill.commit(plan)
+    prefill.answer(plan.fill)
+    prefill.steps._holders._retract(sequence)
+    prefill.allocator.flush()
+    prefill.tiers.flush()
+    prefill.plan()
+    assert sequence.cached == CachedTokens()

@@ -1,5 +1,6 @@
 """Stored pages: whole and right, or not there; under every cut of a model, and whatever is done to the files."""
 
+import errno
 import hashlib
 import json
 import shutil
@@ -160,6 +161,20 @@ def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "kv" / "n" / "bb").write_text("a file where a folder should be")
     with pytest.raises(StorageError, match="cannot be written"):
         write_one(backend, "n/bb", [memoryview(b"1")])
+
+
+def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FileStorage(tmp_path / "kv", 1 << 20, fsync=True)
+
+    def fail(_path: Path, **_: bool) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "exists", fail)
+    for ask in (backend.count_leading, backend.present):
+        with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
+            ask(["n/aa"])
 
 
 def test_a_cut_that_comes_later_is_found_when_its_time_has_come(tmp_path: Path) -> None:

@@ -59,11 +59,11 @@ class FileStorage:
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many files are there before the first that is not."""
-        return next((number for number, name in enumerate(names) if not self._path(name).exists()), len(names))
+        return next((number for number, name in enumerate(names) if not self._has(name)), len(names))
 
     def present(self, names: Sequence[str]) -> list[str]:
         """Those of these files that are there."""
-        return [name for name in names if self._path(name).exists()]
+        return [name for name in names if self._has(name)]
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Read files one after another, while the system reads ahead in those that follow."""
@@ -95,6 +95,12 @@ class FileStorage:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+    def _has(self, name: str) -> bool:
+        try:
+            return self._path(name).exists()
+        except OSError as error:
+            raise _unreadable(name, error) from error
 
     def _path(self, name: str) -> Path:
         """Files of one namespace are spread over folders, since very large ones are slow."""
