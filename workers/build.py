@@ -108,7 +108,7 @@ def _make_decode_leader(
         transfer_timeout_s=config.transfer.transfer_timeout_s,
         quarantine_limit=config.transfer.quarantine_limit,
         rank_addresses=tuple(row.address for row in rows),
-        verify=config.transfer.verify,
+        verify=config.verify_by(),
         settle_s=rank.backend.settle_s,
     )
     keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
@@ -185,7 +185,7 @@ def make_kv_sender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
         pool=rank.region.buffer,
-        config=spec.config.transfer,
+        config=spec.config.transfer.model_copy(update={"verify": spec.config.verify_by()}),
         outbox=outbox,
         start_writer=partial(
             SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans, on_failure=on_failure

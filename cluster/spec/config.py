@@ -176,8 +176,9 @@ class TransferConfig(Node):
     """Which CP ranks send."""
     page_filter: PageFilter = PageFilter.MODULAR
     """How pages are divided when all ranks send."""
-    verify: Verify = Verify.COUNTS
-    """What decode checks before it uses KV: `counts` of pages and bytes, or a `digest` of each page as well."""
+    verify: Verify | None = None
+    """What decode checks before it uses KV: `counts` of pages and bytes, or a `digest` of each page as well; by default
+    `digest` on CPUs, and `counts` on GPUs, where every page would pass through the host's caches once more."""
     ticket_timeout_s: PositiveSeconds = 30.0
     """Longest wait of a ticket in prefill for the request it belongs to."""
     transfer_timeout_s: PositiveSeconds = 60.0
@@ -309,6 +310,11 @@ class DeployConfig(Node):
     """What the cluster runs on."""
     log: LogConfig = LogConfig()
     """What processes write to standard error."""
+
+    def verify_by(self) -> Verify:
+        """What is checked of KV that was sent; see ``TransferConfig.verify``."""
+        on_cpu = self.resources.device == "cpu"
+        return self.transfer.verify or (Verify.DIGEST if on_cpu else Verify.COUNTS)
 
     def kv_memory_gib(self, pool: PoolConfig) -> float | None:
         """Memory of the page pool of one worker of these replicas, in GiB; None: what its GPU has left."""

@@ -24,7 +24,8 @@ def refusal(cluster: Cluster, order: Order) -> str | None:
         case RestartOrder():
             names = order.replicas or running(cluster)
             reasons = [why_not_running(cluster, name) for name in names]
-            reasons += [why_needed(cluster, name) for name in names if order.is_rolling]
+            if order.is_rolling and not any(reasons):
+                reasons = [why_needed(cluster, name) for name in names]
             return next(filter(None, reasons), None)
         case ScaleOrder():
             return _scale_refusal(cluster, order)

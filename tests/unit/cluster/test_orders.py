@@ -248,6 +248,7 @@ def test_a_replica_that_dies_while_it_drains_is_gone_all_the_same() -> None:
     [
         (DrainOrder(replica=ReplicaId("decode-7")), "there is no 'decode-7'; there are: prefill-0, decode-0, decode-1"),
         (RestartOrder(replicas=(ReplicaId("router"),)), "there is no 'router'"),
+        (RestartOrder(replicas=(ReplicaId("prefil-0"),), is_rolling=True), "there is no 'prefil-0'"),
         (DrainOrder(replica=ReplicaId("prefill-0")), "prefill-0: no other prefill replica takes requests"),
         (RestartOrder(is_rolling=True), "prefill-0: no other prefill replica takes requests"),
         (ScaleOrder(decode=0), "got decode=0; allowed: prefill and decode from 1 to 4096"),
@@ -293,12 +294,13 @@ def test_a_stop_ends_the_order_at_hand() -> None:
     assert run.cluster.phase is Phase.DRAINING
 
 
+NAMES = st.sampled_from([*TWO_OF_EACH, "prefil-0", "prefill-", "decode-7", ""]).map(ReplicaId)
 ORDERS = st.one_of(
-    st.builds(DrainOrder, replica=st.sampled_from(TWO_OF_EACH[2:])),
-    st.builds(ResumeOrder, replica=st.sampled_from(TWO_OF_EACH[2:])),
+    st.builds(DrainOrder, replica=NAMES),
+    st.builds(ResumeOrder, replica=NAMES),
     st.builds(
         RestartOrder,
-        replicas=st.lists(st.sampled_from(TWO_OF_EACH[2:]), max_size=3).map(tuple),
+        replicas=st.lists(NAMES, max_size=3).map(tuple),
         is_rolling=st.booleans(),
     ),
     st.builds(ScaleOrder, prefill=st.none() | st.integers(1, 3), decode=st.none() | st.integers(1, 3)),
