@@ -13,6 +13,7 @@ PAGE_BYTES = 4 * 1024 * 1024
 
 _HEAD = struct.Struct("<QII")
 """A number that is odd while the page is written, the length of the content, its checksum."""
+_NUMBERS = 1 << 64
 _TRIES = 3
 
 
@@ -38,7 +39,7 @@ class Board:
         number = self.number(page) | 1
         _HEAD.pack_into(self._memory, start, number, 0, 0)
         self._memory[start + _HEAD.size : start + _HEAD.size + len(content)] = content
-        _HEAD.pack_into(self._memory, start, number + 1, len(content), zlib.crc32(content))
+        _HEAD.pack_into(self._memory, start, (number + 1) % _NUMBERS, len(content), zlib.crc32(content))
 
     def number(self, page: int) -> int:
         """Changes with every write."""

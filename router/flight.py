@@ -198,6 +198,10 @@ class Flight:
         end, max_tokens = output.first_index + len(output.token_ids), self.ask.stopping.max_tokens
         if output.first_index > len(self.given):
             return f"output {len(self.given)} is missing; {output.first_index} came next"
+        if output.first_index < len(self.given):
+            known = self.given[output.first_index : end]
+            if known != output.token_ids[: len(known)]:
+                return f"output {output.first_index} came again with other tokens"
         if end > max_tokens:
             return f"{end} tokens came, {max_tokens} were asked for"
         if output.finish is not None and end < len(self.given):

@@ -35,6 +35,8 @@ _START_TIMEOUT_S = 20.0
 _CODES = {400: "bad_request", 401: "unauthorized", 404: "not_found"}
 
 Body = TypeVar("Body")
+Number = Annotated[int, Query(ge=0, lt=1 << 63)]
+"""As large as frames can carry."""
 
 
 def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
@@ -141,13 +143,13 @@ def _row_routes(watched: WatchedTable) -> APIRouter:
         return Response(status_code=204)
 
     @routes.post("/alive")
-    async def alive(replica: str, incarnation: int, rank: int) -> Response:
+    async def alive(replica: str, incarnation: Number, rank: Number) -> Response:
         table.alive(_replica(replica), Incarnation(incarnation), rank, watched.now_s())
         watched.wake_if_changed()
         return Response(status_code=204)
 
     @routes.delete("")
-    async def unregister(replica: str, incarnation: int, reaped: bool = False) -> Response:
+    async def unregister(replica: str, incarnation: Number, reaped: bool = False) -> Response:
         table.unregister(_member(replica), Incarnation(incarnation), reaped=reaped)
         watched.wake_if_changed()
         return Response(status_code=204)

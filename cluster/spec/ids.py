@@ -16,7 +16,7 @@ Incarnation = NewType("Incarnation", int)
 ROUTER = ReplicaId("router")
 """Where a router stands among the replicas: it has incarnations as they do."""
 
-_REPLICA_ID = re.compile(r"^(prefill|decode)-(\d+)$")
+_REPLICA_ID = re.compile(r"^(prefill|decode)-(\d{1,9})$")
 
 
 def draw_room() -> Room:
@@ -31,7 +31,7 @@ def router_names(num_processes: int) -> list[ReplicaId]:
 
 def is_router(name: str) -> bool:
     """Whether this is the name of a router process."""
-    return name == ROUTER or re.fullmatch(rf"{ROUTER}-\d+", name) is not None
+    return name == ROUTER or re.fullmatch(rf"{ROUTER}-\d{{1,9}}", name) is not None
 
 
 def replica_id(role: str, index: int) -> ReplicaId:

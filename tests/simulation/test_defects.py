@@ -191,7 +191,7 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.prove_only_what_the_driver_has_heard_of, machine_lost_at_the_start, FOREIGN_WRITE),
         (defects.keep_no_tombstones, disorder, FOREIGN_WRITE),
         (defects.take_a_page_id_for_its_place, as_drawn, EARLY_READ),
-        (router_defects.continue_at_output_0, dying_streams, EARLY_READ),
+        (router_defects.continue_at_output_0, mild, FAILS_IN_MILD),
         (router_defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
         (router_defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
         (router_defects.retry_where_it_failed, mild, FAILS_IN_MILD),

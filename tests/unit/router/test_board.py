@@ -67,3 +67,11 @@ def test_the_flag_is_everybodys(path: str) -> None:
     for value in (True, False):
         ours.flag = value
         assert theirs.flag is value
+
+
+def test_numbers_begin_anew(path: str) -> None:
+    board = Board(path, 1)
+    with open(path, "r+b") as file:
+        file.write(b"\xff" * 8)
+    board.write(0, b"after")
+    assert board.read(0) == b"after"

@@ -133,6 +133,7 @@ class TestWrongOutputs:
         ("message", "reason"),
         [
             (output(Room(1), 2, 7), "decode-0: output 1 is missing; 2 came next"),
+            (output(Room(1), 0, 6, 7), "decode-0: output 0 came again with other tokens"),
             (output(Room(1), 1, 1, 2, 3, 4), "decode-0: 5 tokens came, 4 were asked for"),
             (output(Room(1), 0, finish=FinishReason.STOP), "decode-0: the answer ended at 0 tokens, but 1 came before"),
         ],
