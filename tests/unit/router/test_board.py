@@ -71,7 +71,6 @@ def test_the_flag_is_everybodys(path: str) -> None:
 
 def test_numbers_begin_anew(path: str) -> None:
     board = Board(path, 1)
-    with open(path, "r+b") as file:
-        file.write(b"\xff" * 8)
+    board._memory[0:8] = b"\xff" * 8
     board.write(0, b"after")
     assert board.read(0) == b"after"
