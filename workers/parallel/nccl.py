@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from workers.parallel.collectives import Work
+from workers.parallel.collectives import Done, Work
 from workers.parallel.torch_group import TorchGroup
 
 
@@ -22,14 +22,17 @@ class NcclBackend(TorchGroup):
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
         """See Communicator.start_shift. Both directions are one call, or two ranks would wait for each other."""
-        self._group._start_coalescing(self.device)
-        if tensor.numel():
-            self._group.send([tensor], (self._rank + distance) % self._size, 0)
-        self.received_bytes += output.nbytes
-        if output.numel():
-            self._group.recv([output], (self._rank - distance) % self._size, 0)
-        work: Work = self._group._end_coalescing(self.device)
-        return work
+        self._group._start_coalescing()
+        try:
+            if tensor.numel():
+                self._group.send([tensor], (self._rank + distance) % self._size, 0)
+            self.received_bytes += output.nbytes
+            if output.numel():
+                self._group.recv([output], (self._rank - distance) % self._size, 0)
+        finally:
+            # NCCL would add whatever this thread starts next to a call that was left open.
+            work: Work | None = self._group._end_coalescing()
+        return work or Done()  # none where nothing was moved
 
     def leave(self) -> None:
         """End also what is under way."""
