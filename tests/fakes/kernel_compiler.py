@@ -19,6 +19,8 @@ from triton.runtime.jit import JITFunction
 
 H200 = GPUTarget("cuda", 90, 32)
 MOST_SHARED_BYTES = 227 << 10
+MOST_BESIDE = 65_535
+"""Programs along the second and the third axis of a launch: only the first one has room for tokens and pages."""
 _TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -45,7 +47,8 @@ def compile_launches(launch: Callable[[], object]) -> list[Compiled]:
     """Compile what ``launch`` would launch on tensors of the CPU."""
     compiled: list[Compiled] = []
 
-    def compile_instead(self: Any, *args: Any, **kwargs: Any) -> None:
+    def compile_instead(self: Any, *args: Any, grid: tuple[int, ...], **kwargs: Any) -> None:
+        assert all(0 < size <= MOST_BESIDE for size in grid[1:]), f"{self.__name__} cannot be launched: {grid}"
         compiled.append(_compile(self, args, kwargs))
 
     run = JITFunction.run

@@ -18,6 +18,9 @@ from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
 from workers.kernels.swiglu import swiglu
 
+MANY = 1 << 16
+"""Rows of 8,192 tokens at eight experts each."""
+
 
 def _attention(dtype: torch.dtype, head_dim: int, groups: int, page_size: int) -> Callable[[], object]:
     """A prompt behind a prefix, and a decoded token."""
@@ -51,6 +54,13 @@ def _copy() -> object:
     staged = _bf16(3, *pool.data.shape[1:])
     gather_pages(pool.data, torch.arange(3), staged)
     return scatter_pages(staged, torch.arange(3), pool.data)
+
+
+def _copy_most() -> object:
+    """Of tiny pages, a whole pool."""
+    pool = PagePool(MANY, 1, 1, 16, 64, torch.bfloat16)
+    pages = torch.arange(MANY)
+    return gather_pages(pool.data, pages, torch.empty_like(pool.data[:MANY]))
 
 
 def _norms() -> object:
@@ -87,6 +97,8 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "norms": _norms,
     "rotate": _rotate,
     "gate": lambda: swiglu(_bf16(100, 2 * 12288)),
+    "gate of experts": lambda: swiglu(torch.empty(MANY, 2 * 768, dtype=torch.bfloat16)),
+    "copy of a pool": _copy_most,
     "experts": _experts,
 }
 

@@ -36,7 +36,7 @@ def _copy(pool: Tensor, pages: Tensor, staged: Tensor, *, to_pool: bool) -> None
     assert pool.shape[1:] == staged.shape[1:], f"pages of {pool.shape[1:]} and of {staged.shape[1:]}"
     assert len(pages) == num_pages, f"{len(pages)} pages, {num_pages} staged"
     if num_pages:
-        _copy_kernel[(triton.cdiv(num_words, _BLOCK_WORDS), num_pages, num_heads)](
+        _copy_kernel[(num_pages, triton.cdiv(num_words, _BLOCK_WORDS), num_heads)](
             pool,
             pages,
             staged,
@@ -53,8 +53,8 @@ def _copy_kernel(
     pool, pages, staged, page_stride, head_stride, staged_page_stride, staged_head_stride, num_words,
     TO_POOL: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    words = tl.program_id(0) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    place, head = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    words = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     in_pool = pool + tl.load(pages + place) * page_stride + head * head_stride + words
     in_staged = staged + place * staged_page_stride + head * staged_head_stride + words
     if TO_POOL:

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.kernel_compiler import MOST_SHARED_BYTES
 from tests.fakes.kernel_launches import LAUNCHES
 
-ORDINARY = {"attention"}
+ORDINARY = {"attention", "gate of experts", "copy of a pool"}
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
