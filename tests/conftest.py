@@ -140,7 +140,7 @@ def _gpu_missing(items: list[pytest.Item]) -> str | None:
     if not any(item.get_closest_marker("gpu") for item in items):
         return None
     if os.environ.get("TRITON_INTERPRET"):
-        return "needs a CUDA device and a session of its own: `pytest -m gpu`"
+        return "needs a CUDA device and a session of its own: `pytest -m gpu tests/gpu`"
     import torch
 
     return None if torch.cuda.is_available() else "needs a CUDA device and a CUDA build of torch"

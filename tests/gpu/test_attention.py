@@ -1,4 +1,4 @@
-"""The cases of tests/unit/workers/kernels, compiled: `pytest -m gpu`."""
+"""The cases of tests/unit/workers/kernels, compiled: `pytest -m gpu tests/gpu`."""
 
 import pytest
 import torch

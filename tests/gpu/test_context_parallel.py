@@ -1,4 +1,4 @@
-"""Context parallelism in every mode, with several ranks on one GPU, against the oracle: `pytest -m gpu`."""
+"""Context parallelism in every mode, with several ranks on one GPU, against the oracle: `pytest -m gpu tests/gpu`."""
 
 from itertools import product
 
