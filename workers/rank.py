@@ -16,10 +16,11 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
-from workers.attention.registry import choose_backend
+from workers.attention.registry import Choice, choose_backend
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
+from workers.cache.pinned import PinnedMemory
 from workers.cache.staging import Staging
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
@@ -70,14 +71,18 @@ class Rank:
     """On the device."""
     staging: Staging | None
     """Between a GPU's pages and the region."""
+    pinned: PinnedMemory
+    """Both regions, where there is a GPU."""
 
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
-        self.backend.close()
-        if self.grammars is not None:
-            self.grammars.close()
-        if self.host_pages is not None:
-            self.host_pages.close()
+        with ExitStack() as closing:  # the last one first
+            if self.host_pages is not None:
+                closing.callback(self.host_pages.close)
+            if self.grammars is not None:
+                closing.callback(self.grammars.close)
+            closing.callback(self.backend.close)
+            closing.callback(self.pinned.close)
 
 
 def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
@@ -85,18 +90,26 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
     with ExitStack() as on_failure:
         # Peers that wait for this rank, to meet it or while they warm up, end now, instead of after the timeout.
         on_failure.callback(leave_store, store, spec.global_rank)
+        # Before the groups, which only ranks that have their GPUs can join.
+        device = open_device(spec.config.resources.device)
         model_config = ModelConfig.from_folder(folder)
         model_config.check_cut(spec.pool.parallel, f"{spec.role}.parallel")
         groups = join_groups(spec, store, model_config)
         on_failure.callback(groups.leave)
-        rank = _load(spec, folder, model_config, groups, store)
+        rank = _load(spec, folder, model_config, device, groups, store)
         on_failure.pop_all()
     return rank
 
 
-def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: RankGroups, store: ReplicaStore) -> Rank:
+def _load(
+    spec: WorkerSpec,
+    folder: Path,
+    model_config: ModelConfig,
+    device: torch.device,
+    groups: RankGroups,
+    store: ReplicaStore,
+) -> Rank:
     config = spec.config
-    device = open_device(config.resources.device)
     draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
     geometry = _geometry(config, model_config)
@@ -114,25 +127,12 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
     host_region = backend.allocate(host_bytes) if host_bytes else None
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
     on_gpu = device.type == "cuda"
+    regions = [region, host_region] if host_region is not None else [region]
+    pinned = PinnedMemory([each.buffer for each in regions] if on_gpu else [])
     pool = _make_pool(layout, dtype, region, device)
     staging = _make_staging(pool, region)
     host_pages = None if on_gpu else _make_host_pages(spec, layout, pool)
-    runner = ModelRunner(
-        model,
-        pool,
-        attention.backend,
-        groups.cp,
-        spec.ownership,
-        grammars,
-        pipeline=groups.pipeline,
-        host_pages=host_pages,
-        staging=staging,
-        head_copies=HeadCopies(pool, groups.head_copies),
-    )
-    runner.warm_up()
-    is_alone = spec.sizes.pp == spec.sizes.dp == 1
-    if on_gpu and attention.name == "triton" and spec.role is Role.DECODE and is_alone:
-        runner.record_decode(config.decode.max_requests)
+    runner = _make_runner(spec, model, pool, attention, groups, grammars, staging, host_pages)
     shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, geometry.dtype)
     return Rank(
         geometry=geometry,
@@ -150,9 +150,40 @@ def _load(spec: WorkerSpec, folder: Path, model_config: ModelConfig, groups: Ran
         groups=groups,
         pool=pool,
         staging=staging,
+        pinned=pinned,
         host_pages=host_pages,
         keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )
+
+
+def _make_runner(
+    spec: WorkerSpec,
+    model: DecoderModel,
+    pool: PagePool,
+    attention: Choice,
+    groups: RankGroups,
+    grammars: Grammars | None,
+    staging: Staging | None,
+    host_pages: HostPages | None,
+) -> ModelRunner:
+    """Ready for the first request."""
+    runner = ModelRunner(
+        model,
+        pool,
+        attention.backend,
+        groups.cp,
+        spec.ownership,
+        grammars,
+        pipeline=groups.pipeline,
+        host_pages=host_pages,
+        staging=staging,
+        head_copies=HeadCopies(pool, groups.head_copies),
+    )
+    runner.warm_up()
+    is_alone = spec.sizes.pp == spec.sizes.dp == 1
+    if pool.data.is_cuda and attention.name == "triton" and spec.role is Role.DECODE and is_alone:
+        runner.record_decode(spec.config.decode.max_requests)
+    return runner
 
 
 def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:

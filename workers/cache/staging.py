@@ -11,16 +11,15 @@ from workers.cache.page_pool import PagePool
 
 
 class Staging:
-    """The pages of one pool and their like in host memory, which is pinned where the pool is on a GPU."""
+    """The pages of one pool and their like in host memory."""
 
     def __init__(self, pool: PagePool, host: memoryview) -> None:
-        """``host`` has at least the bytes of the pool."""
+        """``host`` has at least the bytes of the pool; of a pool on a GPU it is pinned."""
         self._pages = pool.data.view(len(pool.data), -1).view(torch.uint8)
         flat = torch.frombuffer(host, dtype=torch.uint8)
         self._host = flat[: self._pages.numel()].view(self._pages.shape)
         self._stream: torch.cuda.Stream | None = None
         if self._pages.is_cuda:
-            pin(self._host)
             self._stream = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event | None:
@@ -46,9 +45,3 @@ class Staging:
     def _copy(target: torch.Tensor, source: torch.Tensor, pages: Sequence[int]) -> None:
         for page in pages:
             target[page].copy_(source[page], non_blocking=True)
-
-
-def pin(host: torch.Tensor) -> None:
-    """Let the GPU copy by itself; RuntimeError where the system does not allow so much."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(runtime.cudaHostRegister(host.data_ptr(), host.numel(), 0)))

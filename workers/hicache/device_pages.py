@@ -11,7 +11,7 @@ from cluster.spec.kv import PoolLayout
 from transfer.backends.interface import Region
 from workers.cache.layer_arrivals import LayerArrivals, Moment
 from workers.cache.page_pool import PagePool
-from workers.cache.staging import Staging, pin
+from workers.cache.staging import Staging
 
 MOST_GROUPS = 8
 """Of layers, one after another. More would begin a step sooner, and end it later: each needs copies of its own."""
@@ -92,7 +92,6 @@ class StagedPages:
         self._inward: torch.cuda.Stream | None = None
         self._outward: torch.cuda.Stream | None = None
         if self._pages.is_cuda:
-            pin(self._host)
             self._inward = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
             self._outward = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
 
