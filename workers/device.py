@@ -27,6 +27,26 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Arriving:
+    """Tensors on their way to the host, from now on: what is started later does not hold them up."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._on_host = tensors
+        self._there: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            self._on_host = tuple(
+                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            )
+            self._there = torch.cuda.current_stream(tensors[0].device).record_event()
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """They are there on return."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._on_host
+
+
 def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same there; the host goes on at once, whatever a GPU is at. Torch keeps the pinned copy until then."""
     return on_cpu if device.type == "cpu" else on_cpu.pin_memory().to(device, non_blocking=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
-from workers.device import on_device
+from workers.device import Arriving, on_device
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
@@ -33,15 +33,16 @@ class Draws:
     _states: Sequence[SamplingState]
     _num_top: Mapping[int, int]
     """Likeliest tokens that are told, by row, of those that ask."""
-    _likelihoods: "_Likelihoods | None"
-    """Of the same rows."""
+    _arriving: Arriving
+    """What was drawn, and the likelihoods of the same rows, if any ask."""
 
     def wait(self) -> list[Sampled]:
         """What was drawn, of which the rows' states take note; once."""
+        token_ids, *likelihoods = self._arriving.wait()
         told: dict[int, TokenLogprobs] = {}
-        if self._likelihoods is not None:
-            told = dict(zip(self._num_top, self._likelihoods.read(self._num_top.values()), strict=True))
-        drawn = list(zip(self._states, self.token_ids.tolist(), strict=True))
+        if likelihoods:
+            told = dict(zip(self._num_top, _Likelihoods(*likelihoods).read(self._num_top.values()), strict=True))
+        drawn = list(zip(self._states, token_ids.tolist(), strict=True))
         for state, token_id in drawn:
             state.append(token_id)
         return [_sampled(state, token_id, told.get(row)) for row, (state, token_id) in enumerate(drawn)]
@@ -60,11 +61,13 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     """
     assert logits.shape[0] == len(states) == len(positions)
     asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
-    unprocessed = logits[list(asked)] if asked else logits
+    of_asked = _index(list(asked), logits)
+    unprocessed = logits[of_asked] if asked else logits
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
-    likelihoods = _likelihoods(unprocessed, token_ids[list(asked)], max(asked.values())) if asked else None
-    return Draws(token_ids, states, asked, likelihoods)
+    likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if asked else ()
+    # Now, since the next step may be begun before anybody waits for this one.
+    return Draws(token_ids, states, asked, Arriving(token_ids, *likelihoods))
 
 
 def _sampled(state: SamplingState, token_id: int, logprobs: TokenLogprobs | None) -> Sampled:
@@ -83,7 +86,7 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     chosen = _likeliest(logits) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
     if drawn:
         uniforms = [uniform(rows[index].seed, positions[index]) for index in drawn]
-        index = on_device(torch.tensor(drawn), logits.device)
+        index = _index(drawn, logits)
         chosen[index] = _draw(logits[index], [rows[place] for place in drawn], uniforms)
     return chosen
 
@@ -123,7 +126,8 @@ def _draw(logits: Tensor, rows: Sequence[Sampling], uniforms: Sequence[float]) -
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / _column([row.temperature for row in rows], logits)
     sorting = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
     if sorting:
-        scores[sorting] = _keep_likeliest(scores[sorting], [rows[index] for index in sorting])
+        index = _index(sorting, scores)
+        scores[index] = _keep_likeliest(scores[index], [rows[place] for place in sorting])
     floor = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows], logits)
     weights = scores.masked_fill(scores < floor, -math.inf).exp()
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
@@ -165,6 +169,11 @@ def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple
     # Top-p is a share of what top-k leaves; its mass is known where that is ranked, or is everything.
     is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
     return ranked.gather(-1, num_kept - 1), is_sure.squeeze(-1)
+
+
+def _index(rows: Sequence[int], like: Tensor) -> Tensor:
+    """A list would be copied to a GPU while the host waits."""
+    return on_device(torch.tensor(rows, dtype=torch.int64), like.device)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

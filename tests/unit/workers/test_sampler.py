@@ -3,6 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +166,42 @@ def test_seed_and_position_both_matter() -> None:
     assert len(set(fixed_seed)) > 20
     assert len(set(fixed_position)) > 20
     assert fixed_seed != other_seed
+
+
+def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step may be begun before anybody waits, and would hold up a copy that is started then."""
+    events: list[str] = []
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    class Stream:
+        def record_event(self) -> "Stream":
+            events.append("recorded")
+            return self
+
+        def synchronize(self) -> None:
+            events.append("awaited")
+
+    def empty_pinned(like: Tensor, *, device: str, pin_memory: bool) -> Tensor:
+        assert (device, pin_memory) == ("cpu", True)
+        events.append("copied")
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def draw_on_gpu(*_: object) -> Tensor:
+        return torch.tensor([1, 2]).as_subclass(OnGpu)
+
+    monkeypatch.setattr(torch, "empty_like", empty_pinned)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(sampler, "draw", draw_on_gpu)
+    states: list[Any] = [
+        SimpleNamespace(sampling=Sampling(num_logprobs=2), asks=False, grammar=None, append=lambda _: None)
+    ] * 2
+    draws = sampler.begin_sample(some_logits(2), states, [0, 0])
+    assert events == ["copied"] * 4 + ["recorded"]
+    draws.token_ids.zero_()  # as the next step may do
+    assert [sampled.token_id for sampled in draws.wait()] == [1, 2]
+    assert events[5:] == ["awaited"]
 
 
 def test_uniform_numbers_are_fixed_for_all_time() -> None:
