@@ -45,6 +45,8 @@ class Sizes:
     decode_len: int = 32_768
     decode_kv_bytes: int = 2 << 30
     """Of all requests that are decoded together."""
+    moved_kv_bytes: int = 512 << 20
+    """That are stored and gathered: more than a cache holds."""
 
 
 def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterator[KernelCase]:
@@ -53,7 +55,7 @@ def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterat
     yield _prefill(shape, device, sizes.chunk_len, sizes.prefix_len)
     yield _decode(shape, device, sizes)
     yield from _of_rows(shape, device, sizes.prompt_len)
-    yield from _of_pages(shape, device, sizes.prompt_len)
+    yield from _of_pages(shape, device, sizes.moved_kv_bytes // _row_bytes(shape))
 
 
 def _prefill(shape: HeadShape, device: torch.device, num_tokens: int, prefix_len: int) -> KernelCase:
@@ -75,7 +77,7 @@ def _prefill(shape: HeadShape, device: torch.device, num_tokens: int, prefix_len
 
 
 def _decode(shape: HeadShape, device: torch.device, sizes: Sizes) -> KernelCase:
-    length, row_bytes = sizes.decode_len, 2 * shape.kv_heads * shape.head_dim * _DTYPE.itemsize
+    length, row_bytes = sizes.decode_len, _row_bytes(shape)
     num_requests = max(1, sizes.decode_kv_bytes // (length * row_bytes))
     pages_each = -(-length // PAGE_SIZE)
     pool, pages = _pages(shape, device, num_requests * pages_each * PAGE_SIZE)
@@ -94,15 +96,15 @@ def _decode(shape: HeadShape, device: torch.device, sizes: Sizes) -> KernelCase:
 
 
 def _of_rows(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:
-    out = _random(device, num_tokens, shape.heads, shape.head_dim)
-    lse = torch.zeros(num_tokens, shape.heads, device=device)
-    partial_bytes = out.nbytes + lse.nbytes
-    yield KernelCase("merge 4 partials", Limit.BYTES, 5.0 * partial_bytes, lambda: merge_partials([out] * 4, [lse] * 4))
+    outs = [_random(device, num_tokens, shape.heads, shape.head_dim) for _ in range(4)]
+    lses = [torch.zeros(num_tokens, shape.heads, device=device) for _ in outs]
+    out, partial_bytes = outs[0], outs[0].nbytes + lses[0].nbytes
+    yield KernelCase("merge 4 partials", Limit.BYTES, 5.0 * partial_bytes, lambda: merge_partials(outs, lses))
     turn = _random(device, num_tokens, 1, shape.head_dim)
     yield KernelCase("rotate", Limit.BYTES, 2.0 * out.nbytes, lambda: rotate(out, turn, turn))
-    hidden, weight = _random(device, num_tokens, shape.hidden), _random(device, shape.hidden)
+    (hidden, added), weight = _random(device, 2, num_tokens, shape.hidden), _random(device, shape.hidden)
     yield KernelCase(
-        "normalise a sum", Limit.BYTES, 4.0 * hidden.nbytes, lambda: add_rms_norm(hidden, hidden, weight, 1e-6)
+        "normalise a sum", Limit.BYTES, 4.0 * hidden.nbytes, lambda: add_rms_norm(hidden, added, weight, 1e-6)
     )
     gate_up = _random(device, num_tokens, 2 * shape.inner)
     yield KernelCase("gate", Limit.BYTES, 1.5 * gate_up.nbytes, lambda: swiglu(gate_up))
@@ -115,6 +117,11 @@ def _of_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterat
     yield KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(pool.data[:, :, 0], slots, kv))
     staged = torch.empty_like(pool.data[: len(pages)])
     yield KernelCase("gather pages", Limit.BYTES, 2.0 * staged.nbytes, lambda: gather_pages(pool.data, pages, staged))
+
+
+def _row_bytes(shape: HeadShape) -> int:
+    """K and V of a token."""
+    return 2 * shape.kv_heads * shape.head_dim * _DTYPE.itemsize
 
 
 def _pages(shape: HeadShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
