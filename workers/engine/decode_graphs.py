@@ -140,17 +140,18 @@ class GpuRecorder:
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
+        # One, since libraries keep memory of their own for each stream that they have met.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recorded:
         """The first two runs, which compile kernels and warm libraries up, are not recorded."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 compute()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads copy pages and watch collectives meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             out = compute()
         return out, graph.replay
