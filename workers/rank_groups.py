@@ -17,8 +17,8 @@ from workers.parallel.words import told_by_all
 from workers.traffic import HEAD_COPIES, STAGES, Traffic
 
 COLLECTIVE_TIMEOUT_S = 3600.0
-"""For collectives once a group stands. A dead peer closes its connections and is seen at once; this only bounds a peer
-that is stopped but not dead."""
+"""For collectives once a group stands. Between CPUs a dead peer is seen at once, and this only bounds one that is
+stopped but not dead; over NCCL nothing else does, and who waits there is ended with its replica before."""
 
 CHECKED_TIMEOUT_S = 60.0
 """The same while collectives are checked: a rank that does not come at all is what is looked for."""
