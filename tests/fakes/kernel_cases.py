@@ -1,6 +1,6 @@
 """Shapes for the attention kernels, and the comparison with attention by definition, on any device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,6 +40,24 @@ class PagedCase:
         for run in self.runs:
             ends[run.request] = max(ends[run.request], run.last_position + 1)
         return ends
+
+
+COMPILED = (
+    *((page_size, 128, groups, 2) for page_size in (16, 64, 128) for groups in (1, 4, 8)),
+    *((64, head_dim, 2, 1) for head_dim in (64, 80, 96, 256)),
+    *((16, 256, groups, 1) for groups in (1, 3, 16)),
+    *((64, 64, groups, 1) for groups in (3, 16)),
+    (128, 80, 5, 2),
+)
+"""Page sizes, head sizes, groups and kv heads: each of them is a kernel that a GPU compiles."""
+
+
+@st.composite
+def compiled_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
+    """Those of ``paged_cases`` of a few shapes only."""
+    page_size, head_dim, groups, kv_heads = draw(st.sampled_from(COMPILED))
+    case = draw(paged_cases(most, dtype))
+    return replace(case, page_size=page_size, head_dim=head_dim, groups=groups, kv_heads=kv_heads)
 
 
 @st.composite

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.kernel_references import CHECKS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
