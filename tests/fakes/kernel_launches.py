@@ -12,7 +12,7 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.grouped_matmul import grouped_matmul
-from workers.kernels.merge import merge_partials
+from workers.kernels.merge import merge_partials, merge_places
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
@@ -85,6 +85,12 @@ def _merge() -> object:
     return merge_partials([out] * 3, [lse] * 3)
 
 
+def _merge_places() -> object:
+    """A token of a long request, alone: as many places as there are programs."""
+    found, found_lse, number = torch.zeros(264, 1, 8, 256), torch.zeros(264, 1, 8), torch.zeros(1, dtype=torch.int32)
+    return merge_places(found, found_lse, number, number, _bf16(1, 8, 256), torch.zeros(1, 8))
+
+
 LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention": _attention(torch.bfloat16, 128, 4, 64),
     "attention of wide heads": _attention(torch.bfloat16, 256, 16, 128),
@@ -92,6 +98,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention in fp32": _attention(torch.float32, 64, 1, 64),
     "attention of rows": _rows,
     "merge": _merge,
+    "merge of many places": _merge_places,
     "store": _store,
     "copy": _copy,
     "norms": _norms,

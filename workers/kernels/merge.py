@@ -9,6 +9,9 @@ from torch import Tensor
 
 from workers.kernels.launch import block_of
 
+_MOST_PLACES = 32
+"""That are held at once; with more, registers spill."""
+
 
 def merge_places(found: Tensor, found_lse: Tensor, counts: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
     """Join what was found at the first ``counts [R]`` places of each row, into rows ``rows [R]`` of ``out``.
@@ -29,7 +32,7 @@ def merge_places(found: Tensor, found_lse: Tensor, counts: Tensor, rows: Tensor,
             found_lse.stride(0),
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_PLACES=block_of(num_places),
+            BLOCK_PLACES=min(block_of(num_places), _MOST_PLACES),
             BLOCK_DIM=block_of(head_dim),
         )
 
@@ -62,24 +65,29 @@ def _merge_places_kernel(
     if row < 0:
         return
     source = tl.program_id(0) * NUM_HEADS + tl.program_id(1)
-    places, dims = tl.arange(0, BLOCK_PLACES).to(tl.int64), tl.arange(0, BLOCK_DIM)
-    is_there = places < tl.load(counts + tl.program_id(0))
-    lses = tl.load(found_lse + places * lse_stride + source, mask=is_there, other=float("-inf"))
-    peak = tl.max(lses, 0)
-    weights = tl.exp(lses - tl.where(peak == float("-inf"), 0.0, peak))
-    is_held = is_there[:, None] & (dims < HEAD_DIM)[None, :]
-    outs = tl.load(
-        found + (places * found_stride + source.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :],
-        mask=is_held,
-        other=0.0,
-    )
-    total = tl.sum(weights, 0)
+    dims, count = tl.arange(0, BLOCK_DIM), tl.load(counts + tl.program_id(0))
+    joined = tl.zeros((BLOCK_DIM,), tl.float32)
+    total, peak = 0.0, float("-inf")
+    for start in range(0, count, BLOCK_PLACES):
+        places = (start + tl.arange(0, BLOCK_PLACES)).to(tl.int64)
+        is_there = places < count
+        lses = tl.load(found_lse + places * lse_stride + source, mask=is_there, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(lses, 0))
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights, decay = tl.exp(lses - reference), tl.exp(peak - reference)
+        outs = tl.load(
+            found + (places * found_stride + source.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :],
+            mask=is_there[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        joined = joined * decay + tl.sum(outs * weights[:, None], 0)
+        total = total * decay + tl.sum(weights, 0)
+        peak = new_peak
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
     target = row.to(tl.int64) * NUM_HEADS + tl.program_id(1)
     tl.store(lse + target, tl.where(is_empty, float("-inf"), tl.log(total) + peak))
-    joined = tl.sum(outs * weights[:, None], 0) / total
-    tl.store(out + target * HEAD_DIM + dims, joined.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(out + target * HEAD_DIM + dims, (joined / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 @triton.jit

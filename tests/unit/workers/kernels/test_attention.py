@@ -12,7 +12,7 @@ from workers.attention.triton import tiling
 from workers.attention.triton.backend import TritonAttention
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.runs import Run
-from workers.kernels.merge import merge_partials
+from workers.kernels.merge import merge_partials, merge_places
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -99,6 +99,30 @@ def test_pages_of_another_size_are_our_own_bug() -> None:
 
 
 @settings(max_examples=10)
+@given(st.integers(1, 70), st.integers(0, 99))
+def test_merging_places(most: int, seed: int) -> None:
+    """More than are held at once; what lies behind a row's own is not to be looked at."""
+    torch.manual_seed(seed)
+    found, found_lse = torch.randn(most, 3, 2, 80), 30 * torch.randn(most, 3, 2)
+    found_lse[torch.rand(found_lse.shape) < 0.3] = -torch.inf
+    counts = torch.randint(1, most + 1, (3,))
+    for row, count in enumerate(counts.tolist()):
+        found[count:, row], found_lse[count:, row] = torch.nan, torch.nan
+    found[found_lse == -torch.inf] = 0
+    result = Partial(torch.full((4, 2, 80), 7.0), torch.full((4, 2), 7.0))
+    rows = torch.tensor([2, -1, 0])
+    merge_places(found, found_lse, counts.int(), rows.int(), *result)
+    assert result.out[[1, 3]].eq(7).all()
+    for row, target in ((0, 2), (2, 0)):
+        parts = [Partial(found[i, row : row + 1], found_lse[i, row : row + 1]) for i in range(int(counts[row]))]
+        compare(Partial(*(x[target : target + 1] for x in result)), merge_in_double(parts), torch.float32)
+
+
+def merge_in_double(parts: list[Partial]) -> Partial:
+    return merge([Partial(part.out.double(), part.lse.double()) for part in parts])
+
+
+@settings(max_examples=10)
 @given(st.integers(1, 6), st.sampled_from([(0, 1), (1, 3), (9, 2)]), st.sampled_from([64, 80]), st.data())
 def test_merging_partials(num: int, shape: tuple[int, int], head_dim: int, data: st.DataObject) -> None:
     dtype = data.draw(DTYPES)
@@ -108,5 +132,5 @@ def test_merging_partials(num: int, shape: tuple[int, int], head_dim: int, data:
     for out, lse in zip(outs, lses, strict=True):
         is_empty = torch.rand(shape) < data.draw(st.sampled_from([0.0, 0.5, 1.0]))
         out[is_empty], lse[is_empty] = 0, -torch.inf
-    expected = merge([Partial(out.double(), lse.double()) for out, lse in zip(outs, lses, strict=True)])
+    expected = merge_in_double([Partial(out, lse) for out, lse in zip(outs, lses, strict=True)])
     compare(Partial(*merge_partials(outs, lses)), expected, dtype)
