@@ -67,13 +67,14 @@ def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comp
     signature, constants, attributes = {}, {}, {}
     for index, param in enumerate(kernel.params):
         value = given[param.name]
-        if param.is_constexpr or value is None or (type(value) is int and value == 1):
+        is_specialized = not param.do_not_specialize
+        if param.is_constexpr or value is None or (type(value) is int and value == 1 and is_specialized):
             signature[param.name], constants[(index,)] = "constexpr", value
             continue
         signature[param.name] = _type_of(value)
         parts = enumerate(value) if isinstance(value, tuple) else [(None, value)]
         for at, part in parts:
-            if isinstance(part, torch.Tensor) or (isinstance(part, int) and part % 16 == 0):
+            if isinstance(part, torch.Tensor) or (isinstance(part, int) and part % 16 == 0 and is_specialized):
                 attributes[(index,) if at is None else (index, at)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     result = triton.compile(source, target=H200, options=options)

@@ -85,6 +85,15 @@ def _merge() -> object:
     return merge_partials([out] * 3, [lse] * 3)
 
 
+def _merge_any() -> object:
+    """A row, a number of rows that 16 divides, and one that it does not."""
+    for num_rows in (1, 16, 33):
+        merge_partials([_bf16(num_rows, 1, 128)] * 2, [torch.zeros(num_rows, 1)] * 2)
+        found, found_lse, number = torch.zeros(3, num_rows, 1, 128), torch.zeros(3, num_rows, 1), torch.zeros(num_rows)
+        merge_places(found, found_lse, number.int(), number.int(), _bf16(num_rows, 1, 128), torch.zeros(num_rows, 1))
+    return None
+
+
 def _merge_places() -> object:
     """A token of a long request, alone: as many places as there are programs."""
     found, found_lse, number = torch.zeros(264, 1, 8, 256), torch.zeros(264, 1, 8), torch.zeros(1, dtype=torch.int32)
@@ -99,6 +108,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention of rows": _rows,
     "merge": _merge,
     "merge of many places": _merge_places,
+    "merges of any length": _merge_any,
     "store": _store,
     "copy": _copy,
     "norms": _norms,

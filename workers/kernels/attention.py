@@ -98,7 +98,8 @@ def attend(
     )
 
 
-@triton.jit
+# It changes with the batch: each kind of number would be compiled anew, in the middle of a request.
+@triton.jit(do_not_specialize=["lse_place_stride"])
 def _attend_kernel(
     query,
     key,

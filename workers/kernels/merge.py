@@ -56,7 +56,7 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_stride"])
 def _merge_places_kernel(
     found, found_lse, counts, rows, out, lse, found_stride, lse_stride,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PLACES: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -90,7 +90,7 @@ def _merge_places_kernel(
     tl.store(out + target * HEAD_DIM + dims, (joined / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_partials_kernel(
     outs, lses, out, lse, num_rows,
     HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,

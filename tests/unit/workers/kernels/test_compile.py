@@ -36,6 +36,10 @@ def test_launch(name: str) -> None:
         assert launch["spilled_bytes"] == 0, launch["name"]
 
 
+def test_what_differs_between_batches_is_not_compiled_anew() -> None:
+    assert len({launch["asm"] for launch in compiled("merges of any length")}) == 2
+
+
 @pytest.mark.full
 def test_prompts_are_multiplied_by_the_units_that_hopper_has_for_it() -> None:
     assert any("wgmma" in launch["asm"] for launch in compiled("attention"))
