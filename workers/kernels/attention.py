@@ -38,14 +38,16 @@ class Blocks:
     stages: int
 
 
-def blocks_for(rows: int, head_dim: int, itemsize: int) -> Blocks:
-    """For tiles of up to ``rows`` rows."""
+def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Blocks:
+    """For tiles of up to ``rows`` rows, over pages or, for page size 0, rows."""
     if itemsize > 2:
         return Blocks(block_of(min(rows, 32), 16), 32, 8, 2)
     is_large = head_dim > 128
     most_rows = 64 if is_large else 128
     warps = 4 if rows <= 16 and not is_large else 8
-    return Blocks(block_of(min(rows, most_rows), 16), 32 if is_large else 64, warps, 3)
+    # The number of a page is loaded ahead of the page, which takes two of the stages.
+    stages = 5 if page_size and not is_large else 3
+    return Blocks(block_of(min(rows, most_rows), 16), 32 if is_large else 64, warps, stages)
 
 
 def attend(

@@ -104,7 +104,7 @@ class _Work:
         for items in (few, many):
             if items:
                 most_rows = max(item.num_queries for item in items) * groups
-                blocks = blocks_for(most_rows, query.shape[2], query.itemsize)
+                blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self.page_size)
                 queries = blocks.rows // groups
                 tiling = cut(items, queries, split_len(items, queries, key.shape[1], blocks.keys))
                 launches.append(_Launch(tiling, blocks, self._tables, self.page_size, query.device))

@@ -26,7 +26,7 @@ class DecodeAttention:
         self.num_rows, self._page_size = num_rows, page_size
         self._most_pages = most_pages
         self._num_splits = max(1, min(PROGRAMS // (num_rows * num_kv_heads), _MOST_SPLITS))
-        self._blocks = blocks_for(query.shape[1] // num_kv_heads, query.shape[2], query.itemsize)
+        self._blocks = blocks_for(query.shape[1] // num_kv_heads, query.shape[2], query.itemsize, page_size)
         num_tiles = num_rows * self._num_splits
         self._numbers = torch.zeros(num_tiles * 13 + num_rows, dtype=torch.int32, device=device)
         self._tables = torch.zeros(num_rows * most_pages, dtype=torch.int64, device=device)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,13 @@ def test_launch(name: str) -> None:
     for launch in launches:
         assert launch["shared_bytes"] <= MOST_SHARED_BYTES, launch["name"]
         assert launch["spilled_bytes"] == 0, launch["name"]
+
+
+def test_keys_are_loaded_while_others_are_multiplied() -> None:
+    """Some copy may still be under way wherever one is awaited; for prompts and decoded tokens."""
+    kernels = [launch["asm"] for launch in compiled("attention") if launch["name"] == "_attend_kernel"]
+    assert len(kernels) == 2
+    assert all(re.search(r"cp\.async\.wait_group\s+[1-9]", asm) for asm in kernels)
 
 
 def test_what_differs_between_batches_is_not_compiled_anew() -> None:
