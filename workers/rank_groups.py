@@ -18,7 +18,8 @@ from workers.traffic import HEAD_COPIES, STAGES, Traffic
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """For collectives once a group stands. Between CPUs a dead peer is seen at once, and this only bounds one that is
-stopped but not dead; over NCCL nothing else does, and who waits there is ended with its replica before."""
+stopped but not dead, where neither the table nor the watch of its loop has ended it; over NCCL that watch ends who
+waits."""
 
 CHECKED_TIMEOUT_S = 60.0
 """The same while collectives are checked: a rank that does not come at all is what is looked for."""

@@ -11,6 +11,7 @@ from cluster.spec.step_messages import StepPlan
 from workers.engine.begun_step import BegunStep
 from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
+from workers.loop_watch import BETWEEN_STEPS, Turns
 from workers.rank import Rank
 
 
@@ -26,8 +27,8 @@ class EndedStep(NamedTuple):
 class RankSteps:
     """Steps end in the order in which they were begun."""
 
-    def __init__(self, rank: Rank, sender: KvSender, mover: Mover, clock: Clock) -> None:
-        self._rank, self._sender, self._mover, self._clock = rank, sender, mover, clock
+    def __init__(self, rank: Rank, sender: KvSender, mover: Mover, clock: Clock, turns: Turns) -> None:
+        self._rank, self._sender, self._mover, self._clock, self._turns = rank, sender, mover, clock, turns
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
 
     @property
@@ -38,14 +39,18 @@ class RankSteps:
     def begin(self, plan: StepPlan) -> None:
         """Begin this rank's part of a step; the KV that is there leaves."""
         start_s = self._clock.now_s()
+        self._turns.at(f"in step {plan.step}")
         self._sender.before_step(plan)
         arrivals = self._mover.fill(plan.fill) if plan.fill is not None else None
         with self._rank.step_recorder.step(plan):
             self._begun.append((plan, self._rank.runner.begin(plan, arrivals), start_s))
+        self._turns.at(BETWEEN_STEPS)
 
     def end(self) -> EndedStep:
         """Wait for what the oldest step has drawn; the KV that it has computed leaves."""
         plan, step, start_s = self._begun.popleft()
+        self._turns.at(f"at the end of step {plan.step}")
         sampled = step.wait()
         self._sender.after_step(plan, step.requests)
+        self._turns.at(BETWEEN_STEPS)
         return EndedStep(plan, sampled, self._clock.now_s() - start_s)

@@ -31,6 +31,7 @@ from workers.cpu import use_cpu
 from workers.engine.step_work import StepReports
 from workers.hicache.mover import Mover
 from workers.kv_sender import KvSender
+from workers.loop_watch import BETWEEN_STEPS, Turns
 from workers.page_checker import PageChecker
 from workers.parallel.groups import ReplicaStore, join_store, open_store
 from workers.post import send_if_heard, send_to_ranks
@@ -56,6 +57,8 @@ class Worker:
         """Without a rendezvous nothing is registered, and the table comes to the leader as messages."""
         use_cpu(spec.config.resources.threads_per_worker)
         self.spec = spec
+        self.turns = Turns()
+        """Of the loop of ``run``, for whoever watches it."""
         self._model_folder = model_folder
         self._rendezvous = rendezvous
         self._clock = SystemClock()
@@ -139,7 +142,7 @@ class Worker:
         meter = StepMeter()
         work = self._step_reports(rank)
         load_due_s = 0.0
-        steps = RankSteps(rank, sender, mover, self._clock)
+        steps = RankSteps(rank, sender, mover, self._clock, self.turns)
         try:
             while self._take_in(leader, sender, outbox, is_busy=steps.num_begun > 0):
                 plans = leader.next_plans()
@@ -180,6 +183,7 @@ class Worker:
 
     def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox, *, is_busy: bool) -> bool:
         """Hand waiting messages to the leader; sleeps while there is no step to plan or end. False ends the loop."""
+        self.turns.at(BETWEEN_STEPS)
         going_on = True
         for message in self._inbox.receive(0.0 if is_busy else self._idle_wait_s(leader)):
             if isinstance(message, Shutdown):
@@ -221,8 +225,9 @@ class Worker:
 
     def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
         work = self._step_reports(rank)
-        steps = RankSteps(rank, sender, mover, self._clock)
+        steps = RankSteps(rank, sender, mover, self._clock, self.turns)
         while True:
+            self.turns.at(BETWEEN_STEPS)
             messages = self._inbox.receive(IDLE_WAIT_S)
             if told := work.next(self._clock.now_s(), is_idle=not messages):
                 send_if_heard(outbox, leader_address, told)

@@ -52,11 +52,16 @@ class WorkerActor:
         return self._built.load(store)
 
     def run(self, rows: list[RankRow]) -> None:
-        """See Worker.run; gives back what the worker holds when it ends."""
+        """See Worker.run; gives back what the worker holds when it ends. A loop that stands still ends the process."""
+        from workers.loop_watch import LoopWatch, end_process
+
+        worker, spec = self._built, self._built.spec
+        name, limit_s = f"{spec.replica} rank {spec.global_rank}", spec.config.resources.step_timeout_s
         try:
-            self._built.run(rows)
+            with LoopWatch(worker.turns, name, limit_s, end_process):
+                worker.run(rows)
         finally:
-            self._built.close()
+            worker.close()
 
     @property
     def _built(self) -> "Worker":

@@ -1,7 +1,7 @@
 """Clusters whose workers can be made to transfer badly."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from tests.readme import ROOT
 
 
 @contextmanager
-def faulty_cluster(folder: Path, name: str, *settings: str) -> Iterator[RunningCluster]:
+def faulty_cluster(folder: Path, name: str, *settings: str, arguments: Sequence[str] = ()) -> Iterator[RunningCluster]:
     """``deploy/local-cpu.yaml``, up until Ctrl-C, with workers that take their faults from a folder."""
     program = (sys.executable, "-m", "tests.chaos.faulty_up")
     env = {FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
-    with running_cluster("deploy/local-cpu.yaml", name, *settings, program=program, env=env) as running:
+    deploy = "deploy/local-cpu.yaml"
+    with running_cluster(deploy, name, *settings, arguments=arguments, program=program, env=env) as running:
         yield running

@@ -1,9 +1,10 @@
-"""Workers whose transfers go wrong when a test asks for it: a fault is a file that the first worker in its way takes.
+"""Workers that go wrong when a test asks for it: a fault is a file that the first worker in its way takes.
 
 Each fault leaves its proof in the same folder, written by the worker that did it.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -11,8 +12,10 @@ from pathlib import Path
 
 from cluster.channel import Outbox
 from cluster.launch.kinds import WorkerActor
+from cluster.spec.ids import Room
 from cluster.spec.messages import Message, Outputs
 from cluster.spec.registry import Endpoint
+from cluster.spec.sampling import Sampled
 from cluster.spec.transfer_messages import Done
 from transfer.backends.interface import Region
 from transfer.backends.shared_memory import SharedMemoryBackend
@@ -27,7 +30,7 @@ Write = Callable[[Region, Endpoint, Sequence[Span]], None]
 
 
 class Fault(StrEnum):
-    """What can go wrong between prefill and decode, and between decode and router."""
+    """What can go wrong between prefill and decode, between decode and router, and in a rank."""
 
     DROP = "drop"
     """Nothing of a write arrives, and the sender takes it for done."""
@@ -45,6 +48,8 @@ class Fault(StrEnum):
     """A notification does not arrive."""
     MUTE = "mute"
     """The last tokens of an answer do not arrive."""
+    HANG = "hang"
+    """The main thread of a rank waits for ever for the end of a step."""
 
 
 def order(folder: Path, fault: Fault, times: int) -> None:
@@ -67,6 +72,7 @@ class FaultyWorker(WorkerActor):
         saboteur = _Saboteur(Path(os.environ[FOLDER]))
         saboteur.spoil_writes()
         saboteur.spoil_notifications()
+        saboteur.spoil_steps()
 
 
 class _Saboteur:
@@ -94,6 +100,19 @@ class _Saboteur:
                 real(outbox, address, message)
 
         Outbox.send = send
+
+    def spoil_steps(self) -> None:
+        """Put the faults into the rank's part of a step."""
+        from workers.engine.begun_step import BegunStep
+
+        real = BegunStep.wait
+
+        def wait(step: BegunStep) -> dict[Room, Sampled]:
+            if self._takes(Fault.HANG, "the end of a step: awaited for ever"):
+                threading.Event().wait()
+            return real(step)
+
+        BegunStep.wait = wait  # type: ignore[method-assign]
 
     def _write(self, write: Write, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         what = f"a write of {len(spans)} spans, {total_bytes(spans)} bytes"

@@ -38,7 +38,7 @@ def num_dropped(cluster: RunningCluster) -> int:
     return int(cluster.replicas()["decode-0"]["load"]["dropped"].get("Done", 0))
 
 
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.HANG])
 def test_transfers_go_wrong(cluster: RunningCluster, folder: Path, fault: Fault) -> None:
     before, seen, wrong = Before(cluster, "decode-0"), len(proofs(folder)), num_wrong_pages(cluster)
     dropped = num_dropped(cluster)

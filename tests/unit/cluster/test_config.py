@@ -186,6 +186,10 @@ BAD_FILES = {
         "resources: {silence_s: 3}",
         ["resources.silence_s: got 3.0; allowed: more than resources.lease_s = 3.0, after which a silence is seen"],
     ),
+    "a loop that idles": (
+        "resources: {step_timeout_s: 1}",
+        ["resources.step_timeout_s: got 1; allowed: a number, 5 or more"],
+    ),
     "key twice": (
         "kv: {}\nname: a\nkv: {page_size: 8}",
         ["kv: given twice, on lines 1 and 3; allowed: once"],

@@ -1,0 +1,129 @@
+"""A work loop that stands still ends its process, by looks that were missed, and nothing else does."""
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from cluster.launch.kinds import WorkerActor
+from cluster.spec.config import DeployConfig
+from cluster.spec.lifecycle import Role
+from tests.fakes.held_engine import lone_worker
+from workers.loop_watch import LoopWatch, Turns
+
+LONG_S = 30.0
+LOOK_S = 0.01
+
+
+def make_watch(turns: Turns, limit_s: float = 5.0) -> LoopWatch:
+    """One that looks when it is told to."""
+    return LoopWatch(turns, "decode-0 rank 1", limit_s, threading.Event().set, look_s=1.0)
+
+
+def test_as_many_looks_as_the_limit_has_seconds_see_it() -> None:
+    watch = make_watch(Turns(), limit_s=4.5)
+    assert [watch.look() for _ in range(5)] == [False, False, False, False, True]
+
+
+def test_a_loop_that_turns_now_and_then_goes_on() -> None:
+    turns = Turns()
+    watch = make_watch(turns)
+    for number in range(20):
+        assert not any(watch.look() for _ in range(4))
+        turns.at(f"in step {number % 2}")
+        assert not watch.look(), "it begins anew"
+
+
+def test_a_hung_loop_is_told_once_and_ended(caplog: pytest.LogCaptureFixture) -> None:
+    turns, ended = Turns(), threading.Event()
+    turns.at("in step 7")
+    with LoopWatch(turns, "decode-0 rank 1", 0.05, ended.set, look_s=LOOK_S):
+        assert ended.wait(LONG_S)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == (
+        "decode-0 rank 1 stood still for 0.05 s (resources.step_timeout_s) in step 7; this process ends"
+    )
+
+
+def test_a_loop_that_is_over_is_not_ended() -> None:
+    ended = threading.Event()
+    with LoopWatch(Turns(), "decode-0 rank 1", 0.2, ended.set, look_s=LOOK_S):
+        pass
+    assert not ended.wait(0.4)
+
+
+def test_a_loop_that_hangs_in_the_log_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    lock = caplog.handler.lock
+    assert lock is not None
+    with lock, LoopWatch(Turns(), "decode-0 rank 1", 0.05, ended.set, look_s=LOOK_S):
+        assert ended.wait(LONG_S)
+
+
+STEP = """
+import os, time
+from workers.loop_watch import LoopWatch, Turns, end_process
+with LoopWatch(Turns(), "decode-0 rank 1", 1.0, end_process, look_s=0.1):
+    print("begun", flush=True)
+    for _ in range({num_tenths}):
+        time.sleep(0.1)
+"""
+
+
+def run_step(num_tenths: int) -> subprocess.Popen[str]:
+    """A process whose loop is in one step for so long, and may be for a second."""
+    command = [sys.executable, "-c", STEP.format(num_tenths=num_tenths)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def test_a_process_that_was_stopped_in_a_step_has_the_time_it_had() -> None:
+    process = run_step(num_tenths=5)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=LONG_S)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_process_in_an_endless_step_ends() -> None:
+    process = run_step(num_tenths=600)
+    _, errors = process.communicate(timeout=LONG_S)
+    assert process.returncode == 1
+    assert "decode-0 rank 1 stood still for 1 s" in errors
+
+
+class HungWorker:
+    """Its loop never turns; ``run`` returns when the process would have ended."""
+
+    def __init__(self, config: DeployConfig, ended: threading.Event) -> None:
+        self.spec, self.turns, self._ended, self.is_closed = lone_worker(config, Role.DECODE), Turns(), ended, False
+
+    def run(self, rows: list[object]) -> None:
+        """Hang."""
+        assert rows == []
+        assert self._ended.wait(LONG_S)
+
+    def close(self) -> None:
+        """See Worker."""
+        self.is_closed = True
+
+
+def test_an_actor_watches_its_worker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("workers.loop_watch.end_process", ended.set)
+    config = DeployConfig()
+    soon = config.resources.model_copy(update={"step_timeout_s": 1.0})
+    worker = HungWorker(config.model_copy(update={"resources": soon}), ended)
+    actor = WorkerActor({})
+    monkeypatch.setattr(actor, "_worker", worker)
+    actor.run([])
+    assert worker.is_closed
+    assert "decode-0 rank 0 stood still for 1 s (resources.step_timeout_s) between two steps" in caplog.text
