@@ -86,6 +86,7 @@ def run_step(num_tenths: int) -> subprocess.Popen[str]:
 
 def test_a_process_that_was_stopped_in_a_step_has_the_time_it_had() -> None:
     process = run_step(num_tenths=5)
+    time.sleep(0.25)  # some looks have missed a turn
     process.send_signal(signal.SIGSTOP)
     time.sleep(2.0)
     process.send_signal(signal.SIGCONT)
