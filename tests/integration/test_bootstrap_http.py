@@ -143,7 +143,6 @@ def test_health_needs_no_token(empty_url: str) -> None:
         ("GET", "/replicas/prefill-0/ranks/0/7/0/0", b"", 404, "prefill-0 has no row dp0/cp7/tp0/pp0"),
         ("DELETE", "/replicas/prefill-0", b"", 400, "incarnation: Field required"),
         ("DELETE", f"/replicas/prefill-0?incarnation={10**30}", b"", 400, "incarnation: Input should be less than"),
-        ("DELETE", f"/replicas/prefill-{10**30}?incarnation=1", b"", 400, "is not of the form"),
         ("GET", "/watch?version=0&timeout_s=1e9", b"", 400, "timeout_s: Input should be less than or equal to 60"),
         ("GET", "/nowhere", b"", 404, "Not Found"),
     ],

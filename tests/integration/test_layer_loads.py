@@ -86,7 +86,7 @@ def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             )
             if fills:
                 break
-        assert fills == [len(PROMPT) // PAGE_SIZE]
+        assert set(fills) == {len(PROMPT) // PAGE_SIZE}
         details = answer["usage"]["prompt_tokens_details"]
         assert details["cached_tokens"] == fills[0] * PAGE_SIZE
         engine.check_integrity()

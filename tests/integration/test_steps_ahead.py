@@ -20,6 +20,7 @@ from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.step_messages import Shutdown, StepPlan
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
+from workers.cache.layer_arrivals import LayerArrivals
 from workers.worker import Worker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -61,9 +62,9 @@ class AsynchronousRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def begin(self, plan: StepPlan) -> _FutureStep:
+    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None) -> _FutureStep:
         self.num_following += sum(row.follows for row in plan.rows)
-        return _FutureStep(self._stream.submit(self._runner.begin, plan))
+        return _FutureStep(self._stream.submit(self._runner.begin, plan, arrivals))
 
 
 class Decode:

@@ -162,7 +162,8 @@ def test_a_timeline_shows_what_every_rank_did_for_one_request(cluster: RunningCl
     assert pages == -(-9000 // PAGE_SIZE)
     assert _total(did["decode-0 rank 0"], "step", "tokens") == 3
     assert [event["name"] for event in _lane(did["prefill-0 rank 0"], "request")] == ["queued", "scheduled", "sending"]
-    assert [event["name"] for event in _lane(did["decode-0 rank 0"], "request")] == ["queued", "receiving", "running"]
+    states = [event["name"] for event in _lane(did["decode-0 rank 0"], "request")]
+    assert states == ["queued", "receiving", "verifying", "running"]
 
 
 def test_the_time_of_each_phase_is_told(cluster: RunningCluster) -> None:
