@@ -70,7 +70,8 @@ class Picker:
         if not prefills or not decodes:
             return None
         decode = self._pick(Role.DECODE, self._with_pages(decodes, _longest(ask)) or decodes, ask, room)
-        if len(ask.prompt_ids) - self._cached_for_sure(decode.peer, ask) < self._skip_below_tokens:
+        skip_below = self._skip_below_tokens
+        if skip_below and len(ask.prompt_ids) - self._cached_for_sure(decode.peer, ask) < skip_below:
             return Pair(prefill=None, decode=decode.peer)
         prefill = self._pick(Role.PREFILL, self._with_room(prefills) or prefills, ask, room)
         return Pair(prefill=prefill.peer, decode=decode.peer, cached_tokens=prefill.cached_tokens)
