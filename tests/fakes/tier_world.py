@@ -122,7 +122,8 @@ class TierWorld:
         pages = self.allocator.allocate(len(keys), cached, base)
         self.tiers.note_hits(keys[: len(cached)])
         request, num_cached = (pages, keys), len(cached)
-        if self.tiers.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded)).num_pages:
+        loader = self.tiers.loader
+        if loader.load(keys, pages, num_cached, lambda loaded: self._loaded(request, num_cached, loaded)).num_pages:
             self.loading.append(request)
         else:
             self._compute(request, num_cached)

@@ -4,7 +4,7 @@ A page may be in device memory, in host memory and in storage at once; it has th
 decides what is copied where, and every rank does its part of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
@@ -14,7 +14,7 @@ from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
 from workers.hicache.breaker import Breaker
 from workers.hicache.host_index import HostIndex
-from workers.hicache.loader import Loaded, Loader
+from workers.hicache.loader import Loader
 from workers.hicache.orders import Orders
 from workers.hicache.prefetcher import Prefetcher
 from workers.hicache.saver import Saver
@@ -31,7 +31,7 @@ class Tiers:
         self._addresses = [row.address for row in rows]
         self._owners = {row.global_rank: row.coords.cp for row in rows}
         self._orders = Orders(len(rows))
-        self._loader = Loader(self.host, self._orders)
+        self.loader = Loader(self.host, self._orders)
         self._saver = Saver(config.write, config.selective_hits, tree, self.host, self._orders)
         self._writes, self._reads = Breaker(), Breaker()
         self._storer = Storer(config.write, self.host, self._orders, self._writes)
@@ -95,22 +95,6 @@ class Tiers:
     def note_received(self, keys: list[bytes]) -> None:
         """Pages that are now cached came from a replica that keeps them itself."""
         self._saver.note_received(keys)
-
-    def is_coming(self, key: bytes) -> bool:
-        """Whether the page is on its way to the device."""
-        return self._loader.is_coming(key)
-
-    def load(
-        self,
-        keys: Sequence[bytes],
-        pages: Sequence[int],
-        first: int,
-        on_end: Callable[[Loaded], None],
-        *,
-        joins: bool = False,
-    ) -> Loaded:
-        """See ``Loader.load``."""
-        return self._loader.load(keys, pages, first, on_end, joins=joins)
 
     def take_joining(self) -> MovePages | None:
         """The order that the next step takes along, if there is one."""

@@ -113,13 +113,17 @@ class DecodeQueue:
                 self._tiers.note_hits(request.page_keys[: len(held)])
             yield request
 
+    @property
+    def _num_promised(self) -> int:
+        return sum(self._promised.values())
+
     def _take_fetched(self, now_s: float) -> None:
         for room in list(self._fetching):
             if self._tiers is None or not self._tiers.is_waiting(room, now_s):
                 self._queue.add(self._fetching.pop(room))
 
     def _look(self) -> _Space:
-        oldest, num_free = self._queue.oldest, self._allocator.num_free - sum(self._promised.values())
+        oldest, num_free = self._queue.oldest, self._allocator.num_free - self._num_promised
         assert oldest is not None
         oldest_pages = self._new_pages_for(oldest)
         most_passing = max(num_free - oldest_pages, self._queue.most_passing(oldest_pages))
@@ -134,8 +138,7 @@ class DecodeQueue:
         # Cheaper than the allocator's answer, and mostly enough.
         if request.num_pages - len(held) > space.num_free:
             return None
-        promised = sum(self._promised.values())
-        return held if self._allocator.can_allocate(request.num_pages + promised, held) else None
+        return held if self._allocator.can_allocate(request.num_pages + self._num_promised, held) else None
 
     def _new_pages_for(self, request: DecodeRequest) -> int:
         """Pages that it takes from others, cached or not."""

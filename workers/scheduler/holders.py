@@ -92,7 +92,7 @@ class PageHolders:
         num_gains = self._allocator.num_gains + self._num_left
         if self.waiting.is_in_vain(sequence, num_gains):
             return False
-        if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.is_coming(key):
+        if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_coming(key):
             return False
         allocator, base = self._allocator, sequence.owner_base
         can_start = self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)) and (
@@ -126,7 +126,7 @@ class PageHolders:
             self._tiers.note_hits(keys[: len(cached)])
             load = PageLoad(joins=is_alone and self._tiers.can_join)
             on_end = partial(self._on_loaded, sequence, load)
-            coming = self._tiers.load(keys, sequence.pages, len(cached), on_end, joins=load.joins)
+            coming = self._tiers.loader.load(keys, sequence.pages, len(cached), on_end, joins=load.joins)
             sequence.load = load if coming.num_pages else None
             if load.joins:
                 self._go_behind(sequence, coming)
