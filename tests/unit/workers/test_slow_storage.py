@@ -18,6 +18,7 @@ from workers.hicache.storage.cuts import NUM_MARKS, KnownCuts
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written, write_one
 from workers.hicache.storage.objects import MARK_BYTES, Cut, Naming
+from workers.hicache.storage.throttle import Throttle
 
 PAGES = [page_of(number) for number in range(4)]
 MINE = Cut(KvOwnership.REPLICATED, 1, 1, 1)
@@ -125,6 +126,19 @@ def test_of_a_call_that_takes_too_long_the_rest_is_left_out(tmp_path: Path) -> N
     done = store.store.fetch(PAGES, store.buffer, time.monotonic() + 0.01, store.failures)
     assert (done, backend.num_read) == ([True, False, False, False], 1)
     assert store.failures["late"] == 3
+
+
+@pytest.mark.parametrize("page_s", [0.12, 5.0])
+def test_a_rate_limit_keeps_no_order_longer_than_its_patience(tmp_path: Path, page_s: float) -> None:
+    backend, (row,) = CountingStorage(tmp_path), rows_of(sizes())
+    RankStore(backend, row).write(PAGES)
+    limited = RankStore(backend, row, reads=Throttle(row.layout.page_bytes / page_s))
+    start_s = time.monotonic()
+    done = limited.store.fetch(PAGES, limited.buffer, start_s + 0.3, limited.failures)
+    assert time.monotonic() - start_s < 2.0
+    assert done == sorted(done, reverse=True)
+    assert (done[0], done[-1]) == (True, False)
+    assert limited.failures["late"] == done.count(False)
 
 
 def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path: Path) -> None:

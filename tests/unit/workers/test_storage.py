@@ -201,13 +201,23 @@ def test_a_throttle_lets_no_more_through_than_its_rate() -> None:
 
     throttle = Throttle(100.0, lambda: now[0], sleep)
     for _ in range(5):
-        throttle.wait(50)
+        assert throttle.wait(50, 100.0)
     assert now[0] == pytest.approx(2.0)
     now[0] += 10
-    throttle.wait(1000)
+    assert throttle.wait(1000, 100.0)
     assert now[0] == pytest.approx(12.0)
-    Throttle(None, lambda: 0.0, sleep).wait(10**9)
+    assert Throttle(None, lambda: 0.0, sleep).wait(10**9, 0.0)
     assert len(slept) == 4
+
+
+def test_a_throttle_makes_nobody_wait_for_a_turn_that_comes_too_late() -> None:
+    now, slept = [0.0], list[float]()
+    throttle = Throttle(100.0, lambda: now[0], slept.append)
+    assert throttle.wait(1000, 5.0)
+    assert not throttle.wait(1000, 5.0)
+    now[0] = 9.0
+    assert throttle.wait(1000, 10.5)
+    assert slept == [1.0]
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_longer_each_time() -> None:

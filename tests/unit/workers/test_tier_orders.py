@@ -213,8 +213,9 @@ def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again
             super().__init__(None)
             self._name = name
 
-        def wait(self, num_bytes: int) -> None:
+        def wait(self, num_bytes: int, until_s: float) -> bool:
             waits[self._name].append(num_bytes)
+            return super().wait(num_bytes, until_s)
 
     (row,) = rows_of(sizes())
     storage = FileStorage(tmp_path, 1 << 20, fsync=False)

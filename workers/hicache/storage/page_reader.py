@@ -14,7 +14,6 @@ from workers.hicache.storage.batches import note, results
 from workers.hicache.storage.cuts import KnownCuts
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject
 from workers.hicache.storage.objects import HEADER_BYTES, Cut, Naming, StoredPart, digest_of
-from workers.hicache.storage.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 
@@ -25,19 +24,16 @@ Buffer = Callable[[TierPage], memoryview]
 class PageReader:
     """One rank's."""
 
-    def __init__(
-        self, backend: StorageBackend, naming: Naming, layout: PoolLayout, known: KnownCuts, throttle: Throttle
-    ) -> None:
+    def __init__(self, backend: StorageBackend, naming: Naming, layout: PoolLayout, known: KnownCuts) -> None:
         self._backend = backend
         self._naming = naming
         self._layout = layout
         self._known = known
-        self._throttle = throttle
 
     def fetch(
-        self, pages: Sequence[TierPage], buffer: Buffer, in_time: Callable[[], bool], failures: Counter[str]
+        self, pages: Sequence[TierPage], buffer: Buffer, is_due: Callable[[], bool], failures: Counter[str]
     ) -> Iterator[bool]:
-        """Whether each has been read; those whose turn is not in time are left out.
+        """Whether each has been read; from the first one on for which ``is_due``, which may wait, says no, none is.
 
         Nearly all are of our own cut, and read in one call; what is not there is looked for page by page.
         """
@@ -49,10 +45,9 @@ class PageReader:
         ]
         outcomes = results(self._backend.read, [one.object for one in coming])
         for page, one in zip(pages, coming, strict=True):
-            if not in_time():
+            if not is_due():
                 yield False
                 continue
-            self._throttle.wait(len(one.target))
             try:
                 is_done = self._check(one, next(outcomes), failures)
                 is_done = is_done or any(self._join(cut, page, one.target, failures) for cut in others)

@@ -40,7 +40,8 @@ class PageStore:
         self._writes_heads = row.coords.tp % copies_of(row) == 0
         """Of ranks with the same heads, the first one."""
         self._known = KnownCuts(backend, naming, Cut.of(row.ownership, row.sizes))
-        self._reader = PageReader(backend, naming, row.layout, self._known, reads)
+        self._reader = PageReader(backend, naming, row.layout, self._known)
+        self._reads = reads
         self._writes = writes
         self._is_stopping = False
 
@@ -60,11 +61,11 @@ class PageStore:
 
     def fetch(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
         """Read pages; those that would be begun after ``until_s`` (monotonic) are left out."""
-        in_time = partial(self._in_time, until_s, failures)
+        is_due = partial(self._takes_turn, self._reads, until_s, failures)
         return [
             is_done
             for batch in batches(pages, self._layout.page_bytes)
-            for is_done in self._reader.fetch(batch, buffer, in_time, failures)
+            for is_done in self._reader.fetch(batch, buffer, is_due, failures)
         ]
 
     def store(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
@@ -121,8 +122,7 @@ class PageStore:
                 yield True
                 continue
             is_done = False
-            if self._in_time(until_s, failures):
-                self._writes.wait(self._layout.page_bytes)
+            if self._takes_turn(self._writes, until_s, failures):
                 failed = next(outcomes)
                 is_done = failed is None
                 if failed is not None:
@@ -147,6 +147,12 @@ class PageStore:
 
     def _names(self, cut: Cut, page: TierPage) -> list[str]:
         return [part.name for part in parts(self._naming, self._layout, cut, page)]
+
+    def _takes_turn(self, throttle: Throttle, until_s: float, failures: Counter[str]) -> bool:
+        """Waits for a page's turn; False, for it and all behind it, where that would not come in time."""
+        is_in_time = self._goes_on(until_s) and throttle.wait(self._layout.page_bytes, until_s)
+        failures["late"] += not is_in_time
+        return is_in_time
 
     def _in_time(self, until_s: float, failures: Counter[str]) -> bool:
         is_in_time = self._goes_on(until_s)

@@ -19,11 +19,15 @@ class Throttle:
         self._sleep = sleep
         self._free_at_s = 0.0
 
-    def wait(self, num_bytes: int) -> None:
-        """Before so many bytes are moved."""
+    def wait(self, num_bytes: int, until_s: float) -> bool:
+        """Before so many bytes are moved; at once False where their turn would not come before ``until_s``."""
         if self._bytes_per_s is None:
-            return
+            return True
         now_s = self._now_s()
-        if self._free_at_s > now_s:
-            self._sleep(self._free_at_s - now_s)
-        self._free_at_s = max(now_s, self._free_at_s) + num_bytes / self._bytes_per_s
+        turn_s = max(now_s, self._free_at_s)
+        if turn_s >= until_s:
+            return False
+        if turn_s > now_s:
+            self._sleep(turn_s - now_s)
+        self._free_at_s = turn_s + num_bytes / self._bytes_per_s
+        return True
