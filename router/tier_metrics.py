@@ -1,15 +1,18 @@
 """What the tiers below the device caches hold and do, as heartbeats tell it."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
-from cluster.spec.tiers import TierState
+from cluster.spec.tiers import ORDER_BOUNDS_S, TierState
 
 _AXES = ("dp", "tp", "pp", "cp")
 _RANK_LABELS = ["replica", *(f"{axis}_{what}" for axis in _AXES for what in ("rank", "size"))]
 _ORDER_LABELS = [*_RANK_LABELS, "order"]
+_ENDS = [*map(floatToGoString, ORDER_BOUNDS_S), "+Inf"]
 
 
 def tier_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
@@ -60,6 +63,7 @@ def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
         "baton_storage_evicted_objects", "Objects that this rank gave up for the limit.", labels=labels
     )
     given_up = CounterMetricFamily("baton_storage_evicted_bytes", "Their bytes.", labels=labels)
+    queue = GaugeMetricFamily("baton_tier_open_orders", "Orders not carried out yet.", labels=_ORDER_LABELS)
     for entry in entries:
         assert isinstance(entry.load.tiers, TierState)
         for rank in entry.load.tiers.ranks:
@@ -69,30 +73,38 @@ def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
                 room.add_metric(at, rank.host_pages * page_bytes)
                 used.add_metric(at, rank.used_host_pages * page_bytes)
                 evicted.add_metric(at, rank.num_evicted * page_bytes)
+                for kind, num_open in rank.num_open.items():
+                    queue.add_metric([*at, kind.value], num_open)
                 if rank.storage is not None:
                     stored.add_metric(at, rank.storage.used_bytes)
                     objects.add_metric(at, rank.storage.num_evicted)
                     given_up.add_metric(at, rank.storage.evicted_bytes)
-    yield from (room, used, evicted, stored, objects, given_up)
+    yield from (room, used, evicted, queue, stored, objects, given_up)
 
 
 def _work(entries: list[ReplicaEntry]) -> Iterator[Metric]:
     """By rank: what its orders came to."""
     orders = CounterMetricFamily("baton_tier_orders", "Orders carried out.", labels=_ORDER_LABELS)
     num_bytes = CounterMetricFamily("baton_tier_bytes", "Bytes moved between tiers.", labels=_ORDER_LABELS)
+    tokens = CounterMetricFamily("baton_tier_tokens", "Tokens whose KV that was.", labels=_ORDER_LABELS)
+    times = HistogramMetricFamily("baton_tier_order_seconds", "Waiting for a turn and work.", labels=_ORDER_LABELS)
     busy = CounterMetricFamily("baton_tier_seconds", "Time taken, without waiting for a turn.", labels=_ORDER_LABELS)
     failures = CounterMetricFamily("baton_tier_failures", "Pages that failed, by why.", labels=[*_ORDER_LABELS, "why"])
     for entry in entries:
         assert isinstance(entry.load.tiers, TierState)
         for work in entry.load.tiers.work:
             if work.global_rank < len(entry.rows):
-                labels = [*_labels(entry.rows[work.global_rank]), work.kind.value]
+                row = entry.rows[work.global_rank]
+                labels = [*_labels(row), work.kind.value]
                 orders.add_metric(labels, work.num_orders)
                 num_bytes.add_metric(labels, work.num_bytes)
+                tokens.add_metric(labels, work.num_bytes // row.layout.page_bytes * row.layout.page_size)
                 busy.add_metric(labels, work.busy_s)
+                ranges = [*zip(_ENDS, accumulate(work.num_within), strict=True)]
+                times.add_metric(labels, ranges, work.waited_s + work.busy_s)
                 for why, count in work.failures.items():
                     failures.add_metric([*labels, why], count)
-    yield from (orders, num_bytes, busy, failures)
+    yield from (orders, num_bytes, tokens, busy, times, failures)
 
 
 def _labels(row: RankRow) -> list[str]:

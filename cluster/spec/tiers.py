@@ -44,6 +44,10 @@ class MoveKind(StrEnum):
     """From host memory to storage."""
 
 
+ORDER_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+"""Ends of the ranges in which the times of orders are counted; a last one has none."""
+
+
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank has made of all orders of one kind since it started."""
 
@@ -53,6 +57,10 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     busy_s: float = 0.0
     """Without waiting for their turns."""
+    waited_s: float = 0.0
+    """For their turns."""
+    num_within: tuple[int, ...] = (0,) * (len(ORDER_BOUNDS_S) + 1)
+    """Orders by their time, waiting and work together."""
     failures: dict[str, int] = {}
     """By why."""
 
@@ -75,6 +83,8 @@ class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
     used_host_pages: int
     num_evicted: int
     """Host pages that had to make room."""
+    num_open: dict[MoveKind, int]
+    """Orders that it has not answered yet; kinds that there were any of."""
     storage: StorageFigures | None
     """As the rank last told; None where its backend knows nothing."""
 
@@ -141,6 +151,8 @@ class PagesMoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Moved by this rank."""
     busy_s: float = 0.0
     """How long it took, without waiting for its turn."""
+    waited_s: float = 0.0
+    """How long that took."""
     storage: StorageFigures | None = None
     """Where the order was about storage whose backend knows them."""
     failures: dict[str, int] = {}

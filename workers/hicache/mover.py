@@ -118,6 +118,7 @@ class PageMover:
             done=done,
             num_bytes=num_bytes,
             busy_s=time.monotonic() - start_s,
+            waited_s=waited_s,
             storage=self._store.figures() if self._store is not None else None,
             failures=failures,
         )
@@ -125,8 +126,13 @@ class PageMover:
     def _refuse(self, order: MovePages) -> PagesMoved:
         """Storage has not come back from an order before this one."""
         done = [not self._copier.owns(page) for page in order.pages]
+        assert order.patience_s is not None, "an order is refused that has no end"
         return PagesMoved(
-            number=order.number, global_rank=self._global_rank, done=done, failures={"late": done.count(False)}
+            number=order.number,
+            global_rank=self._global_rank,
+            done=done,
+            waited_s=order.patience_s,
+            failures={"late": done.count(False)},
         )
 
     def _copy(self, order: MovePages, _waited_s: float, _failures: Counter[str]) -> tuple[list[bool], int]:

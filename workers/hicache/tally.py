@@ -1,8 +1,9 @@
 """Counts what ranks have made of their orders."""
 
+from bisect import bisect_left
 from collections import Counter
 
-from cluster.spec.tiers import MoveKind, PagesMoved, RankWork, StorageFigures
+from cluster.spec.tiers import ORDER_BOUNDS_S, MoveKind, PagesMoved, RankWork, StorageFigures
 
 
 class Tally:
@@ -19,12 +20,16 @@ class Tally:
             self.storage[answer.global_rank] = answer.storage
         key = kind, answer.global_rank
         before = self._work.get(key, RankWork(kind=kind, global_rank=answer.global_rank))
+        within = list(before.num_within)
+        within[bisect_left(ORDER_BOUNDS_S, answer.waited_s + answer.busy_s)] += 1
         self._work[key] = RankWork(
             kind=kind,
             global_rank=answer.global_rank,
             num_orders=before.num_orders + 1,
             num_bytes=before.num_bytes + answer.num_bytes,
             busy_s=before.busy_s + answer.busy_s,
+            waited_s=before.waited_s + answer.waited_s,
+            num_within=tuple(within),
             failures=dict(Counter(before.failures) + Counter(answer.failures)),
         )
 

@@ -144,6 +144,7 @@ class Tiers:
             host_pages=self.host.num_pages // self.host.num_owners,
             used_host_pages=self.host.num_used_of(owner),
             num_evicted=self.host.num_evicted[owner],
+            num_open=self._orders.num_unanswered(global_rank),
             storage=self._orders.tally.storage.get(global_rank),
         )
 

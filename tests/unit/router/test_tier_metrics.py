@@ -44,9 +44,18 @@ def snapshot_of(tiers: TierState | None, rows: tuple[RankRow, ...] = ()) -> Tabl
 
 def test_every_rank_has_its_own_lines() -> None:
     tally = Tally()
-    for rank, num_bytes in ((1, 100), (1, 50), (0, 7)):
+    layout = row(Role.PREFILL, 1, 2, num_pages=1).layout
+    for rank, num_pages, waited_s, busy_s in ((1, 2, 0.25, 0.25), (1, 1, 0.25, 0.5), (0, 7, 60.0, 0.0)):
         failures = {"corrupt": 1} if rank else {}
-        answer = PagesMoved(number=1, global_rank=rank, done=[], num_bytes=num_bytes, failures=failures)
+        answer = PagesMoved(
+            number=1,
+            global_rank=rank,
+            done=[],
+            num_bytes=num_pages * layout.page_bytes,
+            waited_s=waited_s,
+            busy_s=busy_s,
+            failures=failures,
+        )
         tally.add(MoveKind.FETCH, answer)
     figures = StorageFigures(used_bytes=1000, num_evicted=3, evicted_bytes=300)
     state = tier_state(
@@ -61,15 +70,28 @@ def test_every_rank_has_its_own_lines() -> None:
         num_opened=6,
         work=tally.work,
         ranks=(
-            RankTiers(global_rank=0, host_pages=4, used_host_pages=3, num_evicted=0, storage=None),
-            RankTiers(global_rank=1, host_pages=4, used_host_pages=1, num_evicted=2, storage=figures),
+            RankTiers(global_rank=0, host_pages=4, used_host_pages=3, num_evicted=0, num_open={}, storage=None),
+            RankTiers(
+                global_rank=1,
+                host_pages=4,
+                used_host_pages=1,
+                num_evicted=2,
+                num_open={MoveKind.FETCH: 9},
+                storage=figures,
+            ),
         ),
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=TierState) == state
     lines = exposition(snapshot_of(state))
     ranks = 'cp_rank="1",cp_size="2",dp_rank="0",dp_size="1",order="fetch",pp_rank="0",pp_size="1",replica="prefill-0"'
     ranks += ',tp_rank="0",tp_size="1"'
-    assert f"baton_tier_bytes_total{{{ranks}}} 150.0" in lines
+    assert f"baton_tier_bytes_total{{{ranks}}} {3.0 * layout.page_bytes}" in lines
+    assert f"baton_tier_tokens_total{{{ranks}}} {3.0 * layout.page_size}" in lines
+    assert f"baton_tier_seconds_total{{{ranks}}} 0.75" in lines
+    assert f"baton_tier_order_seconds_sum{{{ranks}}} 1.25" in lines
+    within = [line for line in lines if line.startswith("baton_tier_order_seconds_bucket") and 'cp_rank="1"' in line]
+    assert [line.rpartition(" ")[2] for line in within] == ["0.0"] * 4 + ["1.0"] + ["2.0"] * 3
+    assert f"baton_tier_open_orders{{{ranks}}} 9.0" in lines
     assert f"baton_tier_orders_total{{{ranks}}} 2.0" in lines
     assert f'baton_tier_failures_total{{{ranks},why="corrupt"}} 2.0' in lines
     snapshot = snapshot_of(state)
@@ -106,7 +128,9 @@ def test_dp_ranks_are_told_apart() -> None:
         rows.append(msgspec.structs.replace(alone, coords=coords, sizes=sizes, global_rank=rank))
         tally = Tally()
         tally.add(MoveKind.FETCH, PagesMoved(number=1, global_rank=rank, done=[True], num_bytes=100 + rank))
-        of_rank = RankTiers(global_rank=rank, host_pages=4, used_host_pages=rank, num_evicted=0, storage=None)
+        of_rank = RankTiers(
+            global_rank=rank, host_pages=4, used_host_pages=rank, num_evicted=0, num_open={}, storage=None
+        )
         states.append(tier_state(host_pages=4, work=tally.work, ranks=(of_rank,)))
     lines = exposition(snapshot_of(joined(states), tuple(rows)))
     series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]

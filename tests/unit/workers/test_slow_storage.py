@@ -285,16 +285,17 @@ def test_orders_behind_one_that_hangs_are_refused_when_their_patience_is_over() 
     for number, patience_s in ((1, 60.0), (2, 0.02), (3, 0.01)):
         moves.take(MovePages(number=number, kind=MoveKind.FETCH, pages=PAGES[:number], patience_s=patience_s))
     refused = {answer.number: answer for answer in (outbox.sent.get(timeout=10.0) for _ in range(2))}
+    assert (refused[2].waited_s, refused[3].waited_s) == (0.02, 0.01)
     assert {number: (answer.done, answer.failures) for number, answer in refused.items()} == {
         2: ([False] * 2, {"late": 2}),
         3: ([False] * 3, {"late": 3}),
     }
     assert outbox.sent.empty(), "pages that may still be written to are given back"
     go_on.set()
-    assert [(answer.number, answer.done) for answer in (outbox.sent.get(timeout=10.0) for _ in range(2))] == [
-        (0, [True] * 4),
-        (1, [True]),
-    ]
+    late, last = (outbox.sent.get(timeout=10.0) for _ in range(2))
+    assert [(answer.number, answer.done) for answer in (late, last)] == [(0, [True] * 4), (1, [True])]
+    assert late.waited_s < late.busy_s
+    assert last.waited_s > last.busy_s
     moves.close()
 
 

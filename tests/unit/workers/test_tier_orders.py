@@ -228,6 +228,18 @@ def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again
     assert waits["reads"] == [row.layout.page_bytes] * 2
 
 
+def test_each_rank_has_the_orders_open_that_it_has_not_answered() -> None:
+    world = world_of(cp=2, host_pages=8)
+    assert [rank.num_open for rank in world.tiers.state().ranks] == [{}, {}]
+    world.start([0] * 4)
+    assert [rank.num_open for rank in world.tiers.state().ranks] == [{MoveKind.SAVE: 1}] * 2
+    while world.ranks[0].inbox or world.ranks[0].copies:
+        world.step(0, fails=False)
+    assert [rank.num_open[MoveKind.SAVE] for rank in world.tiers.state().ranks] == [0, 1]
+    world.drain()
+    assert all(not any(rank.num_open.values()) for rank in world.tiers.state().ranks)
+
+
 def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
     world = world_of(cp=2, host_pages=1)
     owners = list[int]()
