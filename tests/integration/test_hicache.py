@@ -38,16 +38,17 @@ def draw(seed: int, length: int) -> list[int]:
 
 LONG = draw(1, 9 * PAGE_SIZE + 3)
 HALF = LONG[: 4 * PAGE_SIZE + 1]
+QUARTER = LONG[: 2 * PAGE_SIZE + 1]
 
 
-def config_of(way: Way, folder: Path, **hicache: Any) -> DeployConfig:
+def config_of(way: Way, folder: Path, pp: int = 1, **hicache: Any) -> DeployConfig:
     cp, mode, tp = way
     storage = {"backend": "files", "folder": str(folder), "prefetch_min_tokens": 1, "prefetch": "wait_complete"}
     return DeployConfig.model_validate(
         {
             "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.01},
-            "prefill": {"parallel": {"cp": cp, "tp": tp}, "mode": mode, "chunk_tokens": 50},
-            "decode": {"parallel": {"tp": tp}},
+            "prefill": {"parallel": {"cp": cp, "tp": tp, "pp": pp}, "mode": mode, "chunk_tokens": 50},
+            "decode": {"parallel": {"tp": tp, "pp": pp}},
             "hicache": {"host_gib": 0.01, "storage": storage, **hicache},
         }
     )
@@ -86,9 +87,24 @@ def ask_until(cluster: LocalCluster, prompt: list[int], oracle: Oracle, *flushed
     raise AssertionError(f"never {tokens}, at last {answer}")
 
 
-def check_tiers(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path) -> None:
+def ask_until_in_all_tiers(cluster: LocalCluster, oracle: Oracle) -> None:
+    """A prompt whose beginning is on the device, what follows in host memory, and what follows that in storage."""
+    wanted = CachedTokens(total=9 * PAGE_SIZE, host=2 * PAGE_SIZE, storage=5 * PAGE_SIZE)
+    for _ in range(50):
+        cluster.flush(Tier.DEVICE, Tier.HOST)
+        ask(cluster, HALF)
+        cluster.flush(Tier.DEVICE)
+        ask(cluster, QUARTER)
+        answer = ask(cluster, LONG)
+        assert answer.token_ids == oracle.tokens(LONG)
+        if answer.cached == wanted:
+            return
+    raise AssertionError(f"never {wanted}, at last {answer}")
+
+
+def check_tiers(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path, pp: int = 1) -> None:
     all_pages, half_pages = 9 * PAGE_SIZE, 4 * PAGE_SIZE
-    with engine.running(checkpoint, config_of(way, folder)) as cluster:
+    with engine.running(checkpoint, config_of(way, folder, pp)) as cluster:
         assert ask(cluster, LONG).token_ids == oracle.tokens(LONG)
         again = ask(cluster, LONG)
         assert (again.token_ids, again.cached) == (oracle.tokens(LONG), CachedTokens(total=all_pages))
@@ -96,10 +112,11 @@ def check_tiers(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine,
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=all_pages)
         ask_until(cluster, HALF, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=half_pages)
         ask_until(cluster, LONG, oracle, Tier.DEVICE, host=half_pages, storage=all_pages - half_pages)
+        ask_until_in_all_tiers(cluster, oracle)
 
 
-def check_restarted(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path) -> None:
-    with engine.running(checkpoint, config_of(way, folder)) as cluster:
+def check_restarted(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path, pp: int = 1) -> None:
+    with engine.running(checkpoint, config_of(way, folder, pp)) as cluster:
         answer = ask(cluster, LONG)
     assert answer.token_ids == oracle.tokens(LONG)
     assert answer.cached == CachedTokens(total=9 * PAGE_SIZE, storage=9 * PAGE_SIZE)
@@ -116,6 +133,44 @@ def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt_and_every_process_
     engine.restart()
     for number, way in enumerate(ways):
         check_restarted(way, checkpoint, oracle, engine, tmp_path / f"{number}")
+
+
+@pytest.mark.parametrize(
+    "way", [(1, GATHER, 1), (2, RING, 1), pytest.param((2, GATHER, 2), marks=pytest.mark.full)], ids=str
+)
+def test_stages_of_a_pipeline_keep_their_layers_which_others_put_together(
+    way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+) -> None:
+    check_tiers(way, checkpoint, oracle, engine, tmp_path, pp=2)
+    prompts = [LONG, HALF, *([*LONG[: number * PAGE_SIZE], *draw(number, 3 + 9 * number)] for number in range(1, 8))]
+    with engine.running(checkpoint, config_of(way, tmp_path, pp=2)) as cluster:
+        for tiers in ((Tier.DEVICE, Tier.HOST), (Tier.DEVICE,)):
+            answers = cluster.generate(asked(prompts, NUM_TOKENS), timeout_s=120)
+            assert answers == [oracle.tokens(prompt) for prompt in prompts]
+            cluster.flush(*tiers)
+            for prompt in prompts:
+                assert ask(cluster, prompt).token_ids == oracle.tokens(prompt)
+                cluster.flush(Tier.DEVICE)
+    engine.restart()
+    for pp in (2, 1):
+        check_restarted(way, checkpoint, oracle, engine, tmp_path, pp)
+
+
+def test_no_page_of_a_corrupt_object_is_served(
+    checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
+) -> None:
+    way, rng = (2, GATHER, 1), random.Random(1)
+    with engine.running(checkpoint, config_of(way, tmp_path)) as cluster:
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
+    corrupt = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    for path in corrupt:
+        whole = bytearray(path.read_bytes())
+        whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(whole)
+    with engine.running(checkpoint, config_of(way, tmp_path)) as cluster:
+        answer = ask(cluster, LONG)
+        assert (answer.token_ids, answer.cached) == (oracle.tokens(LONG), CachedTokens())
+        ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
 
 
 def test_dp_ranks_have_tiers_of_their_own(
