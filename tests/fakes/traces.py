@@ -29,7 +29,8 @@ def make_entries(num_requests: int, seed: int = 0, conversations: int = 4) -> li
     return entries
 
 
-def write_trace(path: Path, num_requests: int, seed: int = 0) -> Path:
+def write_trace(path: Path, num_requests: int, seed: int = 0, conversations: int = 4) -> Path:
     """The entries as a file."""
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in make_entries(num_requests, seed)))
+    entries = make_entries(num_requests, seed, conversations)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path
