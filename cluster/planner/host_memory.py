@@ -4,8 +4,9 @@ from cluster.planner.model import ModelFacts
 from cluster.planner.weights import weights_gib
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PrefillConfig, TransferBackendName
 from cluster.spec.errors import Problem
-from cluster.spec.hicache_config import StorageBackendName
+from cluster.spec.hicache_config import STORE_CLIENT_BYTES, STORE_OUTGOING_BYTES, StorageBackendName
 from cluster.spec.host_memory import HostMemory
+from cluster.spec.pool import GIB
 from cluster.spec.ranks import sizes_of, world_size
 
 Pool = PrefillConfig | DecodeConfig
@@ -16,12 +17,14 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
     # Of several stages none keeps what retracted requests give back.
     retracted = pool.host_memory_gib if isinstance(pool, DecodeConfig) and pool.parallel.pp == 1 else 0.0
     storage = config.hicache.storage
+    is_store = storage.backend is StorageBackendName.MOONCAKE_STORE
     return HostMemory(
         weights=weights_gib(config, pool, model) if config.resources.device is Device.CPU else 0.0,
         pages=pool_gib,
         retracted=retracted,
         cached=config.hicache.host_gib if config.kv.prefix_cache else 0.0,
-        lent=storage.lent_gib if storage.backend is StorageBackendName.MOONCAKE_STORE else 0.0,
+        lent=storage.lent_gib if is_store else 0.0,
+        passing=(STORE_CLIENT_BYTES + STORE_OUTGOING_BYTES) / GIB if is_store else 0.0,
     )
 
 

@@ -40,6 +40,10 @@ class StorageBackendName(StrEnum):
 
 LEAST_LENT_GIB = 1 / 64
 """Mooncake Store refuses memory of less."""
+STORE_CLIENT_BYTES = 128 << 20
+"""Of a client of Mooncake Store, for objects on their way."""
+STORE_OUTGOING_BYTES = 32 << 20
+"""Beside it, for objects that are written in one call."""
 
 Rate = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 

@@ -17,11 +17,13 @@ class HostMemory:
     """``hicache.host_gib``"""
     lent: float
     """``hicache.storage.lent_gib``"""
+    passing: float
+    """What a client of Mooncake Store has for objects on their way."""
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.pages + self.retracted + self.cached + self.lent
+        return self.weights + self.pages + self.retracted + self.cached + self.lent + self.passing
 
     def __str__(self) -> str:
         """The arithmetic in words."""
@@ -31,5 +33,6 @@ class HostMemory:
             "for retracted requests": self.retracted,
             "for cached pages": self.cached,
             "lent to storage": self.lent,
+            "for what passes to and from storage": self.passing,
         }
         return f"{self.total:.3g} GiB: " + ", ".join(f"{gib:.3g} {name}" for name, gib in parts.items() if gib)

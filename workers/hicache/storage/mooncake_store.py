@@ -16,12 +16,9 @@ os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
 
 from mooncake.store import MooncakeDistributedStore
 
+from cluster.spec.hicache_config import STORE_CLIENT_BYTES, STORE_OUTGOING_BYTES
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
-_BUFFER_BYTES = 128 << 20
-"""Of the client, for objects on their way."""
-_OUTGOING_BYTES = 32 << 20
-"""For objects that are written in one call."""
 _MISSING = -704
 """What removing an object that is not there gives."""
 _REACH_S = 3.0
@@ -40,14 +37,14 @@ class MooncakeStorage:
         """
         _reach(master)
         self._client = MooncakeDistributedStore()
-        status = self._client.setup(host, "P2PHANDSHAKE", lent_bytes, _BUFFER_BYTES, "tcp", "", master)
+        status = self._client.setup(host, "P2PHANDSHAKE", lent_bytes, STORE_CLIENT_BYTES, "tcp", "", master)
         if status != 0:
             raise StorageError(f"no Mooncake master can be used at {master} (status {status})")
         self._writing = threading.Lock()
         """Of what follows."""
-        memory = np.zeros(_OUTGOING_BYTES, dtype=np.uint8)
+        memory = np.zeros(STORE_OUTGOING_BYTES, dtype=np.uint8)
         self._outgoing, self._outgoing_address = memory.data, int(memory.ctypes.data)
-        status = self._client.register_buffer(self._outgoing_address, _OUTGOING_BYTES)
+        status = self._client.register_buffer(self._outgoing_address, STORE_OUTGOING_BYTES)
         if status != 0:
             self._client.close()
             raise StorageError(f"Mooncake Store cannot send from the memory of this process (status {status})")
