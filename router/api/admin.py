@@ -69,7 +69,7 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
 
     @router.post("/pin", openapi_extra=document(PinRequest))
     async def pin(request: Request) -> dict[str, object]:
-        """Keep the host copies of a prompt's pages, as far as there are any, until they are unpinned.
+        """Keep the host copies that there are of a prompt's pages, until they are unpinned or the replica ends.
 
         ``baton_host_pinned_pages`` and ``GET /admin/load`` show how many replicas keep.
         """
@@ -88,7 +88,7 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
 
     @router.post("/detach_storage", **_BODY_OF_TARGET)
     async def detach_storage(request: Request) -> dict[str, object]:
-        """Leave storage alone, for maintenance; what is under way goes on."""
+        """Leave storage alone, for maintenance; what is under way goes on, and a replica that starts later uses it."""
         peers = _peers(service, await read(request, TargetRequest))
         return {"detaching": await _tell(service, peers, UseStorage(is_attached=False))}
 
