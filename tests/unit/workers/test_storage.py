@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import shutil
 from itertools import product
 from pathlib import Path
@@ -161,6 +162,28 @@ def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "kv" / "n" / "bb").write_text("a file where a folder should be")
     with pytest.raises(StorageError, match="cannot be written"):
         write_one(backend, "n/bb", [memoryview(b"1")])
+
+
+def test_a_full_disk_costs_the_pages_that_it_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    store.write(PAGES[:1])
+    (path,) = objects(tmp_path)
+    free, real = [path.stat().st_size * 3 // 2], os.write
+
+    def write(descriptor: int, data: memoryview) -> int:
+        if not free[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        num_bytes = real(descriptor, data[: free[0]])
+        free[0] -= num_bytes
+        return num_bytes
+
+    monkeypatch.setattr(os, "write", write)
+    assert store.write(PAGES[:4]) == [True, True, False, False]
+    assert store.failures["error"] == 2
+    assert not list(tmp_path.rglob(".unfinished-*"))
+    assert store.read(PAGES[:4]) == [True, True, False, False]
+    free[0] = 1 << 20
+    assert store.write(PAGES[:4]) == store.read(PAGES[:4]) == [True] * 4
 
 
 def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
