@@ -48,7 +48,7 @@ class HicacheBench:
     """One benchmark run. Raises UserError when a value makes no sense."""
 
     prompt_len: int = 16384
-    hits: tuple[int, ...] = (50, 90, 100)
+    hits: tuple[int, ...] = (0, 50, 90, 100)
     """Cached parts of the prompt, in percent; 0 shows what two prompts of which nothing is cached differ by."""
     tiers: tuple[Tier, ...] = tuple(Tier)
     num_rounds: int = 5

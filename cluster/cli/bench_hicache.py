@@ -28,7 +28,7 @@ _LOAD_COLUMNS = ("lowest tier", "hits", "from host", "storage", "endless cache",
 
 def hicache(
     prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt; of a conversation's last.")] = 16384,
-    hits: Annotated[str, typer.Option(help="Cached parts of it in percent, several by commas.")] = "50,90,100",
+    hits: Annotated[str, typer.Option(help="Cached parts of it in percent, several by commas.")] = "0,50,90,100",
     tiers: Annotated[str, typer.Option(help="Where they are: device, host, storage.")] = "device,host,storage",
     cp: Annotated[int, typer.Option(help="CP ranks of the prefill replica.")] = 1,
     rounds: Annotated[int, typer.Option(help="Measurements of each; medians are reported.")] = 5,
