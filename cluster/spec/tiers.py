@@ -84,7 +84,7 @@ class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
     num_evicted: int
     """Host pages that had to make room."""
     num_open: dict[MoveKind, int]
-    """Orders that it has not answered yet; kinds that there were any of."""
+    """Orders that it has not answered yet."""
     storage: StorageFigures | None
     """As the rank last told; None where its backend knows nothing."""
 

@@ -93,10 +93,10 @@ class Orders:
         return sum(order.kind is kind for order in self._open.values())
 
     def num_unanswered(self, global_rank: int) -> dict[MoveKind, int]:
-        """Orders that a rank has yet to answer; kinds that it was ever given."""
-        counts = {work.kind: 0 for work in self.tally.work if work.global_rank == global_rank}
+        """Orders of every kind that a rank has yet to answer."""
+        counts = dict.fromkeys(MoveKind, 0)
         for order in self._open.values():
-            counts[order.kind] = counts.get(order.kind, 0) + (global_rank not in order.answered)
+            counts[order.kind] += global_rank not in order.answered
         return counts
 
     def on_answer(self, answer: PagesMoved, now_s: float) -> bool:

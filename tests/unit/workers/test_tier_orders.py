@@ -230,9 +230,10 @@ def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again
 
 def test_each_rank_has_the_orders_open_that_it_has_not_answered() -> None:
     world = world_of(cp=2, host_pages=8)
-    assert [rank.num_open for rank in world.tiers.state().ranks] == [{}, {}]
+    none = dict.fromkeys(MoveKind, 0)
+    assert [rank.num_open for rank in world.tiers.state().ranks] == [none] * 2
     world.start([0] * 4)
-    assert [rank.num_open for rank in world.tiers.state().ranks] == [{MoveKind.SAVE: 1}] * 2
+    assert [rank.num_open for rank in world.tiers.state().ranks] == [{**none, MoveKind.SAVE: 1}] * 2
     while world.ranks[0].inbox or world.ranks[0].copies:
         world.step(0, fails=False)
     assert [rank.num_open[MoveKind.SAVE] for rank in world.tiers.state().ranks] == [0, 1]
