@@ -94,10 +94,10 @@ def stored_bytes(folder: Path) -> list[int]:
     return [path.stat().st_size - HEADER_BYTES for path in files]
 
 
-def moved_bytes(cluster: RunningCluster, kind: MoveKind) -> dict[tuple[str, str], int]:
+def moved(cluster: RunningCluster, kind: MoveKind, name: str = "baton_tier_bytes_total") -> dict[tuple[str, str], int]:
     """By replica and CP rank, of those that moved something."""
     families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=60).text)
-    samples = [sample for family in families for sample in family.samples if sample.name == "baton_tier_bytes_total"]
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
     return {
         (sample.labels["replica"], sample.labels["cp_rank"]): int(sample.value)
         for sample in samples
@@ -114,9 +114,13 @@ def test_what_one_replica_has_computed_the_other_reads(cluster: RunningCluster, 
     half = NUM_PAGES // 2 * page_bytes
 
     def halves(kind: MoveKind) -> bool:
-        return list(moved_bytes(cluster, kind).values()) == [half, half]
+        return list(moved(cluster, kind).values()) == [half, half]
 
     cluster.wait_until(lambda: halves(MoveKind.STORE) and halves(MoveKind.FETCH), 60)
-    stored, fetched = (moved_bytes(cluster, kind) for kind in (MoveKind.STORE, MoveKind.FETCH))
+    stored, fetched = (moved(cluster, kind) for kind in (MoveKind.STORE, MoveKind.FETCH))
     assert {replica for replica, _ in stored}.isdisjoint(replica for replica, _ in fetched)
+    hits = moved(cluster, MoveKind.FETCH, "baton_tier_tokens_total")
+    assert hits == dict.fromkeys(fetched, NUM_PAGES // 2 * PAGE_SIZE)
+    assert moved(cluster, MoveKind.FETCH, "baton_tier_order_seconds_count").keys() == fetched.keys()
+    assert not moved(cluster, MoveKind.FETCH, "baton_tier_open_orders")
     assert stored_bytes(tmp_path) == [page_bytes] * NUM_PAGES, "a page is stored twice"
