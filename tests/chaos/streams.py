@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -32,6 +32,8 @@ class Stream:
     """The client leaves after so long."""
     hung_s: float = HUNG_S
     """The stream hangs that has had no data for so long; comments, which say that it is alive, are none."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Fields of a request that is drawn; the rule of the model does not give its answer, `again` does."""
     tokens: list[int] = field(default_factory=list)
     longest_pause_s: float = 0.0
     """Between two tokens."""
@@ -39,16 +41,25 @@ class Stream:
     """``right``, ``left``, ``hung``, ``refused``, ``away`` (no router yet), or what was wrong; empty till then."""
     retry_after: str | None = None
     """Of an answer that is no stream."""
+    decode: str = ""
+    """The replica that began to decode."""
 
     def __post_init__(self) -> None:
         num_tokens = max(self.prompt_len, self.num_tokens * LINK_LEN + 1)
         self.prompt = chain_prompt(num_tokens, (num_tokens - 1) // self.num_tokens, seed=self.seed)
         self.expected = recall_oracle(self.prompt, self.num_tokens)
 
+    def again(self) -> "Stream":
+        """The same request, for which these tokens are right."""
+        assert len(self.tokens) == self.num_tokens, self.end
+        other = Stream(self.num_tokens, self.seed, self.prompt_len, sampling=self.sampling)
+        other.expected = self.tokens
+        return other
+
     def run(self, url: str) -> None:
         """Ask, and read to the end."""
         body = {"model": "recall", "prompt": self.prompt, "max_tokens": self.num_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **self.sampling}
         try:
             timeout = httpx.Timeout(self.hung_s, read=min(self.patience_s, self.hung_s))
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout, trust_env=False) as reply:
@@ -64,6 +75,7 @@ class Stream:
         if reply.status_code != 200:
             self.retry_after = reply.headers.get("retry-after")
             return end_of(reply.status_code, reply.read().decode())
+        self.decode = reply.headers["x-baton-decode"]
         last_s = start_s = time.monotonic()
         for line in reply.iter_lines():
             if time.monotonic() > start_s + self.patience_s:

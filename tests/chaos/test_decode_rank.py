@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.faults import kill
-from tests.chaos.streams import Crowd
+from tests.chaos.streams import Crowd, Stream
 from tests.chaos.watch import Before, assert_all_right, pid_of
 from tests.fakes.cluster import RunningCluster, running_cluster
 
@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(90
 
 CLIENTS = 8
 NUM_TOKENS = 200
+SAMPLING = {"temperature": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 SMALL = ("prefill.replicas=1", "prefill.parallel.cp=1", "kv.memory_gib=0.25")
 
 
@@ -22,12 +23,32 @@ def cluster() -> Iterator[RunningCluster]:
         yield running
 
 
+def drawn(cluster: RunningCluster, num_clients: int) -> list[Stream]:
+    """Requests whose tokens are drawn, by a seed and the tokens before, and the answers that an idle cluster gives.
+
+    Most of their tokens are not the likeliest.
+    """
+    streams = [Stream(NUM_TOKENS, 150 + n, sampling={"seed": n, **SAMPLING}) for n in range(num_clients)]
+    with Crowd(cluster.url, streams):
+        pass
+    for stream in streams:
+        assert (
+            sum(token != likely for token, likely in zip(stream.tokens, stream.expected, strict=True)) > NUM_TOKENS / 2
+        )
+    return [stream.again() for stream in streams]
+
+
 def test_a_decode_rank_is_killed_under_eight_streams(cluster: RunningCluster) -> None:
-    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=100) as crowd:
+    sampled = drawn(cluster, CLIENTS // 2)
+    greedy = [Stream(NUM_TOKENS, 100 + number) for number in range(CLIENTS - len(sampled))]
+    with Crowd(cluster.url, [*greedy, *sampled]) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(3), 300)
         before = Before(cluster, "decode-0")
+        lost = [stream for stream in crowd.streams if stream.decode == "decode-0" and not stream.end]
         proof = kill("decode-0 rank 0", pid_of(cluster, "decode-0"))
         detection_s = before.wait_detected()
+    assert any(stream.sampling for stream in lost), "only greedy streams lost their replica"
+    assert not all(stream.sampling for stream in lost), "only drawn streams lost their replica"
     line = before.line("kill a decode rank", crowd, proof, detection_s, before.wait_recovered())
     assert_all_right(cluster, line, crowd)
-    assert (line.continuations or 0) > 0
+    assert line.continuations == len(lost)

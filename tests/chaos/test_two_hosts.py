@@ -71,3 +71,4 @@ def test_a_lost_host_is_replaced(cluster: RunningCluster, nodes: RayNodes) -> No
     line = lose_host(cluster, "decode-0", crowd, Stream(20, seed=3))
     assert (line.hung, line.leaked_pages) == (0, 0)
     assert line.success + line.failed == CLIENTS
+    assert all("decode-0" in stream.end for stream in crowd.streams if stream.end != "right")

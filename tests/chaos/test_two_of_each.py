@@ -1,6 +1,7 @@
 """Two replicas of each role on real Ray: whatever is lost, every client gets the whole right answer."""
 
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,8 @@ NAME = "test-chaos-two"
 CLIENTS = 8
 NUM_TOKENS = 300
 BEGIN_S = 300.0
+MOMENT_S = 6.0
+"""Longer than a lease, and shorter than `resources.silence_s`."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,22 @@ def test_a_decode_rank_that_stands_still_is_killed(cluster: RunningCluster) -> N
     line = before.line("SIGSTOP a decode rank", crowd, f"{proof}, and killed", detection_s, recovery_s)
     assert_all_right(cluster, line, crowd)
     assert (line.continuations or 0) > 0
+
+
+def test_a_decode_rank_that_stands_still_for_a_moment_goes_on(cluster: RunningCluster) -> None:
+    """Its streams go on elsewhere, and whatever it has to say of them when it wakes up is too late."""
+    with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=350) as crowd:
+        cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
+        before, pid = Before(cluster, "decode-0"), pid_of(cluster, "decode-0")
+        with stopped("decode-0 rank 0", pid) as proof:
+            detection_s = before.wait_detected()
+            time.sleep(max(0.0, MOMENT_S - before.passed_s))
+        recovery_s = before.wait_recovered(is_new=False)
+    line = before.line(f"SIGSTOP a decode rank {MOMENT_S:g} s", crowd, proof, detection_s, recovery_s)
+    assert_all_right(cluster, line, crowd)
+    assert (line.continuations or 0) > 0
+    assert pid_of(cluster, "decode-0") == pid
+    assert Before(cluster, "decode-0").incarnations == before.incarnations
 
 
 def test_a_prefill_rank_that_stands_still_is_killed(cluster: RunningCluster) -> None:

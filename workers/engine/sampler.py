@@ -1,6 +1,5 @@
 """From logits to tokens. A draw depends on its request and its output position, and on nothing else in the batch."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from workers.device import Arriving, on_device
+from workers.engine.chances import key_of, likeliest, win_race
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
@@ -83,24 +83,12 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     top-k, top-p and min-p apply in this order, each to what the one before left.
     """
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
-    chosen = _likeliest(logits) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
+    chosen = likeliest(logits) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
     if drawn:
-        uniforms = [uniform(rows[index].seed, positions[index]) for index in drawn]
+        keys = [key_of(rows[index].seed, positions[index]) for index in drawn]
         index = _index(drawn, logits)
-        chosen[index] = _draw(logits[index], [rows[place] for place in drawn], uniforms)
+        chosen[index] = win_race(_weights(logits[index], [rows[place] for place in drawn]), keys)
     return chosen
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    """On a CPU numpy finds it several times as fast as torch."""
-    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) fixed by its arguments alone, the same on every machine."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    # 52 bits, so that uniform * total stays below total in double precision.
-    return float((int.from_bytes(digest, "little") >> 12) / 2**52)
 
 
 class _Likelihoods(NamedTuple):
@@ -121,18 +109,15 @@ def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> _Likelihood
     return _Likelihoods(logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices)
 
 
-def _draw(logits: Tensor, rows: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
-    """Inverse transform over the vocabulary in id order, so that filters never change which end a draw falls on."""
+def _weights(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
+    """Likelihoods, not normed, of what temperature and filters leave; 0 for the rest."""
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / _column([row.temperature for row in rows], logits)
     sorting = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
     if sorting:
         index = _index(sorting, scores)
         scores[index] = _keep_likeliest(scores[index], [rows[place] for place in sorting])
     floor = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows], logits)
-    weights = scores.masked_fill(scores < floor, -math.inf).exp()
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    targets = _column(uniforms, cumulative) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
+    return scores.masked_fill(scores < floor, -math.inf).exp()
 
 
 def _keep_likeliest(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:

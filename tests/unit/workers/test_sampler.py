@@ -17,7 +17,6 @@ from transformers import TopPLogitsWarper as TransformersTopP
 
 from cluster.spec.sampling import Sampling
 from workers.engine import sampler
-from workers.engine.sampler import uniform
 
 VOCAB_SIZE = 40
 NUM_DRAWS = 4000
@@ -202,10 +201,3 @@ def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPa
     draws.token_ids.zero_()  # as the next step may do
     assert [sampled.token_id for sampled in draws.wait()] == [1, 2]
     assert events[5:] == ["awaited"]
-
-
-def test_uniform_numbers_are_fixed_for_all_time() -> None:
-    assert [round(uniform(7, position), 6) for position in range(3)] == [0.000773, 0.919769, 0.33266]
-    numbers = [uniform(3, position) for position in range(2000)]
-    assert all(0 <= number < 1 for number in numbers)
-    assert abs(sum(numbers) / 2000 - 0.5) < 0.03

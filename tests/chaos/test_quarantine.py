@@ -1,0 +1,76 @@
+"""A prefill rank stands still in a handoff and is not taken for lost: decode gives its pages up for new memory."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.chaos.faults import state_of, stopped
+from tests.chaos.host_loss import addresses
+from tests.chaos.streams import Crowd, Stream
+from tests.chaos.watch import Before, assert_all_right, is_computing, pid_of
+from tests.fakes.cluster import RunningCluster, running_cluster
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
+
+PATIENCE_S = 5.0
+SETTINGS = (
+    "resources.silence_s=600",  # nobody proves that the rank writes no more
+    f"transfer.transfer_timeout_s={PATIENCE_S:g}",
+    "transfer.quarantine_limit=0.05",
+    "kv.memory_gib=0.25",
+)
+BEGIN_S, END_S = 300.0, 120.0
+CLIENTS, NUM_TOKENS = 4, 300
+"""Streams that are decoding meanwhile."""
+PROMPT_LEN = 12_000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with running_cluster("deploy/local-cpu-2p2d.yaml", "test-quarantine", *SETTINGS) as running:
+        yield running
+
+
+def holders(cluster: RunningCluster, role: str) -> list[str]:
+    """Replicas of a role that hold more than the half of a long prompt's pages."""
+    pages = PROMPT_LEN // 64 // 2
+    loads = {name: entry["load"] for name, entry in cluster.replicas().items() if name.startswith(role)}
+    return [name for name, load in loads.items() if load["total_pages"] - load["free_pages"] > pages]
+
+
+def computing(cluster: RunningCluster) -> list[str]:
+    """Prefill replicas that are."""
+    return [name for name in ("prefill-0", "prefill-1") if is_computing(cluster, name)]
+
+
+def incarnation(cluster: RunningCluster, replica: str) -> int:
+    """0 while there is none."""
+    entry = cluster.replicas().get(replica)
+    return entry["incarnation"] if entry else 0
+
+
+def test_pages_that_are_never_proven_free_are_given_up_with_their_replica(cluster: RunningCluster) -> None:
+    others, victim = Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=2100), Stream(20, 2200, PROMPT_LEN)
+    with others, ExitStack() as standing:
+        cluster.wait_until(lambda: others.have_tokens(5), BEGIN_S)
+        with Crowd(cluster.url, [victim]):
+            cluster.wait_until(lambda: holders(cluster, "decode") and computing(cluster), BEGIN_S)
+            (decode,), (prefill,) = holders(cluster, "decode"), computing(cluster)
+            before, listened = Before(cluster, decode), addresses(cluster, decode)
+            pid = pid_of(cluster, prefill, rank=1)
+            proof = standing.enter_context(stopped(f"{prefill} rank 1", pid))
+        cluster.wait_until(lambda: cluster.replicas()[decode]["load"]["stopping_pages"] > 0, END_S)
+        detection_s = before.wait_detected()
+        told = f"more than 0.05 of them (transfer.quarantine_limit): {prefill} did not say that it writes no more"
+        cluster.wait_until(lambda: told in cluster.terminal.output.replace("\n", ""), END_S)
+        cluster.wait_until(lambda: incarnation(cluster, decode) > before.incarnations[decode], END_S)
+        assert state_of(pid) == "T"
+        assert not set(addresses(cluster, decode)) & set(listened)
+    recovery_s = before.wait_recovered()
+    crowd = Crowd(cluster.url, [*others.streams, victim])
+    line = before.line("quarantine beyond the limit", crowd, proof, detection_s, recovery_s)
+    assert_all_right(cluster, line, crowd)
+    assert (line.retries or 0) > 0
+    after = Before(cluster, decode).incarnations
+    assert {name for name in after if after[name] != before.incarnations[name]} == {decode}
