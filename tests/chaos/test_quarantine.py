@@ -1,14 +1,16 @@
 """A prefill rank stands still in a handoff and is not taken for lost: decode gives its pages up for new memory."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from tests.chaos.faults import state_of, stopped
 from tests.chaos.host_loss import addresses
 from tests.chaos.streams import Crowd, Stream
-from tests.chaos.watch import Before, assert_all_right, is_computing, pid_of
+from tests.chaos.watch import Before, assert_all_right, pid_of
 from tests.fakes.cluster import RunningCluster, running_cluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
@@ -23,7 +25,7 @@ SETTINGS = (
 BEGIN_S, END_S = 300.0, 120.0
 CLIENTS, NUM_TOKENS = 4, 300
 """Streams that are decoding meanwhile."""
-PROMPT_LEN = 12_000
+PROMPT_LEN, PAGE_SIZE = 40_000, 64
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +34,24 @@ def cluster() -> Iterator[RunningCluster]:
         yield running
 
 
-def holders(cluster: RunningCluster, role: str) -> list[str]:
-    """Replicas of a role that hold more than the half of a long prompt's pages."""
-    pages = PROMPT_LEN // 64 // 2
-    loads = {name: entry["load"] for name, entry in cluster.replicas().items() if name.startswith(role)}
-    return [name for name, load in loads.items() if load["total_pages"] - load["free_pages"] > pages]
+def entry(cluster: RunningCluster, replica: str) -> dict[str, Any]:
+    """Of the table; what it says of nobody while there is none."""
+    return cluster.replicas().get(replica, {"incarnation": 0, "rows": [], "load": Counter()})
 
 
-def computing(cluster: RunningCluster) -> list[str]:
-    """Prefill replicas that are."""
-    return [name for name in ("prefill-0", "prefill-1") if is_computing(cluster, name)]
+def having(cluster: RunningCluster, role: str, what: Callable[[dict[str, int]], bool]) -> list[str]:
+    """Replicas of a role of whose load this is true."""
+    replicas = cluster.replicas()
+    return [name for name in replicas if name.startswith(role) and what(replicas[name]["load"])]
 
 
-def incarnation(cluster: RunningCluster, replica: str) -> int:
-    """0 while there is none."""
-    entry = cluster.replicas().get(replica)
-    return entry["incarnation"] if entry else 0
+def has_long_prompt(load: dict[str, int]) -> bool:
+    """By more than the half of its pages."""
+    return load["total_pages"] - load["free_pages"] > PROMPT_LEN // PAGE_SIZE // 2
+
+
+def is_computing(load: dict[str, int]) -> bool:
+    return load["num_running"] > 0
 
 
 def test_pages_that_are_never_proven_free_are_given_up_with_their_replica(cluster: RunningCluster) -> None:
@@ -55,18 +59,18 @@ def test_pages_that_are_never_proven_free_are_given_up_with_their_replica(cluste
     with others, ExitStack() as standing:
         cluster.wait_until(lambda: others.have_tokens(5), BEGIN_S)
         with Crowd(cluster.url, [victim]):
-            cluster.wait_until(lambda: holders(cluster, "decode") and computing(cluster), BEGIN_S)
-            (decode,), (prefill,) = holders(cluster, "decode"), computing(cluster)
+            cluster.wait_until(lambda: having(cluster, "prefill", is_computing), BEGIN_S)
+            (decode,), (prefill,) = having(cluster, "decode", has_long_prompt), having(cluster, "prefill", is_computing)
             before, listened = Before(cluster, decode), addresses(cluster, decode)
             pid = pid_of(cluster, prefill, rank=1)
             proof = standing.enter_context(stopped(f"{prefill} rank 1", pid))
-        cluster.wait_until(lambda: cluster.replicas()[decode]["load"]["stopping_pages"] > 0, END_S)
-        detection_s = before.wait_detected()
-        told = f"more than 0.05 of them (transfer.quarantine_limit): {prefill} did not say that it writes no more"
-        cluster.wait_until(lambda: told in cluster.terminal.output.replace("\n", ""), END_S)
-        cluster.wait_until(lambda: incarnation(cluster, decode) > before.incarnations[decode], END_S)
-        assert state_of(pid) == "T"
-        assert not set(addresses(cluster, decode)) & set(listened)
+            cluster.wait_until(lambda: entry(cluster, decode)["load"]["stopping_pages"] > 0, END_S)
+            detection_s = before.wait_detected()
+            told = f"more than 0.05 of them (transfer.quarantine_limit): {prefill} did not say that it writes no more"
+            cluster.wait_until(lambda: told in cluster.terminal.output.replace("\n", ""), END_S)
+            cluster.wait_until(lambda: entry(cluster, decode)["incarnation"] > before.incarnations[decode], END_S)
+            assert state_of(pid) == "T"
+            assert not {row["address"] for row in entry(cluster, decode)["rows"]} & set(listened)
     recovery_s = before.wait_recovered()
     crowd = Crowd(cluster.url, [*others.streams, victim])
     line = before.line("quarantine beyond the limit", crowd, proof, detection_s, recovery_s)
