@@ -2,7 +2,8 @@
 
 The table is soft state: a restarted bootstrap shows replicas that run as missing until their next heartbeat. So the
 open requests of a missing replica are given up only after a grace, or on proof, and until then it also gets new ones
-if the table has no other.
+if the table has no other. Those of a replica whose lease ran out go on at another at once; where there is no other,
+they have the grace too, in which it may wake up.
 """
 
 from dataclasses import dataclass
@@ -117,7 +118,16 @@ class Directory:
     def _is_lost(self, known: _Known, now_s: float) -> bool:
         if known.missing_since_s is None:
             return False
+        if known.silent and self._has_present(known.entry.role):
+            return True
         return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
+
+    def _has_present(self, role: Role) -> bool:
+        """Whether one of the role is in the table that takes new requests."""
+        return any(
+            known.missing_since_s is None and known.entry.role is role and not known.entry.load.draining
+            for known in self._known.values()
+        )
 
     def _is_proven_gone(self, peer: Peer) -> bool:
         assert self.snapshot is not None, "a known peer came from a snapshot"

@@ -71,6 +71,16 @@ def test_a_lease_that_ran_out_is_not_forgiven_when_the_table_loses_the_replica()
     assert directory.ready(Role.DECODE) == [DECODE]
 
 
+def test_a_lease_that_ran_out_is_a_loss_where_another_can_go_on() -> None:
+    directory, other = known("decode-0", "decode-1", "prefill-0"), entry_of(peer_of("decode-1"))
+    silent = entry_of(DECODE, ready=False)
+    assert directory.update(table_of(silent, replace(other, ready=False)), 1.0) == []
+    assert directory.update(table_of(silent, replace(other, load=replace(other.load, draining=True))), 1.5) == []
+    assert directory.update(table_of(silent, other), 2.0) == [DECODE]
+    assert directory.update(table_of(entry_of(DECODE), other), 3.0) == []
+    assert directory.ready(Role.DECODE) == [DECODE, peer_of("decode-1")]
+
+
 def test_half_back_in_a_table_that_has_had_no_heartbeat() -> None:
     directory = Directory(grace_s=3.0)
     directory.update(table_of(entry_of(DECODE, total_pages=8)), 0.0)
