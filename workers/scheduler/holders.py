@@ -66,7 +66,8 @@ class PageHolders:
         if sequence.load is None:
             return self._withdraw(sequence)
         self._leaving.append(sequence)
-        return self._allocator.allocate(len(sequence.pages), sequence.pages) if sequence.load.joins else []
+        pages = sequence.pages if sequence.load.joins else []
+        return self._allocator.allocate(len(pages), pages, sequence.owner_base)
 
     def retire(self, room: Room) -> None:
         """Forget a sequence and leave what was computed of it to the cache."""

@@ -36,6 +36,7 @@ class Prefill:
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 8, depth=depth)
         self.steps = StepScheduler(self.allocator, limits, fixed(Strategy.NONE), tiers=self.tiers)
         self._num_added = 0
+        self._last_owner = num_owners - 1
 
     def add(self, prompt: list[int], max_tokens: int = 1) -> Sequence:
         self._num_added += 1
@@ -46,6 +47,7 @@ class Prefill:
             sampling=Sampling(),
             stopping=Stopping(max_tokens=max_tokens),
             max_len=len(prompt) + max_tokens,
+            owner_base=self._last_owner,
         )
         self.steps.add(sequence)
         return sequence
@@ -137,8 +139,11 @@ def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
 
 
 @pytest.mark.parametrize("is_sent", [False, True], ids=["loaded first", "sent first"])
-def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(*, is_sent: bool) -> None:
-    prefill = Prefill(chunk_tokens=2)
+@pytest.mark.parametrize(("cp", "ownership"), [(1, KvOwnership.REPLICATED), (2, KvOwnership.SHARDED)])
+def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
+    cp: int, ownership: KvOwnership, *, is_sent: bool
+) -> None:
+    prefill = Prefill(cp=cp, ownership=ownership, chunk_tokens=2)
     prefill.remember(PROMPT)
     longer = prefill.add([*PROMPT, 8, 9, 10])
     plan = prefill.plan()
@@ -151,12 +156,14 @@ def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(*, is_sent:
         prefill.allocator.free(pages)
         prefill.check()
         assert prefill.allocator.num_free == free, "a rank may still be copying"
-    assert prefill.tiers.on_answer(PagesMoved(number=plan.fill.number, global_rank=0, done=[True] * CACHED), 0.0)
+    for rank in range(cp):
+        done = [True] * CACHED
+        assert prefill.tiers.on_answer(PagesMoved(number=plan.fill.number, global_rank=rank, done=done), 0.0)
     if not is_sent:
         assert prefill.allocator.num_free == free, "a rank may still be sending"
         prefill.allocator.free(pages)
     prefill.check()
-    assert prefill.allocator.num_free == NUM_PAGES
+    assert prefill.allocator.num_free == prefill.allocator.num_pages
     assert prefill.allocator.num_cached == (CACHED + 1 if is_sent else 0)
 
 
