@@ -37,7 +37,8 @@ from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
 from cluster.spec.worker_spec import RouterPlace
-from cluster.supervisor.orders import RestartOrder, ScaleOrder
+from cluster.supervisor.events import Tick
+from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import problem_of
 from router.api.errors import ApiError
 from router.api.requests import ChatRequest, CompletionRequest, TokensRequest
@@ -48,6 +49,7 @@ from router.policies.candidate import Load
 from router.siblings import Account, Figures, Now, Siblings
 from tests.fakes.page_stores import GEOMETRY
 from tests.fakes.rows import make_row, make_rows, sizes
+from tests.fakes.supervised import Run
 from tests.fuzz.http_surface import HTTP, requests, surface
 from tests.fuzz.mutate import Codec
 from tests.fuzz.samples import messages
@@ -195,6 +197,32 @@ def _heartbeats() -> list[bytes]:
     return [msgspec.json.encode(beat)]
 
 
+# ---- orders to a running cluster
+
+
+def _feed_order(data: bytes) -> None:
+    """Whatever it is, the supervisor carries it out or says why not, and goes on."""
+    order = decode_order(data)
+    if order is None:
+        return
+    run = Run(("bootstrap", "router", "prefill-0", "prefill-1", "decode-0", "decode-1")).serve()
+    run.order(order)
+    run.now_s += 1.0
+    run.step(Tick())
+
+
+def _orders() -> list[bytes]:
+    one = ReplicaId("decode-0")
+    orders = [
+        ScaleOrder(prefill=2, decode=3, grace_s=1.5),
+        RestartOrder(replicas=(one,), is_rolling=True),
+        DrainOrder(replica=one, grace_s=2.5),
+        ResumeOrder(replica=one),
+        TellOrder(),
+    ]
+    return [msgspec.json.encode(order) for order in orders]
+
+
 # ---- bodies of the router
 
 _SCHEMAS: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokensRequest, ResponseRequest)
@@ -308,11 +336,7 @@ TARGETS: dict[str, Target] = {
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),
     "http": Target(requests, lambda data: surface().feed(data), HTTP),
-    "orders": Target(
-        lambda: [msgspec.json.encode(order) for order in (ScaleOrder(prefill=2), RestartOrder(is_rolling=True))],
-        decode_order,
-        JSON,
-    ),
+    "orders": Target(_orders, _feed_order, JSON),
     "yaml": Target(lambda: [path.read_bytes() for path in sorted(ROOT.glob("deploy/local-*.yaml"))], _feed_yaml, YAML),
     "keys": Target(lambda: [b"- {name: a, key: a-long-secret, priority: 5}\n"], _feed_keys, YAML),
     "trace": Target(lambda: [_TRACE], _feed_trace, JSON_LINES),
