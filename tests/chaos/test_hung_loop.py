@@ -16,9 +16,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pyte
 
 STEP_TIMEOUT_S = 6.0
 CLIENTS = 4
-NUM_TOKENS = 300
+NUM_TOKENS, PROMPT_LEN = 300, 12_000
 SETTINGS = (
+    "prefill.replicas=2",
     "decode.replicas=2",
+    "resources.cpus_per_worker=0.25",
     "kv.memory_gib=0.25",
     f"resources.step_timeout_s={STEP_TIMEOUT_S:g}",
     "resources.silence_s=300",  # nobody else ends the rank
@@ -43,19 +45,48 @@ def test_idle_ranks_go_on(cluster: RunningCluster) -> None:
     assert incarnations(cluster) == before
 
 
+def ranks(cluster: RunningCluster, *replicas: str) -> dict[int, tuple[str, int]]:
+    """Replica and rank of each process."""
+    rows = cluster.replicas()
+    return {pid_of(cluster, name, rank): (name, rank) for name in replicas for rank in range(len(rows[name]["rows"]))}
+
+
+def hung(cluster: RunningCluster, folder: Path) -> int:
+    """The process that took the order to hang, once there is one."""
+    cluster.wait_until(lambda: bool(proofs(folder)) and not list(folder.glob(f"{Fault.HANG}-*")), SEEN_S)
+    return int(proofs(folder)[-1].removeprefix("process ").partition(":")[0])
+
+
+def told(replica: str, rank: int) -> str:
+    return f"{replica} rank {rank} stood still for {STEP_TIMEOUT_S:g} s (resources.step_timeout_s) at the end of step"
+
+
 def test_a_decode_rank_hangs_in_a_step(cluster: RunningCluster, folder: Path) -> None:
-    replicas = {pid_of(cluster, name): name for name in ("decode-0", "decode-1")}
+    processes = ranks(cluster, "decode-0", "decode-1")
     with Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1700) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), SEEN_S)
         order(folder, Fault.HANG, 1)
-        cluster.wait_until(lambda: bool(proofs(folder)), SEEN_S)
-        (proof,) = proofs(folder)
-        victim = replicas[int(proof.removeprefix("process ").partition(":")[0])]
+        victim, rank = processes[hung(cluster, folder)]
         before = Before(cluster, victim)
         detection_s = before.wait_detected()
-    line = before.line("hang in a decode step", crowd, proof, detection_s, before.wait_recovered())
+    line = before.line("hang in a decode step", crowd, proofs(folder)[-1], detection_s, before.wait_recovered())
     assert_all_right(cluster, line, crowd)
     assert detection_s > STEP_TIMEOUT_S / 2
     assert (line.continuations or 0) > 0
-    told = f"{victim} rank 0 stood still for {STEP_TIMEOUT_S:g} s (resources.step_timeout_s) at the end of step"
-    cluster.wait_until(lambda: told in cluster.terminal.output, SEEN_S)
+    cluster.wait_until(lambda: told(victim, rank) in cluster.terminal.output, SEEN_S)
+
+
+def test_one_rank_of_a_gang_hangs_in_a_step(cluster: RunningCluster, folder: Path) -> None:
+    """The others wait for it in a collective, and return with it as one."""
+    processes = ranks(cluster, "prefill-0", "prefill-1")
+    order(folder, Fault.HANG, 1)
+    with Crowd.alike(cluster.url, CLIENTS, 20, seed=1750, prompt_len=PROMPT_LEN) as crowd:
+        victim, _ = processes[hung(cluster, folder)]
+        before = Before(cluster, victim)
+        detection_s = before.wait_detected()
+    line = before.line("hang of one CP rank", crowd, proofs(folder)[-1], detection_s, before.wait_recovered())
+    assert_all_right(cluster, line, crowd)
+    assert detection_s > STEP_TIMEOUT_S / 2
+    assert (line.retries or 0) > 0
+    words = [told(victim, rank) for rank in range(2)]
+    cluster.wait_until(lambda: any(line in cluster.terminal.output for line in words), SEEN_S)
