@@ -12,7 +12,7 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.grouped_matmul import grouped_matmul
-from workers.kernels.merge import merge_partials, merge_places
+from workers.kernels.merge import merge_partials, merge_parts
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
@@ -89,15 +89,16 @@ def _merge_any() -> object:
     """A row, a number of rows that 16 divides, and one that it does not."""
     for num_rows in (1, 16, 33):
         merge_partials([_bf16(num_rows, 1, 128)] * 2, [torch.zeros(num_rows, 1)] * 2)
-        found, found_lse, number = torch.zeros(3, num_rows, 1, 128), torch.zeros(3, num_rows, 1), torch.zeros(num_rows)
-        merge_places(found, found_lse, number.int(), number.int(), _bf16(num_rows, 1, 128), torch.zeros(num_rows, 1))
+        joins = torch.zeros(num_rows, 4, dtype=torch.int32)
+        found, result = (torch.zeros(3, 1, 128), torch.zeros(3, 1)), (_bf16(num_rows, 1, 128), torch.zeros(num_rows, 1))
+        merge_parts(*found, joins, *result)
     return None
 
 
-def _merge_places() -> object:
-    """A token of a long request, alone: as many places as there are programs."""
-    found, found_lse, number = torch.zeros(264, 1, 8, 256), torch.zeros(264, 1, 8), torch.zeros(1, dtype=torch.int32)
-    return merge_places(found, found_lse, number, number, _bf16(1, 8, 256), torch.zeros(1, 8))
+def _merge_parts() -> object:
+    """A token of a long request, alone: as many parts as there are programs."""
+    joins = torch.tensor([[0, 0, 1, 264]], dtype=torch.int32)
+    return merge_parts(torch.zeros(264, 8, 256), torch.zeros(264, 8), joins, _bf16(1, 8, 256), torch.zeros(1, 8))
 
 
 LAUNCHES: Mapping[str, Callable[[], object]] = {
@@ -107,7 +108,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention in fp32": _attention(torch.float32, 64, 1, 64),
     "attention of rows": _rows,
     "merge": _merge,
-    "merge of many places": _merge_places,
+    "merge of many parts": _merge_parts,
     "merges of any length": _merge_any,
     "store": _store,
     "copy": _copy,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from workers.kernels.launch import block_of, operand_type
 
-TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", "target_row", "place")
+TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", "target_row")
 """A program's queries: rows of ``query``, the first of them being query ``first_index`` of its run; a tile of no
-queries does nothing. What it finds goes to rows of ``out`` from ``target_row`` on, at ``place``."""
+queries does nothing. What it finds goes to rows of ``out`` from ``target_row`` on."""
 
 SEGMENT_FIELDS = ("table", "first_key", "begin", "stop", "ahead", "step")
 """Keys ``begin`` to ``stop`` of which query i of a run sees those up to ``ahead + i * step``. Key k is in page
@@ -65,9 +65,9 @@ def attend(
 ) -> None:
     """Queries ``[T, H * G, D]`` over ``key`` and ``value [page, H, slot, D]``, or ``[1, H, row, D]`` for page size 0.
 
-    Writes ``out [places, rows, H * G, D]`` and ``lse [places, rows, H * G]`` fp32, both contiguous, at the rows of
-    the ``tiles [n, 7]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides are any, but the elements of
-    a head are adjacent. Scale is 1/sqrt(D).
+    Writes ``out [rows, H * G, D]`` and ``lse [rows, H * G]`` fp32, both contiguous, at the rows of the
+    ``tiles [n, 6]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides are any, but the elements of a
+    head are adjacent. Scale is 1/sqrt(D).
     """
     num_kv_heads, head_dim = key.shape[1], query.shape[2]
     if not len(tiles):
@@ -84,8 +84,6 @@ def attend(
         *query.stride()[:2],
         *key.stride()[:3],
         *value.stride()[:3],
-        out.stride(0),
-        lse.stride(0),
         math.log2(math.e) / math.sqrt(head_dim),
         GROUPS=query.shape[1] // num_kv_heads,
         NUM_HEADS=query.shape[1],
@@ -100,8 +98,7 @@ def attend(
     )
 
 
-# It changes with the batch: each kind of number would be compiled anew, in the middle of a request.
-@triton.jit(do_not_specialize=["lse_place_stride"])
+@triton.jit
 def _attend_kernel(
     query,
     key,
@@ -119,8 +116,6 @@ def _attend_kernel(
     value_page_stride,
     value_head_stride,
     value_slot_stride,
-    out_place_stride,
-    lse_place_stride,
     scale,
     GROUPS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -137,7 +132,7 @@ def _attend_kernel(
     if num_queries == 0:
         return
     first_segment, num_segments = tl.load(tile + 3), tl.load(tile + 4)
-    target_row, place = tl.load(tile + 5).to(tl.int64), tl.load(tile + 6).to(tl.int64)
+    target_row = tl.load(tile + 5).to(tl.int64)
 
     rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     queries, heads = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
@@ -179,9 +174,12 @@ def _attend_kernel(
     total = tl.where(is_empty, 1.0, total)
     targets = (target_row + queries) * NUM_HEADS + heads
     found_lse = tl.where(is_empty, float("-inf"), (tl.log2(total) + peak) * _LN_2)
-    tl.store(lse + place * lse_place_stride + targets, found_lse, mask=queries < num_queries)
-    places = place * out_place_stride + targets[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out + places, (found / total[:, None]).to(out.dtype.element_ty), mask=is_held)
+    tl.store(lse + targets, found_lse, mask=queries < num_queries)
+    tl.store(
+        out + targets[:, None] * HEAD_DIM + dims[None, :],
+        (found / total[:, None]).to(out.dtype.element_ty),
+        mask=is_held,
+    )
 
 
 @triton.jit

@@ -9,30 +9,31 @@ from torch import Tensor
 
 from workers.kernels.launch import block_of
 
-_MOST_PLACES = 32
-"""That are held at once; with more, registers spill."""
+JOIN_FIELDS = ("row", "first", "step", "count")
+"""A row of the result, and where its parts are: ``count`` rows of what was found, from ``first`` on in steps."""
+
+_NUM_JOIN_FIELDS = tl.constexpr(len(JOIN_FIELDS))
+_PARTS_AT_ONCE = 16
+"""With many more, registers spill."""
 
 
-def merge_places(found: Tensor, found_lse: Tensor, counts: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Join what was found at the first ``counts [R]`` places of each row, into rows ``rows [R]`` of ``out``.
+def merge_parts(found: Tensor, found_lse: Tensor, joins: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Join what was found of each row of ``out`` that the ``joins [R, 4]`` int32 name.
 
-    ``found [places, R, heads, D]`` and ``found_lse [places, R, heads]`` are fp32, ``out [T, heads, D]``,
-    ``lse [T, heads]``; all are contiguous, indices int32. A row of a negative number is left out.
+    ``found [parts, heads, D]`` and ``found_lse [parts, heads]`` are fp32, ``out [T, heads, D]``, ``lse [T, heads]``;
+    all are contiguous. A row of a negative number is left out.
     """
-    num_places, num_rows, num_heads, head_dim = found.shape
-    if num_rows:
-        _merge_places_kernel[(num_rows, num_heads)](
+    _, num_heads, head_dim = found.shape
+    if len(joins):
+        _merge_parts_kernel[(len(joins), num_heads)](
             found,
             found_lse,
-            counts,
-            rows,
+            joins,
             out,
             lse,
-            found.stride(0),
-            found_lse.stride(0),
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_PLACES=min(block_of(num_places), _MOST_PLACES),
+            BLOCK_PARTS=_PARTS_AT_ONCE,
             BLOCK_DIM=block_of(head_dim),
         )
 
@@ -56,27 +57,28 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     return out, lse
 
 
-@triton.jit(do_not_specialize=["lse_stride"])
-def _merge_places_kernel(
-    found, found_lse, counts, rows, out, lse, found_stride, lse_stride,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PLACES: tl.constexpr, BLOCK_DIM: tl.constexpr,
+@triton.jit
+def _merge_parts_kernel(
+    found, found_lse, joins, out, lse,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.load(rows + tl.program_id(0))
+    join = joins + tl.program_id(0) * _NUM_JOIN_FIELDS
+    row, first, step, count = tl.load(join), tl.load(join + 1), tl.load(join + 2), tl.load(join + 3)
     if row < 0:
         return
-    source = tl.program_id(0) * NUM_HEADS + tl.program_id(1)
-    dims, count = tl.arange(0, BLOCK_DIM), tl.load(counts + tl.program_id(0))
+    head, dims = tl.program_id(1), tl.arange(0, BLOCK_DIM)
     joined = tl.zeros((BLOCK_DIM,), tl.float32)
     total, peak = 0.0, float("-inf")
-    for start in range(0, count, BLOCK_PLACES):
-        places = (start + tl.arange(0, BLOCK_PLACES)).to(tl.int64)
+    for start in range(0, count, BLOCK_PARTS):
+        places = start + tl.arange(0, BLOCK_PARTS)
         is_there = places < count
-        lses = tl.load(found_lse + places * lse_stride + source, mask=is_there, other=float("-inf"))
+        parts = (first + places * step).to(tl.int64) * NUM_HEADS + head
+        lses = tl.load(found_lse + parts, mask=is_there, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(lses, 0))
         reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights, decay = tl.exp(lses - reference), tl.exp(peak - reference)
         outs = tl.load(
-            found + (places * found_stride + source.to(tl.int64) * HEAD_DIM)[:, None] + dims[None, :],
+            found + parts[:, None] * HEAD_DIM + dims[None, :],
             mask=is_there[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
         )
@@ -85,7 +87,7 @@ def _merge_places_kernel(
         peak = new_peak
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
-    target = row.to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    target = row.to(tl.int64) * NUM_HEADS + head
     tl.store(lse + target, tl.where(is_empty, float("-inf"), tl.log(total) + peak))
     tl.store(out + target * HEAD_DIM + dims, (joined / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 

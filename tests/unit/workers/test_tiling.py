@@ -1,12 +1,13 @@
 """Tiles: every (query, key) pair that is to be seen is in exactly one, whatever is split."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.attention.triton.tiling import LEAST_KEYS, PROGRAMS, Item, Segment, Tiling, cut, split_len
+from workers.attention.triton.tiling import LEAST_KEYS, PROGRAMS, Item, Segment, Tiling, cut, fair_share, split
 
 
 @st.composite
@@ -34,52 +35,89 @@ def seen(num_queries: int, first_index: int, segment: Segment) -> list[tuple[int
 
 def pairs_of_tiles(tiling: Tiling) -> Counter[tuple[int, int]]:
     pairs: Counter[tuple[int, int]] = Counter()
-    for first_row, num_queries, first_index, first_segment, num_segments, _, _ in tiling.tiles.tolist():
+    for first_row, num_queries, first_index, first_segment, num_segments, _ in tiling.tiles.tolist():
         for numbers in tiling.segments[first_segment : first_segment + num_segments].tolist():
             for query, key in seen(num_queries, first_index, Segment(*numbers)):
                 pairs[first_row + query, key] += 1
     return pairs
 
 
+def in_parts(made: list[Item], keys: int | None) -> list[Item]:
+    """Every segment in parts of so many keys."""
+    if keys is None:
+        return made
+    parts = [
+        [
+            segment._replace(begin=start, stop=min(start + keys, segment.stop))
+            for segment in item.segments
+            for start in range(segment.begin, segment.stop, keys)
+        ]
+        for item in made
+    ]
+    return [replace(item, segments=tuple(of_item)) for item, of_item in zip(made, parts, strict=True)]
+
+
 @given(items(), st.integers(1, 16), st.sampled_from([None, 16, 32]))
-def test_every_pair_is_in_one_tile(made: list[Item], queries: int, keys_a_split: int | None) -> None:
+def test_every_pair_is_in_one_tile(made: list[Item], queries: int, keys: int | None) -> None:
     expected: Counter[tuple[int, int]] = Counter()
     for item in made:
         for segment in item.segments:
             expected.update((item.first_row + query, key) for query, key in seen(item.num_queries, 0, segment))
-    assert pairs_of_tiles(cut(made, queries, keys_a_split)) == expected
+    assert pairs_of_tiles(cut(in_parts(made, keys), queries, in_parts=keys is not None)) == expected
 
 
 @given(items(), st.integers(1, 16), st.sampled_from([None, 16, 32]))
-def test_every_place_of_every_row_is_written_once(made: list[Item], queries: int, keys_a_split: int | None) -> None:
-    tiling = cut(made, queries, keys_a_split)
-    written = Counter(
-        (target + query, place)
-        for _, num_queries, _, _, _, target, place in tiling.tiles.tolist()
+def test_every_part_of_every_row_is_written_once_and_read(made: list[Item], queries: int, keys: int | None) -> None:
+    tiling = cut(in_parts(made, keys), queries, in_parts=keys is not None)
+    written = [
+        (target + query, first_row + query)
+        for first_row, num_queries, _, _, _, target in tiling.tiles.tolist()
         for query in range(num_queries)
-    )
+    ]
     rows = [item.first_row + query for item in made for query in range(item.num_queries)]
-    assert tiling.rows.tolist() == rows
-    assert tiling.num_places == max(tiling.counts.tolist(), default=1)
-    targets = range(len(rows)) if tiling.num_places > 1 else rows
-    assert written == Counter(
-        (target, place) for target, count in zip(targets, tiling.counts, strict=True) for place in range(count)
-    )
+    if keys is None:
+        assert sorted(written) == [(row, row) for row in rows]
+        assert (tiling.num_parts, len(tiling.joins)) == (0, 0)
+        return
+    assert [row for row, *_ in tiling.joins.tolist()] == rows
+    read = [(first + step * n, row) for row, first, step, count in tiling.joins.tolist() for n in range(count)]
+    assert sorted(written) == sorted(read)
+    assert [part for part, _ in sorted(written)] == list(range(tiling.num_parts))
 
 
 def test_most_work_comes_first() -> None:
     made = [Item(0, 100, (Segment(0, 0, 0, 500, 400, 1),)), Item(100, 1, (Segment(0, 0, 0, 900, 899, 0),))]
-    tiles = cut(made, 10, None).tiles
+    tiles = cut(made, 10).tiles
     assert tiles[0, 0] == 100
     assert np.all(np.diff(tiles[1:, 2]) < 0)
 
 
+def token(row: int, num_keys: int) -> Item:
+    """One that is decoded."""
+    return Item(row, 1, (Segment(0, 0, 0, num_keys, num_keys - 1, 0),))
+
+
 def test_only_few_tiles_with_many_keys_are_split() -> None:
-    long = [Item(0, 1, (Segment(0, 0, 0, 100_000, 99_999, 0),))]
-    keys = split_len(long, 1, 8, 64)
-    assert keys is not None
-    assert keys % 64 == 0
-    assert PROGRAMS / 2 < 8 * (100_000 / keys) <= PROGRAMS
-    assert split_len(long * 40, 1, 8, 64) is None
-    assert split_len([Item(0, 1, (Segment(0, 0, 0, 2 * LEAST_KEYS - 1, 0, 0),))], 1, 8, 64) is None
-    assert split_len([], 1, 8, 64) is None
+    long = token(0, 100_000)
+    parts = split([long], 1, 8, 64)
+    assert parts is not None
+    assert PROGRAMS / 2 < 8 * len(parts[0].segments) <= PROGRAMS
+    assert all(segment.begin % 64 == 0 for segment in parts[0].segments)
+    assert split([long] * 40, 1, 8, 64) is None
+    assert split([token(0, 2 * LEAST_KEYS - 1)], 1, 8, 64) is None
+    assert split([], 1, 8, 64) is None
+
+
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=40), st.sampled_from([1, 2, 8]))
+def test_no_program_has_much_more_than_the_others(lens: list[int], num_kv_heads: int) -> None:
+    """However long one request is beside the others."""
+    made = [token(row, num_keys) for row, num_keys in enumerate(lens)]
+    share = fair_share(sum(lens), num_kv_heads)
+    parts = split(made, 1, num_kv_heads, 64) or made
+    longest = max(segment.stop - segment.begin for item in parts for segment in item.segments)
+    assert longest < 2 * share + 64
+    assert sum(len(item.segments) for item in parts) <= len(lens) + PROGRAMS // num_kv_heads
+    for item, whole in zip(parts, made, strict=True):
+        ends = [0, *(segment.stop for segment in item.segments)]
+        assert [segment.begin for segment in item.segments] == ends[:-1]
+        assert ends[-1] == whole.segments[0].stop

@@ -9,12 +9,12 @@ from torch import Tensor
 from cluster.spec.kv import pages_for
 from workers.attention.interface import RowAttention, StepAttention
 from workers.attention.pieces import visible_pieces
-from workers.attention.triton.tiling import Item, Segment, Tiling, cut, split_len
+from workers.attention.triton.tiling import Item, Segment, Tiling, cut, split
 from workers.context_parallel.merge import Partial, empty_partial
 from workers.context_parallel.runs import Run
 from workers.device import on_device
 from workers.kernels.attention import Blocks, attend, blocks_for
-from workers.kernels.merge import merge_places
+from workers.kernels.merge import merge_parts
 
 _FEW_ROWS = 16
 """Tiles of at most so many rows, as in decode, are launched apart: they want memory, the others arithmetic."""
@@ -106,7 +106,8 @@ class _Work:
                 most_rows = max(item.num_queries for item in items) * groups
                 blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self.page_size)
                 queries = blocks.rows // groups
-                tiling = cut(items, queries, split_len(items, queries, key.shape[1], blocks.keys))
+                parts = split(items, queries, key.shape[1], blocks.keys)
+                tiling = cut(items, queries) if parts is None else cut(parts, queries, in_parts=True)
                 launches.append(_Launch(tiling, blocks, self._tables, self.page_size, query.device))
         return launches
 
@@ -117,19 +118,15 @@ class _Launch:
     def __init__(
         self, tiling: Tiling, blocks: Blocks, tables: Tensor | None, page_size: int, device: torch.device
     ) -> None:
-        self._tiles, self._segments, self._rows, self._counts = (
-            on_device(torch.from_numpy(array), device)
-            for array in (tiling.tiles, tiling.segments, tiling.rows, tiling.counts)
+        self._tiles, self._segments, self._joins = (
+            on_device(torch.from_numpy(array), device) for array in (tiling.tiles, tiling.segments, tiling.joins)
         )
         self._tables = torch.zeros(1, dtype=torch.int64, device=device) if tables is None else tables.to(device)
-        self._num_places, self._blocks, self._page_size = tiling.num_places, blocks, page_size
+        self._num_parts, self._blocks, self._page_size = tiling.num_parts, blocks, page_size
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, result: Partial) -> None:
         """Fill the rows of ``result`` that it has queries of."""
-        found = Partial(result.out[None], result.lse[None])
-        if self._num_places > 1:
-            shape = (self._num_places, len(self._rows), *query.shape[1:])
-            found = Partial(query.new_empty(shape, dtype=torch.float32), result.lse.new_empty(shape[:-1]))
+        found = unwritten_parts(self._num_parts, query) if self._num_parts else result
         attend(
             query,
             key,
@@ -141,8 +138,8 @@ class _Launch:
             page_size=self._page_size,
             blocks=self._blocks,
         )
-        if self._num_places > 1:
-            merge_places(*found, self._counts, self._rows, *result)
+        if self._num_parts:
+            merge_parts(*found, self._joins, *result)
 
 
 class _PagedStep:
@@ -166,6 +163,12 @@ class _Rows:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
         """See RowAttention."""
         return self._work.attend(query, *(x.transpose(0, 1)[None] for x in (key, value)))
+
+
+def unwritten_parts(count: int, query: Tensor) -> Partial:
+    """Room for parts of a result like ``query [T, heads, D]``, in fp32."""
+    shape = (count, *query.shape[1:])
+    return Partial(query.new_empty(shape, dtype=torch.float32), query.new_empty(shape[:-1], dtype=torch.float32))
 
 
 def _unwritten(query: Tensor) -> Partial:

@@ -7,66 +7,73 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.attention.triton.tiling import PROGRAMS
+from workers.attention.triton.backend import unwritten_parts
+from workers.attention.triton.tiling import PROGRAMS, fair_share
 from workers.context_parallel.merge import Partial
 from workers.device import on_device
-from workers.kernels.attention import attend, blocks_for
-from workers.kernels.merge import merge_places
-
-_MOST_SPLITS = 64
+from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
+from workers.kernels.merge import JOIN_FIELDS, merge_parts
 
 
 class DecodeAttention:
-    """For a fixed number of requests. ``fill`` says what the next ``attend`` of every layer is over."""
+    """For a fixed number of requests. ``fill`` says what the next ``attend`` of every layer is over.
+
+    Whatever the lengths, there are as many tiles: one for each request, and enough to keep a GPU busy. Those of a long
+    request are many, so that no program has much more to read than the others.
+    """
 
     def __init__(
         self, num_rows: int, most_pages: int, page_size: int, num_kv_heads: int, query: Tensor, device: torch.device
     ) -> None:
         """``most_pages`` of one request; ``query [1, heads, D]`` is like those to come."""
-        self.num_rows, self._page_size = num_rows, page_size
+        self.num_rows, self._page_size, self._num_kv_heads = num_rows, page_size, num_kv_heads
         self._most_pages = most_pages
-        self._num_splits = max(1, min(PROGRAMS // (num_rows * num_kv_heads), _MOST_SPLITS))
         self._blocks = blocks_for(query.shape[1] // num_kv_heads, query.shape[2], query.itemsize, page_size)
-        num_tiles = num_rows * self._num_splits
-        self._numbers = torch.zeros(num_tiles * 13 + num_rows, dtype=torch.int32, device=device)
+        self._num_tiles = num_rows + PROGRAMS // num_kv_heads
+        shapes = ((self._num_tiles, TILE_FIELDS), (self._num_tiles, SEGMENT_FIELDS), (num_rows, JOIN_FIELDS))
+        sizes = [count * len(fields) for count, fields in shapes]
+        self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._tables = torch.zeros(num_rows * most_pages, dtype=torch.int64, device=device)
-        self._tiles = self._numbers[: num_tiles * 7].view(num_tiles, 7)
-        self._segments = self._numbers[num_tiles * 7 : num_tiles * 13].view(num_tiles, 6)
-        self._counts = self._numbers[num_tiles * 13 :]
-        self._rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+        self._tiles, self._segments, self._joins = (
+            numbers.view(-1, len(fields))
+            for numbers, (_, fields) in zip(torch.split(self._numbers, sizes), shapes, strict=True)
+        )
 
     def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
         """The keys that each request's token sees, at least one, and its pages. Asynchronous on a GPU."""
         assert len(num_keys) == len(tables) == self.num_rows, f"{len(num_keys)} requests of {self.num_rows}"
-        lens = np.array(num_keys, dtype=np.int32)
+        lens = np.array(num_keys, dtype=np.int64)
         assert lens.min() > 0, "a token sees itself"
         assert max(map(len, tables)) <= self._most_pages, f"more than {self._most_pages} pages"
-        splits = np.arange(self._num_splits, dtype=np.int32)
-        keys_a_split = -(-lens // (self._num_splits * self._blocks.keys)) * self._blocks.keys
-        begins = keys_a_split[:, None] * splits
-        is_used = begins < lens[:, None]
-        rows = np.arange(self.num_rows, dtype=np.int32)[:, None]
-        first_pages = np.cumsum([0, *map(len, tables)], dtype=np.int32)[:-1, None]
-        stops = np.minimum(begins + keys_a_split[:, None], lens[:, None])
-        zeros, segment = np.zeros_like(begins), rows * self._num_splits + splits
-        tiles = _columns(rows + zeros, is_used, zeros, segment, zeros + 1, rows + zeros, splits + zeros)
-        segments = _columns(first_pages + zeros, zeros, begins, stops, lens[:, None] - 1 + zeros, zeros)
-        counts = is_used.sum(axis=1, dtype=np.int32)
-        self._numbers.copy_(
-            on_device(torch.from_numpy(np.concatenate([tiles, segments, counts])), self._numbers.device)
-        )
+        first_pages = np.cumsum([0, *map(len, tables)])[:-1]
+        numbers = [part.ravel() for part in self._cut(lens, first_pages)]
+        self._numbers.copy_(on_device(torch.from_numpy(np.concatenate(numbers)), self._numbers.device))
         pages = np.concatenate(tables)
         self._tables[: len(pages)].copy_(on_device(torch.from_numpy(pages), self._tables.device))
+
+    def _cut(
+        self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Tiles, segments and joins, as tiling makes them of any items; tiles that are left have no queries."""
+        counts = np.maximum(lens // fair_share(int(lens.sum()), self._num_kv_heads), 1)
+        piece_lens = -(-lens // (counts * self._blocks.keys)) * self._blocks.keys
+        counts = -(-lens // piece_lens)
+        first_tiles, rows = np.cumsum(counts) - counts, np.repeat(np.arange(self.num_rows), counts)
+        tile = np.arange(len(rows))
+        begins = (tile - first_tiles[rows]) * piece_lens[rows]
+        stops = np.minimum(begins + piece_lens[rows], lens[rows])
+        zeros, ones = np.zeros_like(tile), np.ones_like(tile)
+        tiles = np.zeros((self._num_tiles, len(TILE_FIELDS)), dtype=np.int32)
+        segments = np.zeros((self._num_tiles, len(SEGMENT_FIELDS)), dtype=np.int32)
+        tiles[: len(tile)] = np.stack((rows, ones, zeros, tile, ones, tile), axis=1)
+        segments[: len(tile)] = np.stack((first_pages[rows], zeros, begins, stops, lens[rows] - 1, zeros), axis=1)
+        joins = np.stack((np.arange(self.num_rows), first_tiles, np.ones_like(counts), counts), axis=1)
+        return tiles, segments, joins.astype(np.int32)
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
         """``query [requests, heads, D]`` over one layer's pages ``[page, H, slot, D]``; a new tensor like the query."""
         assert len(query) == self.num_rows, f"{len(query)} queries of {self.num_rows}"
-        out = query.new_empty(query.shape)
-        result = Partial(out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        found = Partial(result.out[None], result.lse[None])
-        if self._num_splits > 1:
-            shape = (self._num_splits, *query.shape)
-            found = Partial(query.new_empty(shape, dtype=torch.float32), result.lse.new_empty(shape[:-1]))
+        found = unwritten_parts(self._num_tiles, query)
         attend(
             query,
             key_pages,
@@ -78,11 +85,6 @@ class DecodeAttention:
             page_size=self._page_size,
             blocks=self._blocks,
         )
-        if self._num_splits > 1:
-            merge_places(*found, self._counts, self._rows, *result)
-        return out
-
-
-def _columns(*columns: NDArray[np.int32] | NDArray[np.bool_]) -> NDArray[np.int32]:
-    """One row a split, of all requests, flat."""
-    return np.stack([column.astype(np.int32) for column in columns], axis=-1).ravel()
+        result = Partial(query.new_empty(query.shape), found.lse.new_empty(query.shape[:-1]))
+        merge_parts(*found, self._joins, *result)
+        return result.out

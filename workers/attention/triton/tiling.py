@@ -1,7 +1,7 @@
 """How one step's attention is cut into tiles, one for each program of the kernel. No torch, no I/O."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,73 +40,89 @@ class Tiling:
     """The work of one launch."""
 
     tiles: Indices
-    """``[n, 7]``, most work first."""
+    """``[n, 6]``, most work first; see TILE_FIELDS of workers.kernels.attention."""
     segments: Indices
     """``[m, 6]``"""
-    num_places: int
-    """Partials of the rows that have most; 1: nothing is to be merged."""
-    rows: Indices
-    """Rows of the queries; where there is more than one place, target rows are numbered in this order."""
-    counts: Indices
-    """Partials of each of the rows."""
+    joins: Indices
+    """``[rows, 4]``, see JOIN_FIELDS of workers.kernels.merge; none where tiles write to the rows of their queries."""
+    num_parts: int
+    """Rows of what is to be joined."""
 
 
-def split_len(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_keys: int) -> int | None:
-    """Keys of a partial, where there are too few tiles to keep a GPU busy; None: all of them."""
-    num_programs = num_kv_heads * sum(-(-item.num_queries // queries_a_tile) for item in items)
-    longest = max((segment.stop - segment.begin for item in items for segment in item.segments), default=0)
-    most_splits = min(PROGRAMS // max(num_programs, 1), longest // LEAST_KEYS)
-    if most_splits < 2:
+def fair_share(num_keys: int, num_kv_heads: int) -> int:
+    """Keys for each program, where tiles see so many in all."""
+    return max(-(-num_keys * num_kv_heads // PROGRAMS), LEAST_KEYS)
+
+
+def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_keys: int) -> list[Item] | None:
+    """The same in segments of nearly equal work, each for a part of its own; None where there is work enough without.
+
+    No segment is split that has less than two fair shares, which would only give a rest of its own.
+    """
+    lens = [[segment.stop - segment.begin for segment in item.segments] for item in items]
+    tiles = [-(-item.num_queries // queries_a_tile) for item in items]
+    share = fair_share(sum(count * sum(of_item) for count, of_item in zip(tiles, lens, strict=True)), num_kv_heads)
+    if max((length for of_item in lens for length in of_item), default=0) < 2 * share:
         return None
-    return -(-longest // (most_splits * block_keys)) * block_keys
+    parts = [[part for segment in item.segments for part in _split(segment, share, block_keys)] for item in items]
+    return [replace(item, segments=tuple(of_item)) for item, of_item in zip(items, parts, strict=True)]
 
 
-def cut(items: Sequence[Item], queries_a_tile: int, keys_a_split: int | None) -> Tiling:
-    """Tiles of so many queries; each of their segments in splits of so many keys."""
-    segments = [list(item.segments) for item in items]
-    if keys_a_split is not None:
-        segments = [[part for segment in of_item for part in _split(segment, keys_a_split)] for of_item in segments]
-    num_segments = np.array([len(of_item) for of_item in segments], dtype=np.int64)
+def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -> Tiling:
+    """Tiles of so many queries and all their keys; or of one segment each, so that what they find is to be joined."""
+    num_segments = np.array([len(item.segments) for item in items], dtype=np.int64)
     num_queries = np.array([item.num_queries for item in items], dtype=np.int64)
     first_rows = np.array([item.first_row for item in items], dtype=np.int64)
-    table = np.array([segment for of_item in segments for segment in of_item], dtype=np.int32).reshape(-1, 6)
-    is_split = keys_a_split is not None and bool(np.any(num_segments > 1))
+    table = np.array([segment for item in items for segment in item.segments], dtype=np.int32).reshape(-1, 6)
 
     num_tiles = -(-num_queries // queries_a_tile)
-    places = np.maximum(num_segments, 1) if is_split else np.ones_like(num_segments)
-    item_of_tile = np.repeat(np.arange(len(items)), num_tiles * places)
-    within = _count_up(num_tiles * places)
-    place = within % places[item_of_tile]
-    first_index = within // places[item_of_tile] * queries_a_tile
-    first_segment = (np.cumsum(num_segments) - num_segments)[item_of_tile] + place
-    count = np.minimum(num_segments[item_of_tile], 1) if is_split else num_segments[item_of_tile]
-    targets = (np.cumsum(num_queries) - num_queries) if is_split else first_rows
+    counts = np.maximum(num_segments, 1) if in_parts else np.ones_like(num_segments)
+    item_of_tile = np.repeat(np.arange(len(items)), num_tiles * counts)
+    within = _count_up(num_tiles * counts)
+    part = within % counts[item_of_tile]
+    first_index = within // counts[item_of_tile] * queries_a_tile
+    first_parts = np.cumsum(num_queries * counts) - num_queries * counts
+    targets = first_parts[item_of_tile] + part * num_queries[item_of_tile] if in_parts else first_rows[item_of_tile]
     tiles = np.stack(
         (
             first_rows[item_of_tile] + first_index,
             np.minimum(queries_a_tile, num_queries[item_of_tile] - first_index),
             first_index,
-            first_segment,
-            count,
-            targets[item_of_tile] + first_index,
-            place,
+            (np.cumsum(num_segments) - num_segments)[item_of_tile] + part,
+            np.minimum(num_segments[item_of_tile], 1) if in_parts else num_segments[item_of_tile],
+            targets + first_index,
         ),
         axis=1,
     ).astype(np.int32)
     order = np.argsort(-_work(tiles, table), kind="stable")
-    rows = np.repeat(first_rows, num_queries) + _count_up(num_queries)
+    joins = _joins(first_rows, first_parts, num_queries, counts) if in_parts else np.zeros((0, 4), dtype=np.int32)
     return Tiling(
-        tiles=np.ascontiguousarray(tiles[order]),
-        segments=table,
-        num_places=int(places.max(initial=1)),
-        rows=rows.astype(np.int32),
-        counts=np.repeat(places, num_queries).astype(np.int32),
+        np.ascontiguousarray(tiles[order]), table, joins, int((num_queries * counts).sum()) if in_parts else 0
     )
 
 
-def _split(segment: Segment, num_keys: int) -> list[Segment]:
-    starts = range(segment.begin, segment.stop, num_keys)
-    return [segment._replace(begin=start, stop=min(start + num_keys, segment.stop)) for start in starts]
+def _joins(
+    first_rows: NDArray[np.int64],
+    first_parts: NDArray[np.int64],
+    num_queries: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> Indices:
+    """Of each query; the parts of an item are one after another, each of all of its queries."""
+    item, index = np.repeat(np.arange(len(num_queries)), num_queries), _count_up(num_queries)
+    columns = (first_rows[item] + index, first_parts[item] + index, num_queries[item], counts[item])
+    return np.stack(columns, axis=1).astype(np.int32)
+
+
+def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:
+    length = segment.stop - segment.begin
+    step = piece_len(length, share, block_keys)
+    starts = range(segment.begin, segment.stop, step)
+    return [segment._replace(begin=start, stop=min(start + step, segment.stop)) for start in starts]
+
+
+def piece_len(num_keys: int, share: int, block_keys: int) -> int:
+    """Whole blocks of keys, in as many pieces as there are whole shares."""
+    return -(-num_keys // (max(num_keys // share, 1) * block_keys)) * block_keys
 
 
 def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:

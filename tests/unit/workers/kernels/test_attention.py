@@ -12,7 +12,7 @@ from workers.attention.triton import tiling
 from workers.attention.triton.backend import TritonAttention
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.runs import Run
-from workers.kernels.merge import merge_partials, merge_places
+from workers.kernels.merge import merge_partials, merge_parts
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -99,23 +99,28 @@ def test_pages_of_another_size_are_our_own_bug() -> None:
 
 
 @settings(max_examples=10)
-@given(st.integers(1, 70), st.integers(0, 99))
-def test_merging_places(most: int, seed: int) -> None:
-    """More than are held at once; what lies behind a row's own is not to be looked at."""
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
+def test_merging_parts(most: int, step: int, seed: int) -> None:
+    """More than are held at once; what lies between and behind a row's own is not to be looked at."""
     torch.manual_seed(seed)
-    found, found_lse = torch.randn(most, 3, 2, 80), 30 * torch.randn(most, 3, 2)
+    counts = torch.randint(1, most + 1, (3,)).tolist()
+    firsts = [1, 1 + step * counts[0], 1 + step * (counts[0] + counts[1])]
+    found = torch.full((firsts[2] + step * counts[2], 2, 80), torch.nan)
+    found_lse = torch.full(found.shape[:2], torch.nan)
+    own = [[first + step * number for number in range(count)] for first, count in zip(firsts, counts, strict=True)]
+    for parts in own:
+        found[parts], found_lse[parts] = torch.randn(len(parts), 2, 80), 30 * torch.randn(len(parts), 2)
     found_lse[torch.rand(found_lse.shape) < 0.3] = -torch.inf
-    counts = torch.randint(1, most + 1, (3,))
-    for row, count in enumerate(counts.tolist()):
-        found[count:, row], found_lse[count:, row] = torch.nan, torch.nan
     found[found_lse == -torch.inf] = 0
     result = Partial(torch.full((4, 2, 80), 7.0), torch.full((4, 2), 7.0))
-    rows = torch.tensor([2, -1, 0])
-    merge_places(found, found_lse, counts.int(), rows.int(), *result)
+    rows = [2, -1, 0]
+    joins = [[row, first, step, count] for row, first, count in zip(rows, firsts, counts, strict=True)]
+    merge_parts(found, found_lse, torch.tensor(joins, dtype=torch.int32), *result)
     assert result.out[[1, 3]].eq(7).all()
-    for row, target in ((0, 2), (2, 0)):
-        parts = [Partial(found[i, row : row + 1], found_lse[i, row : row + 1]) for i in range(int(counts[row]))]
-        compare(Partial(*(x[target : target + 1] for x in result)), merge_in_double(parts), torch.float32)
+    for row, parts in zip(rows, own, strict=True):
+        if row >= 0:
+            expected = merge_in_double([Partial(found[part : part + 1], found_lse[part : part + 1]) for part in parts])
+            compare(Partial(*(x[row : row + 1] for x in result)), expected, torch.float32)
 
 
 def merge_in_double(parts: list[Partial]) -> Partial:

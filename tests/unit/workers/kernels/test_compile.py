@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.kernel_compiler import MOST_SHARED_BYTES
 from tests.fakes.kernel_launches import LAUNCHES
 
-ORDINARY = {"attention", "gate of experts", "copy of a pool", "merge of many places"}
+ORDINARY = {"attention", "gate of experts", "copy of a pool", "merge of many parts"}
 
 
 def compiled(name: str) -> list[dict[str, Any]]:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from tests.fakes.checkpoints import make_checkpoint
 from workers import kernel_devices
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention
+from workers.attention.triton.tiling import fair_share
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.engine.attention_context import CpExchange
@@ -98,7 +100,12 @@ def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:
 
 
 @settings(max_examples=8)
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=3), st.sampled_from([1, 3]), st.sampled_from([16, 64]))
+@example(lens=[1600, 3, 70], groups=2, page_size=64)
+@given(
+    lens=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    groups=st.sampled_from([1, 3]),
+    page_size=st.sampled_from([16, 64]),
+)
 def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: int) -> None:
     torch.manual_seed(0)
     pages = [-(-length // page_size) for length in lens]
@@ -112,6 +119,26 @@ def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: in
     attention.fill([1] * len(lens), [table.numpy()[:1] for table in tables])
     attention.fill(lens, [table.numpy() for table in tables])
     torch.testing.assert_close(attention.attend(query, *pool.layer_view(0)), expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=64), st.sampled_from([1, 8]))
+def test_fixed_places_hold_what_any_lengths_are_cut_into(lens: list[int], num_kv_heads: int) -> None:
+    """As tiling cuts them, but that one request may be all there is to split."""
+    query = torch.zeros(1, 2 * num_kv_heads, 64)
+    attention = DecodeAttention(len(lens), 1, 64, num_kv_heads, query, query.device)
+    first_pages = np.arange(len(lens))
+    tiles, segments, joins = attention._cut(np.array(lens), first_pages)
+    used = segments[: int(joins[:, 3].sum())]
+    assert not tiles[len(used) :, 1].any()
+    longest = int((used[:, 3] - used[:, 2]).max())
+    assert longest < 2 * fair_share(sum(lens), num_kv_heads) + 64
+    for row, first, _, count in joins.tolist():
+        ends = [0, *used[first : first + count, 3].tolist()]
+        assert used[first : first + count, 2].tolist() == ends[:-1]
+        assert ends[-1] == lens[row]
+        assert set(used[first : first + count, 0].tolist()) == {row}
+        assert tiles[first : first + count, 5].tolist() == list(range(first, first + count))
 
 
 @given(st.integers(1, 300))
