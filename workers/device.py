@@ -1,5 +1,7 @@
 """The device that a worker computes on: finding it, and how much of its memory the page pool can have."""
 
+from collections.abc import Sequence
+
 import torch
 
 from cluster.spec.config import Device
@@ -50,3 +52,8 @@ class Arriving:
 def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same there; the host goes on at once, whatever a GPU is at. Torch keeps the pinned copy until then."""
     return on_cpu if device.type == "cpu" else on_cpu.pin_memory().to(device, non_blocking=True)
+
+
+def index_on(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Rows of a tensor there, as an index: a list would be copied while the host waits."""
+    return on_device(torch.tensor(rows, dtype=torch.int64), device)

@@ -13,6 +13,7 @@ from workers.context_parallel.gather import RowGather, gather_rows
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.ring import Ring
 from workers.context_parallel.runs import Run, sees_any
+from workers.device import index_on
 from workers.engine.batch import StepBatch
 from workers.parallel.collectives import Communicator
 
@@ -70,7 +71,7 @@ class StepContext(ABC):
             counts[cp_rank] += 1
         most = max(counts.values(), default=0)
         gathered = gather_rows(self.exchange.group, mine, most)
-        return gathered[[cp_rank * most + place for cp_rank, place in places]]
+        return gathered[index_on([cp_rank * most + place for cp_rank, place in places], gathered.device)]
 
     def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:
         """This rank's queries over rows of keys; None if no query sees any of them."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.device import on_device
+from workers.device import index_on, on_device
 from workers.engine.sampling_state import SamplingState
 from workers.engine.token_counts import TokenCounts
 
@@ -25,7 +25,7 @@ def process(logits: Tensor, states: Sequence[SamplingState], positions: Sequence
     """Change logits ``[num_rows, vocab_size]`` in place. positions: each row's output position."""
     asking = {row: state for row, state in enumerate(states) if state.asks}
     grammars = {row: state.grammar for row, state in asking.items() if state.grammar is not None}
-    before = logits[list(grammars)] if grammars else logits
+    before = logits[index_on(list(grammars), logits.device)] if grammars else logits
     _forbid_others(logits, {row: state.allowed for row, state in asking.items() if len(state.allowed)})
     shifts = {row: state.shifts(positions[row]) for row, state in asking.items()}
     _shift(logits, {row: shift for row, shift in shifts.items() if len(shift[0])})
@@ -37,7 +37,7 @@ def _forbid_others(logits: Tensor, allowed: Mapping[int, NDArray[np.int64]]) -> 
     if allowed:
         index = _index(allowed, logits)
         kept = logits[index]
-        logits[list(allowed)] = -math.inf
+        logits[index_on(list(allowed), logits.device)] = -math.inf
         logits[index] = kept
 
 
@@ -48,11 +48,11 @@ def _keep_to(logits: Tensor, before: Tensor, grammars: Mapping[int, NDArray[np.b
     """
     if not grammars:
         return
-    is_out = torch.from_numpy(~np.stack(list(grammars.values()))).to(logits.device)
-    kept = [logits[row].masked_fill_(out, -math.inf) for row, out in zip(grammars, is_out, strict=True)]
-    is_empty = torch.stack([row.amax() for row in kept]) == -math.inf
-    for place in is_empty.nonzero().flatten().tolist():
-        kept[place].copy_(before[place].masked_fill(is_out[place], -math.inf))
+    rows = index_on(list(grammars), logits.device)
+    is_out = on_device(torch.from_numpy(~np.stack(list(grammars.values()))), logits.device)
+    kept = logits[rows].masked_fill_(is_out, -math.inf)
+    is_empty = kept.amax(dim=-1, keepdim=True) == -math.inf
+    logits[rows] = torch.where(is_empty, before.masked_fill_(is_out, -math.inf), kept)
 
 
 def _shift(logits: Tensor, shifts: Mapping[int, tuple[NDArray[np.int64], Numbers]]) -> None:

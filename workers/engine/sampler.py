@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
-from workers.device import Arriving, on_device
+from workers.device import Arriving, index_on, on_device
 from workers.engine.chances import key_of, likeliest, win_race
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
@@ -61,7 +61,7 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     """
     assert logits.shape[0] == len(states) == len(positions)
     asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
-    of_asked = _index(list(asked), logits)
+    of_asked = index_on(list(asked), logits.device)
     unprocessed = logits[of_asked] if asked else logits
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
@@ -86,7 +86,7 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     chosen = likeliest(logits) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
     if drawn:
         keys = [key_of(rows[index].seed, positions[index]) for index in drawn]
-        index = _index(drawn, logits)
+        index = index_on(drawn, logits.device)
         chosen[index] = win_race(_weights(logits[index], [rows[place] for place in drawn]), keys)
     return chosen
 
@@ -114,7 +114,7 @@ def _weights(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / _column([row.temperature for row in rows], logits)
     sorting = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
     if sorting:
-        index = _index(sorting, scores)
+        index = index_on(sorting, scores.device)
         scores[index] = _keep_likeliest(scores[index], [rows[place] for place in sorting])
     floor = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows], logits)
     return scores.masked_fill(scores < floor, -math.inf).exp()
@@ -128,9 +128,12 @@ def _keep_likeliest(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
     """
     vocab_size = scores.shape[-1]
     cutoffs, is_sure = _cutoffs(scores, rows, min(vocab_size, _NUM_RANKED))
-    unsure = (~is_sure).nonzero().squeeze(-1).tolist()
+    unsure = [place for place, row in enumerate(rows) if not 0 < row.top_k <= _NUM_RANKED]
+    if scores.device.type == "cpu":  # a GPU ranks the whole vocabulary sooner than the host knows whether it must
+        unsure = [place for place in unsure if not is_sure[place]]
     if unsure:
-        cutoffs[unsure], _ = _cutoffs(scores[unsure], [rows[index] for index in unsure], vocab_size)
+        index = index_on(unsure, scores.device)
+        cutoffs[index], _ = _cutoffs(scores[index], [rows[place] for place in unsure], vocab_size)
     rounding = _column([_ROUNDING / row.temperature for row in rows], scores)
     return scores.masked_fill(scores < cutoffs - rounding, -math.inf)
 
@@ -154,11 +157,6 @@ def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple
     # Top-p is a share of what top-k leaves; its mass is known where that is ranked, or is everything.
     is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
     return ranked.gather(-1, num_kept - 1), is_sure.squeeze(-1)
-
-
-def _index(rows: Sequence[int], like: Tensor) -> Tensor:
-    """A list would be copied to a GPU while the host waits."""
-    return on_device(torch.tensor(rows, dtype=torch.int64), like.device)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
