@@ -29,11 +29,16 @@ from workers.engine.known_request import KnownRequest
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample
 from workers.engine.sampling_state import SamplingState
+from workers.kernel_devices import has_kernels
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.pipeline import Pipeline
 
 _SAMPLE_TOKENS = 32
+_FIRST_STEP = [(1, 0)]
+"""Tokens of a CP rank, and of the prefix."""
+_KERNEL_STEPS = [*((1 << power, 0) for power in range(8)), (1, 1024)]
+"""For attention in blocks of every size, and in parts that are joined: on a GPU each is compiled at its first use."""
 
 if TYPE_CHECKING:
     from workers.engine.decode_graphs import DecodeGraphs
@@ -81,11 +86,12 @@ class ModelRunner:
         return self._pipeline.is_last and self._cp_group.rank == 0 and self._model.groups.tp.rank == 0
 
     def warm_up(self) -> None:
-        """Run one small step into the trash page, so that the first request finds libraries and groups ready.
+        """Run small steps into the trash page, so that the first request finds libraries, groups and kernels ready.
 
         Every rank of the replica calls this.
         """
-        self.run_trash(self._cp_group.size)
+        for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.data) else _FIRST_STEP:
+            self.run_trash(self._cp_group.size * num_tokens, prefix_len)
 
     def measure_token_s(self) -> float:
         """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
@@ -94,19 +100,21 @@ class ModelRunner:
         synchronize(self._model.device)
         return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
 
-    def run_trash(self, num_tokens: int) -> None:
+    def run_trash(self, num_tokens: int, prefix_len: int = 0) -> None:
         """A step of a prompt that nobody asked for, in the trash page; every rank of the replica calls this."""
-        trash_pages = [self._pool.num_pages * self._owners] * pages_for(num_tokens, self._pool.page_size)
-        row = BatchRow(token_ids=[0] * num_tokens, prefix_len=0, pages=trash_pages, sampled=True)
+        num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
+        trash_pages = [self._pool.num_pages * self._owners] * num_pages
+        row = BatchRow(token_ids=[0] * num_tokens, prefix_len=prefix_len, pages=trash_pages, sampled=True)
         with torch.inference_mode():
-            context, hidden = self._compute([row], Strategy.CONTIGUOUS, None, self._trash_lens(num_tokens))
+            lens = self._trash_lens(Extend(num_tokens, prefix_len, True))
+            context, hidden = self._compute([row], Strategy.CONTIGUOUS, None, lens)
             if self._pipeline.is_last:
                 self._model.logits(context.last.join_last(hidden))
 
-    def _trash_lens(self, num_tokens: int) -> ShardLens | None:
+    def _trash_lens(self, extend: Extend) -> ShardLens | None:
         """All DP ranks run the same."""
         dp = self._model.groups.parallel.dp
-        lens = lens_of([Extend(num_tokens, 0, True)], Strategy.CONTIGUOUS, None, self._cp_group.size)
+        lens = lens_of([extend], Strategy.CONTIGUOUS, None, self._cp_group.size)
         return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
     def record_decode(self, most_requests: int) -> None:
