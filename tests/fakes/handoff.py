@@ -219,7 +219,7 @@ class World:
             return False
         kind, key = self.random.choice(choices)
         if kind == "deliver":
-            self._deliver(key[1], self.queues[key].popleft())
+            self.deliver(key[1], self.queues[key].popleft())
         else:
             self._step(key[0])
         for leader in self.leaders.values():
@@ -236,7 +236,8 @@ class World:
                 leader.tick(self.now_s)
                 self._post(address)
 
-    def _deliver(self, address: str, message: Message) -> None:
+    def deliver(self, address: str, message: Message) -> None:
+        """Let a message arrive, and what it leads to leave."""
         if address == ROUTER:
             self._reply(message)
         elif isinstance(message, DropSend):

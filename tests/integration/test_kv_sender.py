@@ -154,7 +154,10 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
     assert written == {target_page: 1 + page for page, target_page in zip(PAGES[HELD:], TICKETED, strict=True)}
 
 
-def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go(decode: Inbox, leader: Inbox) -> None:
+@pytest.mark.parametrize(("gone", "is_let_go"), [(0, False), (1, True), (2, True)])
+def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
+    decode: Inbox, leader: Inbox, gone: int, *, is_let_go: bool
+) -> None:
     backend = Loopback()
     mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
@@ -163,9 +166,9 @@ def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go(decode: Inbox, le
         sender.before_step(plan_of(admit, PAGES))
         sender.after_step(plan_of(admit, PAGES), {ROOM: Known(admit, PAGES)})
         messages(decode, 1)
-        for incarnation in (0, 1, 2):
-            sender.forget(ForgetPeer(replica=admit.target.decode.replica, incarnation=Incarnation(incarnation)))
-    assert backend.forgotten == [target.endpoint.session]
+        for _ in range(2):
+            sender.forget(ForgetPeer(replica=admit.target.decode.replica, incarnation=Incarnation(gone)))
+    assert backend.forgotten == [target.endpoint.session] * is_let_go
 
 
 def test_ranks_of_a_ring_send_the_pages_they_hold(decode: Inbox, leader: Inbox) -> None:

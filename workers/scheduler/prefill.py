@@ -160,6 +160,9 @@ class PrefillLeader(LeaderCore):
         self.record_arrival(submit, request.state.value)
         pages = pages_for(len(submit.prompt_ids), self._settings.layout.page_size)
         ticket, _ = self._early_tickets.pop(room, (None, 0.0))
+        if ticket is not None and not _is_from_decode(submit, ticket):
+            self.drop(ticket)
+            ticket = None
         if reason := self.too_large(pages, self._allocator.num_pages):
             self._give_up(request, reason, ticket, retryable=False)
         elif ticket is not None:
@@ -173,7 +176,7 @@ class PrefillLeader(LeaderCore):
             self._refuse(ticket, self.ended.why(ticket.room))
         elif request is None:
             self._early_tickets.setdefault(ticket.room, (ticket, self._now_s + self._settings.ticket_timeout_s))
-        elif request.ticket is None:
+        elif request.ticket is None and _is_from_decode(request.submit, ticket):
             self._accept(request, ticket)
         else:
             self.drop(ticket)
@@ -266,7 +269,8 @@ class PrefillLeader(LeaderCore):
             return
         request = self._requests.get(revoke.room)
         ticket = request.ticket if request is not None else None
-        if ticket is not None and (ticket.generation, ticket.decode) != (revoke.generation, revoke.decode):
+        is_other = ticket is not None and ticket.generation != revoke.generation
+        if is_other or (request is not None and not _is_from_decode(request.submit, revoke)):
             self.drop(revoke)
             return
         self._early_tickets.pop(revoke.room, None)
@@ -379,3 +383,8 @@ class PrefillLeader(LeaderCore):
 
     def _refuse(self, ticket: Ticket, reason: str) -> None:
         self.send(ticket.decode.address, refused(self.me, ticket, reason))
+
+
+def _is_from_decode(submit: Submit, message: Ticket | Revoke) -> bool:
+    """Whether it comes from the start of the replica that is to decode the request."""
+    return (message.decode.replica, message.decode.incarnation) == (submit.decode.replica, submit.decode.incarnation)
