@@ -64,7 +64,10 @@ def scale(
     """Start more replicas, or let those with the highest numbers finish their requests and go."""
     from cluster.supervisor.orders import ScaleOrder
 
-    wanted = dict(_number(text) for text in numbers)
+    given = [_number(text) for text in numbers]
+    wanted = dict(given)
+    if len(wanted) < len(given):
+        raise UserError(f"scale: got {' '.join(numbers)}; allowed: each role once")
     _give(cluster, ScaleOrder(prefill=wanted.get("prefill"), decode=wanted.get("decode"), grace_s=grace_s))
 
 

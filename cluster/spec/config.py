@@ -283,7 +283,7 @@ class ResourcesConfig(Node):
     """Silence of a leader after which its replica is not used."""
     silence_s: PositiveSeconds = 10.0
     """Silence of a rank, the router or the bootstrap service after which it, with its replica, is started again."""
-    step_timeout_s: Annotated[float, Field(ge=5, strict=True, allow_inf_nan=False)] = 300.0
+    step_timeout_s: Annotated[float, Field(ge=5, le=1_000_000, strict=True)] = 300.0
     """Longest time in which a rank's work loop may not turn, well above its longest step; then its process ends."""
     restart_backoff_s: PositiveSeconds = 1.0
     """First wait before a lost replica is started again; doubles up to a minute."""

@@ -5,7 +5,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-PositiveSeconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=1_000_000, strict=True)]
+"""Longer than anybody waits, and short of what clocks and sockets cannot count."""
 MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from cluster import channel
 from cluster.channel import MAX_FRAME_BYTES, AsyncInbox, Inbox, Outbox, draw_key, encode
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import Drain, Message
@@ -144,6 +145,24 @@ def test_a_frame_over_the_limit_is_dropped_and_counted(inbox: Inbox) -> None:
         wait_dropped(inbox, "large")
         pusher.send(encode(Drain()))
         assert receive(inbox, 1) == [Drain()]
+
+
+def test_who_announces_an_endless_frame_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is never taken: the connection ends, and so does whatever was to come over it."""
+    monkeypatch.setattr(channel, "_HARD_LIMIT_BYTES", 1 << 20)
+    with (
+        closing(Inbox(HOST, KEY)) as strict,
+        zmq.Context() as context,
+        raw_sender(strict.address, KEY, context) as pusher,
+    ):
+        with pusher.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            pusher.send(encode(Shutdown(reason="x" * (1 << 19))))
+            assert len(receive(strict, 1)) == 1
+            assert not monitor.poll(0)
+            pusher.send(encode(Shutdown(reason="x" * (2 << 20))))
+            assert monitor.poll(int(WAIT_S * 1000))
+            pusher.disable_monitor()
+        assert strict.receive(0.1) == []
 
 
 def test_a_message_over_the_limit_is_not_sent(inbox: Inbox) -> None:

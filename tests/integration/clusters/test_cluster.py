@@ -226,6 +226,7 @@ def test_replicas_come_go_and_start_again_under_load_and_no_request_fails(cluste
             "prefill-0: no other prefill replica takes requests; `baton scale prefill=2` adds one",
         ),
         (("scale", "decode=0"), "scale: got decode=0; allowed: prefill and decode from 1 to 4096"),
+        (("scale", "decode=2", "decode=3"), "scale: got decode=2 decode=3; allowed: each role once"),
         (("scale", "decode=900"), "resources: wanted: 899 workers with 0.25 CPUs each; room for "),
     ],
 )

@@ -47,8 +47,12 @@ BAD_FILES = {
     "negative memory": ("kv: {memory_gib: -1}", ["kv.memory_gib: got -1; allowed: a number over 0, 65536 at most"]),
     "infinite memory": ("kv: {memory_gib: .inf}", ["kv.memory_gib: got inf; allowed: a number over 0, 65536 at most"]),
     "no number": ("kv: {memory_gib: .nan}", ["kv.memory_gib: got nan; allowed: a number over 0, 65536 at most"]),
-    "no time": ("router: {drain_s: 0}", ["router.drain_s: got 0; allowed: a number over 0"]),
-    "endless time": ("router: {drain_s: .inf}", ["router.drain_s: got inf; allowed: a number over 0"]),
+    "no time": ("router: {drain_s: 0}", ["router.drain_s: got 0; allowed: a number over 0, 1000000 at most"]),
+    "time past all clocks": (
+        "resources: {start_timeout_s: 1.0e+11}",
+        ["resources.start_timeout_s: got 100000000000.0; allowed: a number over 0, 1000000 at most"],
+    ),
+    "endless time": ("router: {drain_s: .inf}", ["router.drain_s: got inf; allowed: a number over 0, 1000000 at most"]),
     "far too many workers": (
         "prefill: {parallel: {cp: 100000000000}}",
         [
@@ -188,7 +192,7 @@ BAD_FILES = {
     ),
     "a loop that idles": (
         "resources: {step_timeout_s: 1}",
-        ["resources.step_timeout_s: got 1; allowed: a number, 5 or more"],
+        ["resources.step_timeout_s: got 1; allowed: a number from 5 to 1000000"],
     ),
     "key twice": (
         "kv: {}\nname: a\nkv: {page_size: 8}",
