@@ -20,6 +20,7 @@ import zmq.utils.z85
 from cluster.spec import wire
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.messages import Message
+from cluster.spec.token_ids import from_wire, to_wire
 from cluster.spec.worker_spec import ChannelKey
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -35,8 +36,8 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PR
 _MOST_AT_ONCE = 512
 """Messages taken by one call of an event loop, whose other tasks then have their turn."""
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=from_wire)
 
 
 def encode(message: Message) -> bytes:

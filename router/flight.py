@@ -11,6 +11,7 @@ from cluster.spec.lifecycle import Moves
 from cluster.spec.messages import Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.token_ids import TokenIds
 from router.prefix_keys import PromptKeys
 
 
@@ -47,7 +48,7 @@ MOVES: Moves[Stage] = {
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What a client wants to have generated."""
 
-    prompt_ids: list[int]
+    prompt_ids: TokenIds
     sampling: Sampling
     stopping: Stopping
     cache_salt: str = ""
@@ -179,7 +180,7 @@ class Flight:
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
         return Submit(
             room=attempt.room,
-            prompt_ids=[*ask.prompt_ids, *self.given] if self.given else ask.prompt_ids,
+            prompt_ids=ask.prompt_ids + self.given if self.given else ask.prompt_ids,
             num_given=len(self.given),
             sampling=sampling,
             stopping=ask.stopping,

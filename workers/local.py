@@ -30,6 +30,7 @@ from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnaps
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
+from cluster.spec.token_ids import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
@@ -347,7 +348,7 @@ class LocalCluster:
         alone = prompt.on_decode or prompt_of is not None
         submit = Submit(
             room=draw_room(),
-            prompt_ids=list(prompt.token_ids),
+            prompt_ids=TokenIds.of(prompt.token_ids),
             sampling=prompt.sampling,
             stopping=prompt.stopping,
             prefill=None if alone else prefill,

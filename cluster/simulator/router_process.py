@@ -19,6 +19,7 @@ from cluster.spec.messages import Failure, Inquire, Message, Output, PageNews, S
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.token_ids import TokenIds
 from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
 from router.breaker import Breakers
 from router.directory import Directory
@@ -124,7 +125,7 @@ class RouterProcess(Process):
             self._finish(room, End.LEFT)
 
     def _request(self, ask: Ask) -> RouterAsk:
-        prompt_ids = list(ask.prompt)
+        prompt_ids = TokenIds.of(ask.prompt)
         return RouterAsk(
             prompt_ids=prompt_ids,
             sampling=Sampling(),

@@ -22,6 +22,7 @@ from cluster.spec.step_messages import (
 )
 from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, Tier, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
+from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from cluster.spec.wire import Struct, Tagged
 
@@ -49,7 +50,7 @@ class Submit(Tagged, frozen=True):
     """One attempt of one request; both legs get the same, if it has both."""
 
     room: Room
-    prompt_ids: list[int]
+    prompt_ids: TokenIds
     sampling: Sampling
     stopping: Stopping
     prefill: Peer | None

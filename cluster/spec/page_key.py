@@ -1,10 +1,9 @@
 """The chained hash of a page's tokens: equal keys mean equal tokens from the start of the prompt, for one tenant."""
 
 import hashlib
-import struct
 from collections.abc import Sequence
 
-_ID_BYTES = struct.calcsize("q")
+from cluster.spec.token_ids import ID_BYTES, TokenIds
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
@@ -16,11 +15,9 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[
 
 def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int, salt: str = "") -> None:
     """Append the keys of the full pages that came after those known already."""
-    ids = token_ids[len(keys) * page_size : len(token_ids) // page_size * page_size]
-    # A third of the time that an array takes for the same bytes.
-    data = struct.pack(f"{len(ids)}q", *ids)
+    data = TokenIds.of(token_ids[len(keys) * page_size : len(token_ids) // page_size * page_size]).packed
     key = keys[-1] if keys else _seed(salt)
-    page_bytes = page_size * _ID_BYTES
+    page_bytes = page_size * ID_BYTES
     for offset in range(0, len(data), page_bytes):
         key = hashlib.blake2b(key + data[offset : offset + page_bytes], digest_size=16).digest()
         keys.append(key)

@@ -16,7 +16,7 @@ from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from router.api.body import read
 from router.api.document import document
 from router.api.errors import bad_request
-from router.api.intake import encode
+from router.api.intake import encode, pack_token_ids
 from router.api.keys import admin_key_needed
 from router.api.target_request import PinRequest, TargetRequest
 from router.service import Service
@@ -94,7 +94,8 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
 
 
 async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
-    prompt_ids = await encode(service, body.prompt, True) if isinstance(body.prompt, str) else body.prompt
+    given_ids = await encode(service, body.prompt, True) if isinstance(body.prompt, str) else body.prompt
+    prompt_ids = pack_token_ids(service, given_ids, "prompt")
     keys = page_keys(prompt_ids, service.config.kv.page_size, body.cache_salt or "")
     replicas = await _tell(service, _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned))
     return {"prompt_pages": len(keys), "replicas": replicas}

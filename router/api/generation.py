@@ -96,5 +96,5 @@ def _prompts(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> 
         case [str(), *_]:
             texts = cast(list[str], body.prompt)
         case _:
-            texts = [service.tokenizer.decode(ask.prompt_ids, skip) for ask in asks]
+            texts = [service.tokenizer.decode([*ask.prompt_ids], skip) for ask in asks]
     return [ShownPrompt(ask.prompt_ids, text, skip) for ask, text in zip(asks, texts, strict=True)]

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from router.api.body import read
 from router.api.document import document
 from router.api.errors import bad_request
-from router.api.intake import chat_prompt, check_model, check_token_ids, encode
+from router.api.intake import chat_prompt, check_model, encode, pack_token_ids
 from router.api.requests import DetokenizeRequest, TokenizeRequest
 from router.service import Service
 
@@ -37,7 +37,7 @@ def routes(service: Service) -> APIRouter:
         """The text of token ids, special tokens included."""
         body = await read(request, DetokenizeRequest)
         check_model(service, body.model)
-        check_token_ids(service, body.tokens, "tokens")
+        pack_token_ids(service, body.tokens, "tokens")
         return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
     return router

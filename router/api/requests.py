@@ -18,9 +18,9 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
-TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+IdList = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
-    str | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+    str | IdList | Texts | Annotated[list[IdList], Field(min_length=1, fail_fast=True)],
     Field(union_mode="left_to_right"),
     # Makes Python objects of the JSON first: among those the types of a union are told apart four times as fast.
     BeforeValidator(lambda prompt: prompt),
@@ -167,7 +167,7 @@ class CompletionRequest(GenerationRequest):
 class TokensRequest(GenerationRequest):
     """``POST /generate``: a completion whose prompt and answer are tokens."""
 
-    prompt_ids: TokenIds
+    prompt_ids: IdList
     logprobs: NumLogprobs | None = None
 
     @property

@@ -26,6 +26,7 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import Shutdown
+from cluster.spec.token_ids import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
@@ -115,7 +116,7 @@ class Bench:
         for number in range(batch):
             submit = Submit(
                 room=draw_room(),
-                prompt_ids=[number % 200] * PROMPT_LEN,
+                prompt_ids=TokenIds.of([number % 200] * PROMPT_LEN),
                 sampling=sampling,
                 stopping=Stopping(max_tokens=num_steps),
                 prefill=None,

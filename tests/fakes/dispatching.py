@@ -8,6 +8,7 @@ from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.messages import Cancel, Failure, Output
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
+from cluster.spec.token_ids import TokenIds
 from router.actions import Action, Send
 from router.breaker import Breakers
 from router.dispatch import Dispatch
@@ -18,7 +19,7 @@ from tests.fakes.bootstrap import peer_of
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
 ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://router:1")
 NOW = 5.0
-ASK = Ask(prompt_ids=[1, 2, 3], sampling=Sampling(), stopping=Stopping(max_tokens=4))
+ASK = Ask(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
 
 
 def make(*pairs: Pair | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> Dispatch:

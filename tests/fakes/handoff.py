@@ -38,6 +38,7 @@ from cluster.spec.registry import (
 from cluster.spec.sampling import FinishReason, Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import DropSend, SendReport, StepPlan
 from cluster.spec.strategy import Strategy
+from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked, SendState
 from tests.fakes.paged_ranks import GEOMETRY, PAGE_SIZE, Ranks, row
 from transfer.plan import is_sender, owned_pages
@@ -168,7 +169,7 @@ class World:
         self.clients[room] = Client(prompt, max_tokens, num_given=num_given)
         message = Submit(
             room=room,
-            prompt_ids=prompt,
+            prompt_ids=TokenIds.of(prompt),
             sampling=Sampling(num_logprobs=1, frequency_penalty=1.0),
             stopping=Stopping(max_tokens=max_tokens),
             prefill=None if on_decode or prompt_of else self.prefill_peer,

@@ -35,6 +35,7 @@ from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
+from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
 from cluster.spec.worker_spec import RouterPlace
 from cluster.supervisor.events import Tick
@@ -85,7 +86,7 @@ def _messages() -> list[Message]:
     me = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://r:1")
     submit = Submit(
         room=Room(7),
-        prompt_ids=[1, 2, 70_000],
+        prompt_ids=TokenIds.of([1, 2, 70_000]),
         sampling=Sampling(temperature=0.7, logit_bias={3: 1.5}),
         stopping=Stopping(max_tokens=9, stop_token_ids=frozenset({1})),
         prefill=PREFILL,

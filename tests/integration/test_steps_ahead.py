@@ -18,6 +18,7 @@ from cluster.spec.messages import Inquire, Output, Outputs, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.step_messages import Shutdown, StepPlan
+from cluster.spec.token_ids import TokenIds
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
 from workers.cache.layer_arrivals import LayerArrivals
@@ -89,7 +90,7 @@ class Decode:
             answers[room := Room(self._num_asked)] = []
             submit = Submit(
                 room=room,
-                prompt_ids=prompt,
+                prompt_ids=TokenIds.of(prompt),
                 sampling=sampling,
                 stopping=stopping,
                 prefill=None,

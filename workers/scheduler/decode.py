@@ -7,7 +7,7 @@ computed here; further choices of a prompt are such, and begin with the pages th
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
 import msgspec
@@ -283,7 +283,7 @@ class DecodeLeader(LeaderCore):
         told = Told(logprobs=result.logprobs, prompt_logprobs=result.prompt_logprobs, cached=result.cached)
         self._emit_first(request, sequence, told)
 
-    def _run(self, request: DecodeRequest, tokens: list[int], computed_len: int) -> Sequence:
+    def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> Sequence:
         """Hand a request to the step scheduler, which finds pages for one that has none."""
         max_len = self._allocator.num_pages * self._settings.layout.page_size
         sequence = request.begin_sequence(tokens, computed_len, max_len)

@@ -1,5 +1,6 @@
 """What a decode leader remembers of one request, and the moves it may make."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -120,7 +121,7 @@ class DecodeRequest:
         """Lower values have their turn earlier."""
         return self.submit.priority
 
-    def begin_sequence(self, tokens: list[int], computed_len: int, max_len: int) -> Sequence:
+    def begin_sequence(self, tokens: Iterable[int], computed_len: int, max_len: int) -> Sequence:
         """What the step scheduler gets, with the pages: of the first ``computed_len`` tokens they hold the KV."""
         submit = self.submit
         pages, self.pages = self.pages, []

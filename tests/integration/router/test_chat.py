@@ -14,12 +14,12 @@ class TestChat:
     def test_whole(self, shared: RouterCluster) -> None:
         reply = shared.post("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=8).json()
         assert reply["choices"][0]["message"] == {"role": "assistant", "content": "<user>hi", "refusal": None}
-        assert shared.last_submit().prompt_ids == [BOS, *b"<user>hi\n<assistant>"]
+        assert [*shared.last_submit().prompt_ids] == [BOS, *b"<user>hi\n<assistant>"]
 
     def test_parts_are_joined(self, shared: RouterCluster) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         shared.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}], max_tokens=1)
-        assert shared.last_submit().prompt_ids == [BOS, *b"<user>a\nb\n<assistant>"]
+        assert [*shared.last_submit().prompt_ids] == [BOS, *b"<user>a\nb\n<assistant>"]
 
     def test_a_template_sees_text_and_objects_where_a_client_sends_null_and_json(self, tmp_path: Path) -> None:
         template = (

@@ -63,7 +63,7 @@ class TestCompletions:
 
     def test_token_ids_are_taken_as_they_are(self, shared: RouterCluster) -> None:
         assert shared.complete([97, 98, 99], max_tokens=3)["choices"][0]["text"] == "bcb"
-        assert shared.last_submit().prompt_ids == [97, 98, 99]
+        assert [*shared.last_submit().prompt_ids] == [97, 98, 99]
 
     def test_default_is_sixteen_tokens_at_temperature_one(self, shared: RouterCluster) -> None:
         assert shared.complete("x")["usage"]["completion_tokens"] == 16

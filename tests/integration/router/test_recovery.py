@@ -71,7 +71,7 @@ def test_a_stop_string_may_begin_on_one_replica_and_end_on_another(cluster: Rout
         cluster.decode.fails_after = 5
         choice = cluster.complete("abcdefgh", max_tokens=16, stop="cd")["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
-        assert other.submits[0].prompt_ids == [BOS, *b"abcdefghabc"]
+        assert [*other.submits[0].prompt_ids] == [BOS, *b"abcdefghabc"]
     cluster.assert_empty()
 
 

@@ -37,7 +37,7 @@ def test_open_sends_the_same_submit_to_both_leaders() -> None:
     submit = sends[0].message
     assert sends[1].message == submit
     assert isinstance(submit, Submit)
-    assert (submit.room, submit.router, submit.prompt_ids) == (room, ME, [1, 2, 3])
+    assert (submit.room, submit.router, [*submit.prompt_ids]) == (room, ME, [1, 2, 3])
     assert submit.dp_rank is None
 
 

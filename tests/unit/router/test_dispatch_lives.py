@@ -10,6 +10,7 @@ from cluster.simulator.duties import Duties
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
+from cluster.spec.token_ids import TokenIds
 from router.actions import Action, Emit, Fail, Place, Send
 from router.breaker import Breakers
 from router.dispatch import Dispatch
@@ -95,7 +96,9 @@ class _RandomLife:
         return self.rng.choice([*list(self.attempts)[-8:], *self.attempts, Room(10**6)])
 
     def _open(self) -> None:
-        ask = Ask(prompt_ids=[0] * self.rng.randint(1, 5), sampling=Sampling(), stopping=Stopping(max_tokens=6))
+        ask = Ask(
+            prompt_ids=TokenIds.of([0] * self.rng.randint(1, 5)), sampling=Sampling(), stopping=Stopping(max_tokens=6)
+        )
         room, actions = self.dispatch.open(ask, self.now_s + self.rng.uniform(0, 100), self.now_s)
         self.received[room] = []
         self.take(actions)

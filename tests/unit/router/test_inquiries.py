@@ -50,7 +50,7 @@ def test_what_decode_does_not_have_goes_on_behind_the_tokens_of_the_client_on_an
     dispatch.on_output(output(room, 0, 9), NOW)
     sends = sends_of(dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.NEITHER), DUE))
     submits = [send.message for send in sends if isinstance(send.message, Submit)]
-    assert [(submit.prompt_ids, submit.num_given) for submit in submits] == [([1, 2, 3, 9], 1)] * 2
+    assert [([*submit.prompt_ids], submit.num_given) for submit in submits] == [([1, 2, 3, 9], 1)] * 2
     assert dispatch.breakers.allows(DECODE, DUE)
 
 

@@ -13,6 +13,7 @@ from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import Tier
+from cluster.spec.token_ids import TokenIds
 from router.breaker import Breakers
 from router.directory import Directory
 from router.flight import Ask, Pair
@@ -21,7 +22,7 @@ from router.picker import Picker
 from router.prefix_keys import PromptKeys
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
-ASK = Ask(prompt_ids=[1, 2, 3], sampling=Sampling(), stopping=Stopping(max_tokens=4))
+ASK = Ask(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
 PEERS = [peer_of(f"{role}-{index}") for role in ("prefill", "decode") for index in range(2)]
 
 
@@ -105,7 +106,7 @@ def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, i
     directory = Directory(grace_s=3.0)
     directory.update(table_of(*map(entry_of, PEERS)), 0.0)
     picker = Picker(config, directory, LoadBook(), Breakers(max_failures=1, open_s=10.0), random.Random(0))
-    prompt = list(range(16_384))
+    prompt = TokenIds.of(range(16_384))
     ask = Ask(
         prompt_ids=prompt, sampling=Sampling(), stopping=Stopping(max_tokens=4), page_keys=PromptKeys(prompt, 64, "")
     )

@@ -18,6 +18,7 @@ from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import Row, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy, Passing, Strategy
 from cluster.spec.tiers import PagesMoved, TierState
+from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
 from tests.fakes.rows import tier_state
 from workers.context_parallel.shard_lens import Extend, lens_of
@@ -86,7 +87,7 @@ def leader_of(dp: int, cp: int = 1, **settings: Any) -> tuple[ReplicaLeader, lis
 def submit(room: int, prompt_len: int = 1, dp_rank: int | None = None) -> Submit:
     return Submit(
         room=Room(room),
-        prompt_ids=[1] * prompt_len,
+        prompt_ids=TokenIds.of([1] * prompt_len),
         sampling=Sampling(),
         stopping=Stopping(max_tokens=1),
         prefill=PEER,

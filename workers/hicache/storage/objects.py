@@ -11,7 +11,7 @@ from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
 from cluster.spec.registry import KvOwnership, RankCoords
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Of names, marks, headers and the order of bytes in a page; a change makes everything stored before unknown."""
 HEADER_BYTES = 256
 MARK_BYTES = 64

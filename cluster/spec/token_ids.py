@@ -1,0 +1,87 @@
+"""Token ids as they travel: packed, so that a long prompt costs what its bytes cost and no number is made an object."""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+ID_BYTES = 4
+"""Of each id, signed, little-endian."""
+_LOWEST, _HIGHEST = -(2**31), 2**31 - 1
+
+
+class TokenIds(Sequence[int]):
+    """Never changes. A number is made of an id only when somebody asks for it."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        """Raises ValueError: these are not whole ids."""
+        if len(packed) % ID_BYTES:
+            raise ValueError(f"token ids: got {len(packed)} bytes; allowed: {ID_BYTES} for each")
+        self.packed = packed
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int]) -> "TokenIds":
+        """The same ids, packed.
+
+        Raises:
+            ValueError: an id has more bytes than ids have.
+        """
+        if isinstance(token_ids, TokenIds):
+            return token_ids
+        ids = token_ids if isinstance(token_ids, list) else [*token_ids]
+        try:
+            # A third of the time that an array takes for the same bytes.
+            return cls(struct.pack(f"<{len(ids)}i", *ids))
+        except struct.error as error:
+            raise ValueError(f"token ids: allowed: {_LOWEST} to {_HIGHEST}") from error
+
+    def __len__(self) -> int:
+        return len(self.packed) // ID_BYTES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(struct.unpack(f"<{len(self)}i", self.packed))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "TokenIds": ...
+
+    def __getitem__(self, index: int | slice) -> "int | TokenIds":
+        place = range(len(self))[index]
+        if isinstance(place, int):
+            return int.from_bytes(self.packed[place * ID_BYTES : (place + 1) * ID_BYTES], "little", signed=True)
+        if place.step != 1:
+            return TokenIds.of(self[each] for each in place)
+        return TokenIds(self.packed[place.start * ID_BYTES : place.stop * ID_BYTES])
+
+    def __add__(self, others: Iterable[int]) -> "TokenIds":
+        return TokenIds(self.packed + TokenIds.of(others).packed)
+
+    def __eq__(self, other: object) -> bool:
+        return self.packed == other.packed if isinstance(other, TokenIds) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"TokenIds.of({[*self]})"
+
+
+def to_wire(value: Any) -> bytes:
+    """For encoders of messages: what MessagePack has no word for."""
+    if isinstance(value, TokenIds):
+        return value.packed
+    raise NotImplementedError(f"messages have no {type(value).__name__}")
+
+
+def from_wire(kind: type[Any], value: Any) -> Any:
+    """For decoders of messages: the opposite.
+
+    Raises:
+        TypeError, ValueError: it is not what it should be.
+    """
+    if kind is TokenIds and isinstance(value, bytes):
+        return TokenIds(value)
+    raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
