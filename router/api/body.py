@@ -1,17 +1,20 @@
 """Reads a request's body into one of the schemas, or says what is wrong with it."""
 
+from contextlib import suppress
 from http import HTTPStatus
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
+from router.api import requests
 from router.api.errors import ApiError, bad_request
+from router.api.long_ids import cut_ids
 from router.api.requests import EXPECTED
 from router.api.unsupported import refuse_unsupported
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=requests.Body)
 
 _WORDS = {
     "extra_forbidden": "there is no such field",
@@ -40,8 +43,11 @@ async def read(request: Request, schema: type[Body]) -> Body:
         if len(received) > limit:
             message = f"the body is larger than {limit} bytes (router.max_body_mib)"
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+    content = bytes(received)
+    if (body := _read_cut(content, schema)) is not None:
+        return body
     try:
-        return schema.model_validate_json(bytes(received))
+        return schema.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "missing" and len(first["loc"]) == 1:
@@ -50,6 +56,18 @@ async def read(request: Request, schema: type[Body]) -> Body:
                 {name: value for name, value in first["input"].items() if name not in schema.model_fields}
             )
         raise problem_of(first) from None
+
+
+def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
+    """The body, if it has token ids that need not be numbers, and nothing is wrong with it."""
+    field = schema.ids_field
+    if field is None or (cut := cut_ids(content, field)) is None:
+        return None
+    rest, ids = cut
+    with suppress(ValidationError):
+        body = schema.model_validate_json(rest, context=ids)
+        return body if getattr(body, field) is ids else None
+    return None
 
 
 def problem_of(error: ErrorDetails) -> ApiError:

@@ -147,7 +147,7 @@ async def _prompt_ids(service: Service, body: CompletionRequest) -> Sequence[Col
     match body.prompt:
         case str():
             return [await encode(service, body.prompt, adds)]
-        case [int(), *_]:
+        case TokenIds() | [int(), *_]:
             prompts: list[list[int] | str] = [body.prompt]  # type: ignore[list-item]
         case _:
             prompts = body.prompt  # type: ignore[assignment]

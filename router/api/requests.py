@@ -1,13 +1,14 @@
 """What clients may send: OpenAI's fields, and what vLLM and SGLang add. Others are kept apart, unread."""
 
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 
 from router.api import constraint_fields
 from router.api.constraint_fields import Choices, Pattern, ResponseFormat, Schema, StructuredOutputs, Tool, ToolChoice
+from router.api.long_ids import put_back
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -19,11 +20,13 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 IdList = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+PromptIds = Annotated[IdList, WrapValidator(put_back)]
+"""Of a long body they are TokenIds."""
 Prompt = Annotated[
     str | IdList | Texts | Annotated[list[IdList], Field(min_length=1, fail_fast=True)],
     Field(union_mode="left_to_right"),
-    # Makes Python objects of the JSON first: among those the types of a union are told apart four times as fast.
-    BeforeValidator(lambda prompt: prompt),
+    # Also makes Python objects of the JSON first: among those the types of a union are told apart four times as fast.
+    WrapValidator(put_back),
 ]
 StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -42,6 +45,8 @@ class Body(BaseModel):
     """What every body has in common."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    ids_field: ClassVar[str | None] = None
+    """The one that may have thousands of token ids, whose validator is ``put_back``."""
 
     @property
     def others(self) -> dict[str, Any]:
@@ -146,6 +151,7 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
+    ids_field = "prompt"
     prompt: Prompt
     add_special_tokens: bool | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -167,7 +173,8 @@ class CompletionRequest(GenerationRequest):
 class TokensRequest(GenerationRequest):
     """``POST /generate``: a completion whose prompt and answer are tokens."""
 
-    prompt_ids: IdList
+    ids_field = "prompt_ids"
+    prompt_ids: PromptIds
     logprobs: NumLogprobs | None = None
 
     @property

@@ -1,0 +1,107 @@
+"""Token ids that are cut out of a body are what pydantic would have read there, or are left to it."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from cluster.spec.token_ids import TokenIds
+from router.api.body import _read_cut
+from router.api.long_ids import cut_ids
+from router.api.requests import ChatRequest, CompletionRequest, TokensRequest
+
+LONG = [7, 151_935, 0, 2**31 - 1] * 300
+SPOILT = [-1, 2**31, 2**64, 1.0, True, None, "7", [7]]
+SCRAPS = [b"", b",", b'"', b"]", b"[", b"}", b"0", b"\\"]
+SEPARATORS = [(",", ":"), (", ", ": "), (" ,\n", "\t:\r\n ")]
+ASIDES: list[dict[str, Any]] = [
+    {},
+    {"user": 'a "prompt": [1, 2] b'},
+    {"user": ', "prompt": [1, 2]'},
+    {"user": "prompt"},
+    {"kwargs": {"prompt": LONG}},
+    {"kwargs": [{"prompt": LONG}, "]"]},
+    {"ignore_eos": True, "max_tokens": 3, "logit_bias": {"5": 1.5}},
+]
+
+
+def read_by_pydantic(content: bytes) -> CompletionRequest | None:
+    try:
+        return CompletionRequest.model_validate_json(content)
+    except ValidationError:
+        return None
+
+
+@given(
+    before=st.sampled_from(ASIDES),
+    after=st.sampled_from(ASIDES),
+    spoilt=st.lists(st.tuples(st.integers(0, len(LONG) - 1), st.sampled_from(SPOILT)), max_size=1),
+    separators=st.sampled_from(SEPARATORS),
+    broken=st.none() | st.tuples(st.integers(0, 10**6), st.sampled_from(SCRAPS)),
+)
+@settings(deadline=None)
+def test_what_is_cut_out_is_what_pydantic_reads(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    spoilt: list[tuple[int, Any]],
+    separators: tuple[str, str],
+    broken: tuple[int, bytes] | None,
+) -> None:
+    prompt: list[Any] = [*LONG]
+    for place, wrong in spoilt:
+        prompt[place] = wrong
+    fields = {"model": "m", **before, "prompt": prompt, **{f"{name}_2": value for name, value in after.items()}}
+    content = json.dumps(fields, separators=separators).encode()
+    if broken is not None:
+        place, put = broken[0] % len(content), broken[1]
+        content = content[:place] + put + content[place + 1 :]
+    expected = read_by_pydantic(content)
+    found = _read_cut(content, CompletionRequest)
+    if found is not None:
+        assert expected is not None, "pydantic has refused it"
+        assert isinstance(found.prompt, TokenIds)
+        assert found.model_copy(update={"prompt": [*found.prompt]}) == expected
+
+
+@pytest.mark.parametrize("separators", SEPARATORS)
+@pytest.mark.parametrize(("schema", "field"), [(CompletionRequest, "prompt"), (TokensRequest, "prompt_ids")])
+def test_long_lists_are_cut_out(schema: Any, field: str, separators: tuple[str, str]) -> None:
+    content = json.dumps({field: LONG, "model": "m", "max_tokens": 3}, separators=separators).encode()
+    body = _read_cut(content, schema)
+    assert body is not None
+    assert (getattr(body, field), body.max_tokens) == (TokenIds.of(LONG), 3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"prompt": "7," * 2000, "model": "m"},
+        {"prompt": [LONG, LONG], "model": "m"},
+        {"prompt": [], "model": "m" * 3000},
+        {"model": "m", "extra": {"prompt": LONG}, "prompt": [1]},
+        {"model": "m", "extra": {"prompt": LONG}},
+        {"prompt": LONG},
+    ],
+)
+def test_anything_else_is_left_to_pydantic(content: dict[str, Any]) -> None:
+    assert _read_cut(json.dumps(content).encode(), CompletionRequest) is None
+
+
+def test_the_last_of_two_prompts_counts() -> None:
+    content = b'{"model": "m", "prompt": %b, "prompt": [1]}' % json.dumps(LONG).encode()
+    assert _read_cut(content, CompletionRequest) is None
+    assert read_by_pydantic(content) == CompletionRequest(model="m", prompt=[1])
+
+
+def test_what_stands_for_the_ids_of_another_body_is_a_text() -> None:
+    cut = cut_ids(json.dumps({"prompt": LONG, "model": "m"}).encode(), "prompt")
+    assert cut is not None
+    body = CompletionRequest.model_validate_json(cut[0])
+    assert isinstance(body.prompt, str)
+
+
+def test_conversations_have_no_ids() -> None:
+    assert ChatRequest.ids_field is None
