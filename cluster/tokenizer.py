@@ -137,7 +137,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, as it is."""
-        return self._give(self._held_text())
+        return self._give(self._held_text()) if len(self._window) > self._num_given else ""
 
     def _held_text(self) -> str:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)[len(self._given) :]

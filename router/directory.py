@@ -7,6 +7,7 @@ they have the grace too, in which it may wake up.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.lifecycle import Role
@@ -29,10 +30,14 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Usable:
-    """The replicas of a role that take new requests, and the tokens of one request that each of them has room for."""
+    """The replicas that take new requests."""
 
-    peers: list[Peer]
+    peers: dict[Role, list[Peer]]
+    """Of every role, ordered by id."""
+    missing: list[Role]
+    """Roles that have none."""
     pool_tokens: int | None
+    """Tokens of one request that each of them has room for; None while none has said."""
 
 
 class Directory:
@@ -41,7 +46,7 @@ class Directory:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
-        self._usable: dict[Role, _Usable] = {}
+        self._known_usable: _Usable | None = None
         """Worked out when it is asked for, since every request asks, and forgotten with every change."""
         self.snapshot: TableSnapshot | None = None
         """The newest one; none before the bootstrap was reached."""
@@ -49,7 +54,7 @@ class Directory:
     def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
         """Take a new snapshot; the peers that are now lost for good."""
         self.snapshot = snapshot
-        self._usable.clear()
+        self._known_usable = None
         entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
         self._known |= {key: _Known(entry) for key, entry in entries.items() if entry.ready}
         for key, known in self._known.items():
@@ -67,7 +72,7 @@ class Directory:
         for key in lost:
             del self._known[key]
         if lost:
-            self._usable.clear()
+            self._known_usable = None
         return list(lost.values())
 
     @property
@@ -78,7 +83,12 @@ class Directory:
 
     def ready(self, role: Role) -> list[Peer]:
         """The replicas of a role that take new requests, ordered by id."""
-        return self._usable_of(role).peers
+        return self._usable.peers[role]
+
+    @property
+    def missing(self) -> list[Role]:
+        """Roles of which no replica takes new requests."""
+        return self._usable.missing
 
     def rows(self, peer: Peer) -> tuple[RankRow, ...]:
         """Every rank of a replica's start, if that is known."""
@@ -98,15 +108,19 @@ class Directory:
     @property
     def pool_tokens(self) -> int | None:
         """Tokens of one request that every replica which takes new ones has room for; None while no such has said."""
-        return min((tokens for role in Role if (tokens := self._usable_of(role).pool_tokens)), default=None)
+        return self._usable.pool_tokens
 
-    def _usable_of(self, role: Role) -> _Usable:
-        if role not in self._usable:
-            entries = self._find_usable(role)
-            pages = ((entry, entry.load.total_pages // entry.leader.sizes.dp) for entry in entries)
+    @property
+    def _usable(self) -> _Usable:
+        if self._known_usable is None:
+            entries = {role: self._find_usable(role) for role in Role}
+            peers = {role: [_peer(entry) for entry in found] for role, found in entries.items()}
+            all_entries = chain.from_iterable(entries.values())
+            pages = ((entry, entry.load.total_pages // entry.leader.sizes.dp) for entry in all_entries)
             tokens = (num_pages * entry.leader.layout.page_size for entry, num_pages in pages)
-            self._usable[role] = _Usable([_peer(entry) for entry in entries], min(filter(None, tokens), default=None))
-        return self._usable[role]
+            missing = [role for role in Role if not peers[role]]
+            self._known_usable = _Usable(peers, missing, min(filter(None, tokens), default=None))
+        return self._known_usable
 
     def _find_usable(self, role: Role) -> list[ReplicaEntry]:
         """Those in the table; else those that may only be missing from it."""

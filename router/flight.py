@@ -1,8 +1,7 @@
 """One open request: what is asked, its stages and legal moves, and its attempts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import msgspec
 
@@ -15,7 +14,7 @@ from cluster.spec.token_ids import TokenIds
 from router.prefix_keys import PromptKeys
 
 
-class Stage(Enum):
+class Stage(StrEnum):
     """Where an open request stands."""
 
     BETWEEN = "between"
@@ -106,8 +105,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt of another choice, on the same decode replica, that brings the prompt."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Flight:
+class Flight(msgspec.Struct, kw_only=True, eq=False):
     """One open request, and the attempt that is under way."""
 
     room: Room
@@ -116,9 +114,9 @@ class Flight:
     deadline_s: float
     stage: Stage = Stage.BETWEEN
     attempt: Attempt | None = None
-    given: list[int] = field(default_factory=list)
+    given: list[int] = msgspec.field(default_factory=list)
     """Tokens that the client has been given."""
-    avoided: set[Peer] = field(default_factory=set)
+    avoided: set[Peer] = msgspec.field(default_factory=set)
     """Replicas that have failed it."""
     num_retries: int = 0
     """Attempts after the first one."""

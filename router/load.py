@@ -28,21 +28,22 @@ class LoadBook:
 
     def of(self, peer: Peer) -> Load:
         """What is open at one peer, here and elsewhere."""
-        own, other = self._lines.get(_key(peer), _NOTHING), self._elsewhere().get(_key(peer))
-        return own if other is None else own.plus(other)
+        key, elsewhere = (peer.replica, peer.incarnation), self._elsewhere()
+        own = self._lines.get(key, _NOTHING)
+        return own.plus(elsewhere[key]) if key in elsewhere else own
 
     def lines(self) -> dict[Key, Load]:
         """A copy of the book, which has what is open here."""
         return dict(self._lines)
 
     def _change(self, peer: Peer, num_requests: int, num_tokens: int) -> None:
-        line = self._lines.pop(_key(peer), _NOTHING)
-        new = Load(num_requests=line.num_requests + num_requests, num_tokens=line.num_tokens + num_tokens)
-        assert new.num_requests >= 0, f"more requests ended than opened at {peer.replica}"
-        assert new.num_tokens >= 0, f"more tokens ended than opened at {peer.replica}"
-        if new != _NOTHING:
-            self._lines[_key(peer)] = new
-
-
-def _key(peer: Peer) -> Key:
-    return peer.replica, peer.incarnation
+        key = peer.replica, peer.incarnation
+        line = self._lines.get(key, _NOTHING)
+        num_requests += line.num_requests
+        num_tokens += line.num_tokens
+        assert num_requests >= 0, f"more requests ended than opened at {peer.replica}"
+        assert num_tokens >= 0, f"more tokens ended than opened at {peer.replica}"
+        if num_requests or num_tokens:
+            self._lines[key] = Load(num_requests=num_requests, num_tokens=num_tokens)
+        else:
+            del self._lines[key]

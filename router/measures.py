@@ -49,20 +49,25 @@ class Spread:
         self._bounds = [*bounds]
         self.values: dict[Labels, list[float]] = {}
         """How many were in each range, and the sum of all."""
+        self._plain = self._nothing()
+        """That of no labels, which most have."""
         if not labels:
-            self.values[()] = self._nothing()
+            self.values[()] = self._plain
 
     def note(self, value: float, *labels: str) -> None:
         """One more value."""
-        line = self.values.get(labels)
-        if line is None:
-            line = self.values[labels] = self._nothing()
+        line = self._plain if not labels else self._line(*labels)
         line[bisect_left(self._bounds, value)] += 1
         line[-1] += value
 
     def told(self) -> dict[Labels, list[float]]:
         """All numbers."""
         return self.values
+
+    def _line(self, *labels: str) -> list[float]:
+        if labels not in self.values:
+            self.values[labels] = self._nothing()
+        return self.values[labels]
 
     def family(self, told: Mapping[Labels, Sequence[float]]) -> Metric:
         """Such numbers as Prometheus writes them."""

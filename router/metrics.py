@@ -146,9 +146,10 @@ class Metrics:
         for ask in asks:
             self._max_tokens.note(ask.stopping.max_tokens)
             if not ask.shares_prompt:
-                self.prompt_tokens.add(len(ask.prompt_ids))
-                self._prompts.note(len(ask.prompt_ids))
-                self._cache_queries.add(0 if ask.page_keys is None else len(ask.prompt_ids))
+                prompt_len = len(ask.prompt_ids)
+                self.prompt_tokens.add(prompt_len)
+                self._prompts.note(prompt_len)
+                self._cache_queries.add(0 if ask.page_keys is None else prompt_len)
 
     def on_end(self, phases: PhaseTimes | None, decode_s: float) -> None:
         """An answer of at least one token is whole."""

@@ -3,8 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from router.answer import Answer
 from router.phases import phases_of
@@ -12,8 +13,7 @@ from router.phases import phases_of
 MAX_KEPT = 50
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
+class _Ended(msgspec.Struct, frozen=True):
     answer: Answer
     arrived_s: float
     ended_s: float

@@ -11,7 +11,6 @@ from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.lifecycle import Role
 from cluster.spec.messages import (
     CommandTaken,
     Failure,
@@ -92,7 +91,7 @@ class Relay:
             return "the router is draining and takes no new requests"
         if self._directory.snapshot is None:
             return "the bootstrap service has not answered yet"
-        missing = [role.value for role in Role if not self._directory.ready(role)]
+        missing = self._directory.missing
         return f"no {' and no '.join(missing)} replica is ready" if missing else None
 
     def open(self, asks: Sequence[Ask], arrived_s: float) -> Answer:
@@ -217,9 +216,10 @@ class Relay:
         for room in rooms:
             if self._dispatch.is_open(room):
                 self._perform(self._dispatch.on_client_left(room))
-            intervals = self._progress.pop(room).intervals(self._clock.now_s())
-            for address, ask in self.timelines.end(room, intervals):
-                self._tell(address, ask)
+            progress = self._progress.pop(room)
+            if self.timelines.has(room):
+                for address, ask in self.timelines.end(room, progress.intervals(self._clock.now_s())):
+                    self._tell(address, ask)
         self._num_answers -= 1
         if not self._num_answers:
             self._idle.set()

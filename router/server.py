@@ -28,6 +28,7 @@ from router.breaker import Breakers
 from router.directory import Directory
 from router.dispatch import Dispatch
 from router.gate import Gate
+from router.http_protocol import HttpProtocol
 from router.key_limits import KeyLimits
 from router.key_ring import read_keys
 from router.listener import listen, reachable
@@ -264,6 +265,7 @@ async def _settle(parts: set[asyncio.Task[Any]], serving: asyncio.Task[None]) ->
 def _uvicorn_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
+        http=HttpProtocol,
         lifespan="off",
         log_config=None,
         proxy_headers=False,

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from cluster.spec.messages import PhaseTimes
 from cluster.spec.sampling import FinishReason, TokenLogprobs
@@ -11,16 +12,15 @@ from router.actions import Fail
 from router.errors import RequestFailedError
 
 
-@dataclass(slots=True)
-class Part:
+class Part(msgspec.Struct):
     """Tokens of one choice."""
 
     index: int
     token_ids: list[int]
     finish: FinishReason | None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """Of every token, where they were asked for."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """With the choice's first tokens, where they were asked for."""
 
 

@@ -53,11 +53,13 @@ class Timelines:
         if len(self._gatherings) > MAX_KEPT:
             self._gatherings.popitem(last=False)
 
+    def has(self, room: Room) -> bool:
+        """Whether this is the name of a timed request that is still known."""
+        return room in self._gatherings
+
     def end(self, room: Room, router: list[Interval]) -> list[tuple[str, GiveTimeline]]:
-        """A request is over, with what the router saw of it; what to ask of whom, if it is a timed one."""
-        gathering = self._gatherings.get(room)
-        if gathering is None:
-            return []
+        """A timed request is over, with what the router saw of it; what to ask of whom."""
+        gathering = self._gatherings[room]
         gathering.router = router
         ask = GiveTimeline(room=gathering.attempt, reply_to=self._reply_to)
         return [(rank.address, ask) for rank in gathering.ranks]

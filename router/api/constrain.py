@@ -25,6 +25,11 @@ from router.service import Service
 
 MAX_GRAMMAR_CHARS = 1024 * 1024
 """Longest grammar; replicas get it with every request."""
+_FORMS = frozenset(
+    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    | {"json_schema", "regex", "ebnf", "response_format"}
+)
+"""The fields that ask something of the answer's text."""
 
 
 def wanted_answer(body: GenerationRequest) -> Constraint | None:
@@ -33,6 +38,8 @@ def wanted_answer(body: GenerationRequest) -> Constraint | None:
     Raises:
         ApiError: 400 for two fields at once, or one that does not say what it should.
     """
+    if body.model_fields_set.isdisjoint(_FORMS):
+        return None
     outputs = body.structured_outputs
     given = {
         "guided_json": body.guided_json,

@@ -1,10 +1,10 @@
 """Runs the asks of one HTTP request and writes their answer, whole or as it comes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cluster.spec.tiers import CachedTokens
 from router.access_log import Asked, log_request
 from router.answer import Answer
-from router.api.connection import EventStream, event, unless_client_leaves
+from router.api.connection import EventStream, JsonAnswer, event, unless_client_leaves
 from router.api.responses import PromptTokensDetails, Usage
 from router.api.shapes import Shape
 from router.errors import ClientLeftError
@@ -23,6 +23,9 @@ from router.key_ring import ApiKey
 from router.service import Service
 from router.text import AnswerText, Piece, TextRules, join
 from router.tracing import TRACEPARENT
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +37,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One for every choice; those of one prompt stand together."""
     num_choices: int
     """Of each prompt."""
+    num_prompt_tokens: int
+    """Each prompt counts once, however many choices it has."""
     rules: TextRules
     arrived_s: float
     request_id: str
@@ -56,7 +61,7 @@ async def respond_whole(service: Service, request: Request, job: Job) -> Respons
         NotReadyError, QueueFullError, RequestFailedError, ClientLeftError: there is none.
     """
     choices, usage, headers = await unless_client_leaves(request.receive, collect(service, job))
-    return Response(job.shape.whole(choices, usage), headers=headers, media_type="application/json")
+    return JsonAnswer(job.shape.whole(choices, usage), headers=headers)
 
 
 def respond_stream(service: Service, job: Job) -> Response:
@@ -87,40 +92,41 @@ async def opened(service: Service, work: Work) -> AsyncGenerator[Answer, None]:
             answer.opened_s = service.relay.now_s()
             answer.queue_s = answer.opened_s - begun_s
             service.metrics.queue_s.note(answer.queue_s)
-            with _told(service, work, answer):
-                try:
-                    yield answer
-                finally:
-                    service.limits.spend(name, limit, _prompt_tokens(work) + answer.stream.num_tokens)
+            span = _begin_span(service, work, answer)
+            error: BaseException | None = None
+            try:
+                yield answer
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                service.limits.spend(name, limit, work.num_prompt_tokens + answer.stream.num_tokens)
+                _tell(service, work, answer, span, error)
 
 
-@contextmanager
-def _told(service: Service, work: Work, answer: Answer) -> Generator[None, None, None]:
-    """When the request has ended, tell those who look at requests, and what collects traces, if anything does."""
-    tracing, num_prompt_tokens = service.tracing, _prompt_tokens(work)
-    span = tracing.begin(work.traceparent, work.arrived_s) if tracing is not None else None
-    if tracing is not None and span is not None:
-        answer.trace = tracing.header(span)
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        now_s = service.relay.now_s()
-        has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
-        outcome = "finished" if error is None else "left" if has_left else "failed"
-        service.recent.add(answer, work.arrived_s, num_prompt_tokens, outcome)
-        if service.config.log.requests:
-            log_request(_asked(work, answer), answer, outcome, error, now_s)
-        if tracing is not None and span is not None:
-            facts = {
-                "gen_ai.request.model": service.model,
-                "gen_ai.usage.input_tokens": num_prompt_tokens,
-                "gen_ai.usage.output_tokens": answer.stream.num_tokens,
-            }
-            tracing.end(span, answer, facts, error)
+def _begin_span(service: Service, work: Work, answer: Answer) -> "Span | None":
+    """In the trace of the request, if anything collects traces."""
+    if service.tracing is None:
+        return None
+    span = service.tracing.begin(work.traceparent, work.arrived_s)
+    answer.trace = service.tracing.header(span)
+    return span
+
+
+def _tell(service: Service, work: Work, answer: Answer, span: "Span | None", error: BaseException | None) -> None:
+    """A request has ended: tell those who look at requests, and what collects traces."""
+    has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
+    outcome = "finished" if error is None else "left" if has_left else "failed"
+    service.recent.add(answer, work.arrived_s, work.num_prompt_tokens, outcome)
+    if service.config.log.requests:
+        log_request(_asked(work, answer), answer, outcome, error, service.relay.now_s())
+    if service.tracing is not None and span is not None:
+        facts = {
+            "gen_ai.request.model": service.model,
+            "gen_ai.usage.input_tokens": work.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": answer.stream.num_tokens,
+        }
+        service.tracing.end(span, answer, facts, error)
 
 
 def _asked(work: Work, answer: Answer) -> Asked:
@@ -128,7 +134,7 @@ def _asked(work: Work, answer: Answer) -> Asked:
         request_id=work.request_id,
         caller=work.caller.name if work.caller is not None else None,
         traceparent=answer.trace.get(TRACEPARENT, work.traceparent),
-        num_prompt_tokens=_prompt_tokens(work),
+        num_prompt_tokens=work.num_prompt_tokens,
         arrived_s=work.arrived_s,
     )
 
@@ -198,8 +204,8 @@ def texts_of(service: Service, work: Work) -> list[AnswerText]:
 
 
 def usage_of(work: Work, answer: Answer, completion_tokens: int) -> Usage:
-    """A prompt counts once, however many choices it has."""
-    prompt_tokens = _prompt_tokens(work)
+    """Of a whole answer, or of a stream so far."""
+    prompt_tokens = work.num_prompt_tokens
     cached = sum(answer.stream.cached[:: work.num_choices], CachedTokens())
     return Usage(
         prompt_tokens=prompt_tokens,
@@ -209,7 +215,3 @@ def usage_of(work: Work, answer: Answer, completion_tokens: int) -> Usage:
             cached_tokens=cached.total, host_tokens=cached.host, storage_tokens=cached.storage
         ),
     )
-
-
-def _prompt_tokens(work: Work) -> int:
-    return sum(len(ask.prompt_ids) for ask in work.asks[:: work.num_choices])

@@ -13,6 +13,7 @@ from router.api.chat import chat_ask, markers
 from router.api.document import document
 from router.api.dp_rank import dp_rank_of
 from router.api.generate import Job, respond_stream, respond_whole
+from router.api.headers import header
 from router.api.intake import completion_asks
 from router.api.keys import caller_of, priority_of
 from router.api.prompt_logprobs import ShownPrompt
@@ -70,13 +71,14 @@ def job_of(
         caller=caller_of(request),
         asks=[choice for ask in ours for choice in choices_of(ask, body.num_choices)],
         num_choices=body.num_choices,
+        num_prompt_tokens=sum(len(ask.prompt_ids) for ask in asks),
         rules=text_rules(service, body, markers),
         shape=shape,
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         arrived_s=arrived_s,
         request_id=request_id(request),
-        traceparent=request.headers.get(TRACEPARENT, ""),
+        traceparent=header(request.scope, TRACEPARENT.encode()) or "",
     )
 
 

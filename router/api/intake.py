@@ -176,20 +176,21 @@ def make_ask(
     if not given_ids:
         raise bad_request(f"{param}: is empty; at least one token is needed", param)
     prompt_ids = pack_token_ids(service, given_ids, param)
+    prompt_len = len(prompt_ids)
     longest = service.config.router.max_prompt_tokens
-    if longest is not None and len(prompt_ids) > longest:
+    if longest is not None and prompt_len > longest:
         allowed = f"{longest} (router.max_prompt_tokens)"
-        raise bad_request(f"{param}: the prompt has {len(prompt_ids)} tokens; allowed: {allowed}", param, _TOO_LONG)
-    room = service.max_tokens - len(prompt_ids)
+        raise bad_request(f"{param}: the prompt has {prompt_len} tokens; allowed: {allowed}", param, _TOO_LONG)
+    room = service.max_tokens - prompt_len
     if room < 1 or (wanted is not None and wanted > room):
-        raise _too_long(service, len(prompt_ids), wanted, param)
+        raise _too_long(service, prompt_len, wanted, param)
     max_tokens = min(default, room) if wanted is None else max(wanted, 1)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise bad_request(f"min_tokens: must be at most max_tokens, {max_tokens}, got {body.min_tokens}", "min_tokens")
     stopping = Stopping(max_tokens=max_tokens, stop_token_ids=stop_token_ids(service, body))
     if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
-    _check_told(len(prompt_ids), body.num_prompt_logprobs)
+    _check_told(prompt_len, body.num_prompt_logprobs)
     sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids, grammar)
     salt, is_looked_for = body.salt, sampling.num_prompt_logprobs is None
     return Ask(

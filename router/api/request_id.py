@@ -7,6 +7,8 @@ from collections.abc import Awaitable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.headers import header
+
 _HEADER = b"x-request-id"
 _SOUND = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = "baton.request_id"
@@ -23,7 +25,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), "")
+        given = header(scope, _HEADER) or ""
         chosen = given if _SOUND.fullmatch(given) else secrets.token_hex(16)
         scope[_KEY] = chosen
 

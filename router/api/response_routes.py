@@ -10,11 +10,12 @@ from starlette.responses import Response
 from router.answer import Answer
 from router.api.body import read
 from router.api.chat import chat_ask, markers
-from router.api.connection import EventStream, unless_client_leaves
+from router.api.connection import EventStream, JsonAnswer, unless_client_leaves
 from router.api.document import document
 from router.api.dp_rank import dp_rank_of
 from router.api.errors import ApiError
 from router.api.generate import Pieces, Work, opened, texts_of, usage_of
+from router.api.headers import header
 from router.api.keys import caller_of, priority_of
 from router.api.request_id import request_id
 from router.api.response_chat import chat_of, in_own_words
@@ -65,10 +66,11 @@ async def _work(service: Service, request: Request, body: ResponseRequest, arriv
         caller=caller_of(request),
         asks=[ask],
         num_choices=1,
+        num_prompt_tokens=len(ask.prompt_ids),
         rules=rules,
         arrived_s=arrived_s,
         request_id=request_id(request),
-        traceparent=request.headers.get(TRACEPARENT, ""),
+        traceparent=header(request.scope, TRACEPARENT.encode()) or "",
     )
     return work, new_reader
 
@@ -79,7 +81,7 @@ async def _whole(service: Service, work: Work, writer: ResponseWriter) -> Respon
             for _, piece in pieces:
                 writer.take(piece)
         written = writer.whole(usage_of(work, answer, writer.num_tokens))
-        return Response(written, headers=answer.headers, media_type="application/json")
+        return JsonAnswer(written, headers=answer.headers)
 
 
 async def _frames(service: Service, answer: Answer, work: Work, writer: ResponseWriter) -> AsyncGenerator[bytes, None]:

@@ -5,7 +5,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-_HEADER = "x-session-id"
+from router.api.headers import header
+
+_HEADER = b"x-session-id"
 _FIELDS = ("prompt_cache_key", "session_id", "user")
 _MAX_CHARS = 256
 
@@ -15,5 +17,8 @@ def session_of(request: Request, others: Mapping[str, Any]) -> str:
 
     ``others`` are the undeclared fields of the body; one that is not a text counts as not given.
     """
-    given = (request.headers.get(_HEADER), *(others.get(field) for field in _FIELDS))
+    named = header(request.scope, _HEADER)
+    if named is None and not others:
+        return ""
+    given = (named, *(others.get(field) for field in _FIELDS))
     return next((text[:_MAX_CHARS] for text in given if isinstance(text, str) and text), "")
