@@ -17,7 +17,7 @@ import httpx
 import uvloop
 
 from cluster.bench.http_load import Connection, request_of
-from cluster.bench.statistics import quantiles_ms
+from cluster.bench.statistics import Quantiles, quantiles_ms
 from cluster.bench.workload import FIRST_WORD_ID, check_least
 from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
 from cluster.spec.errors import UserError
@@ -25,6 +25,7 @@ from workers.local import WorkerProcess
 
 _REPLICAS = "cluster.bench.mock_replicas:MockReplicas"
 _ROUTER = "cluster.bench.router_host:RouterHost"
+_ANSWERER = "cluster.bench.answerer:Answerer"
 _PATH = "/v1/completions"
 _WARM_UP_S = 1.0
 _LOOK_S = 0.05
@@ -47,7 +48,7 @@ class RouterBench:
     stream_len: int = 256
     """Tokens of each stream."""
     seconds: float = 5.0
-    """Of each of the three measurements."""
+    """Of each of the four measurements."""
     known_share: float = 0.5
     """Part of the requests whose prompt was served before; the others differ in their first page."""
 
@@ -65,13 +66,19 @@ class RouterResult:
 
     prompt_len: int
     added_p50_ms: float
-    """From a request for one token to its answer, at half of ``req_per_s``."""
+    """From a request for one token to its answer, at half of ``req_per_s``, less what it takes without a router."""
     added_p99_ms: float
+    """The same of the slowest: one quantile less the other."""
+    direct_p50_ms: float
+    """The same requests at the same times, of a process that answers at once and reads nothing."""
+    direct_p99_ms: float
     req_per_s: float
     """Requests for one token, answered whole."""
     stream_tok_per_s: float
     request_cores: dict[str, float]
     """Processor seconds a second of each process, where ``req_per_s`` was measured."""
+    half_cores: dict[str, float]
+    """The same where the added times were measured: near a whole core of the router, they are those of a queue."""
     stream_cores: dict[str, float]
 
 
@@ -88,12 +95,17 @@ class RouterRun:
         self._call("replicas", "start")
         self._call("router", "make", config, bench.model_folder, self._call("replicas", "table"))
         self._url: str = self._call("router", "start")
+        self._answerer = WorkerProcess(_ANSWERER)
+        self._answerer.call("make")
+        self._answerer.result()
+        self._answerer.call("start")
+        self._direct_url: str = self._answerer.result()
         while httpx.get(f"{self._url}/ready").status_code != httpx.codes.OK:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """End every process."""
-        for process in reversed(self._processes.values()):
+        for process in (self._answerer, *reversed(self._processes.values())):
             process.close()
 
     async def measure(self, prompt_len: int) -> RouterResult:
@@ -105,18 +117,21 @@ class RouterRun:
             whole, self._bench.num_connections, self._bench.seconds
         )
         req_per_s = num_replies / duration_s
-        added = quantiles_ms(await self._half_load(whole, req_per_s / 2))
+        took, half_cores = await self._half_load(whole, req_per_s / 2, self._url)
+        direct, _ = await self._half_load(whole, req_per_s / 2, self._direct_url)
         _, num_tokens, duration_s, stream_cores = await self._full_load(
             streamed, self._bench.num_streams, self._bench.seconds
         )
-        assert added is not None, "there were requests"
         return RouterResult(
             prompt_len=prompt_len,
-            added_p50_ms=added.p50,
-            added_p99_ms=added.p99,
+            added_p50_ms=took.p50 - direct.p50,
+            added_p99_ms=took.p99 - direct.p99,
+            direct_p50_ms=direct.p50,
+            direct_p99_ms=direct.p99,
             req_per_s=req_per_s,
             stream_tok_per_s=num_tokens / duration_s,
             request_cores=request_cores,
+            half_cores=half_cores,
             stream_cores=stream_cores,
         )
 
@@ -142,16 +157,15 @@ class RouterRun:
 
         counts = await asyncio.gather(*map(ask, connections))
         duration_s = time.monotonic() - started_s
-        ended = self._cpu_s()
+        cores = self._cores(begun, duration_s)
         for connection in connections:
             connection.close()
-        cores = {name: round((ended[name] - begun[name]) / duration_s, 2) for name in begun}
         return sum(counts), sum(connection.num_tokens for connection in connections), duration_s, cores
 
-    async def _half_load(self, prompts: "Prompts", rate: float) -> list[float]:
-        """Arrivals at random times, with this mean rate: seconds from each arrival to its answer."""
+    async def _half_load(self, prompts: "Prompts", rate: float, url: str) -> tuple[Quantiles, dict[str, float]]:
+        """Arrivals at random times, with this mean rate: from each arrival to its answer, and cores."""
         idle: asyncio.Queue[Connection] = asyncio.Queue()
-        connections = [await Connection.open(self._url) for _ in range(4 * self._bench.num_connections)]
+        connections = [await Connection.open(url) for _ in range(4 * self._bench.num_connections)]
         for connection in connections:
             idle.put_nowait(connection)
         took_s: list[float] = []
@@ -164,16 +178,23 @@ class RouterRun:
             took_s.append(time.monotonic() - start_s)
             idle.put_nowait(connection)
 
-        rng, now_s = random.Random(0), time.monotonic()
+        rng, now_s, begun = random.Random(0), time.monotonic(), self._cpu_s()
         arrival_s, end_s = now_s, now_s + self._bench.seconds
         async with asyncio.TaskGroup() as group:
             while (arrival_s := arrival_s + rng.expovariate(rate)) < end_s:
                 if (wait_s := arrival_s - time.monotonic()) > 0:
                     await asyncio.sleep(wait_s)
                 group.create_task(ask())
+        cores = self._cores(begun, time.monotonic() - now_s)
         for connection in connections:
             connection.close()
-        return took_s
+        quantiles = quantiles_ms(took_s)
+        assert quantiles is not None, "there were requests"
+        return quantiles, cores
+
+    def _cores(self, begun: dict[str, float], duration_s: float) -> dict[str, float]:
+        ended = self._cpu_s()
+        return {name: round((ended[name] - begun[name]) / duration_s, 2) for name in begun}
 
     def _cpu_s(self) -> dict[str, float]:
         return {"clients": time.process_time()} | {name: self._call(name, "cpu_s") for name in self._processes}

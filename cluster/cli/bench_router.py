@@ -52,6 +52,7 @@ def _sentence(result: "RouterResult") -> str:
     cores = ", ".join(f"{name} {cores:g}" for name, cores in result.request_cores.items())
     return (
         f"prompts of {result.prompt_len} tokens: added {result.added_p50_ms:.2f} ms (p50), "
-        f"{result.added_p99_ms:.2f} ms (p99) at half load; {result.req_per_s:.0f} requests/s, "
+        f"{result.added_p99_ms:.2f} ms (p99) at half load, to {result.direct_p50_ms:.2f} and "
+        f"{result.direct_p99_ms:.2f} ms without it; {result.req_per_s:.0f} requests/s, "
         f"{result.stream_tok_per_s:.0f} streamed tokens/s; cores at full load: {cores}"
     )
