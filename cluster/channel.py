@@ -127,19 +127,22 @@ class AsyncInbox(_Pull):
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
         super().__init__(host, key)
         self._come = asyncio.Event()
+        self._is_empty = False
         self._loop = asyncio.get_running_loop()
         # Readable when something may have changed, until the socket is looked at.
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._come.set)
 
     async def receive(self) -> list[Message]:
-        """What has arrived, at most some hundreds; waits for the first."""
+        """What has arrived, at most some hundreds; waits for the first. Others have their turn before each call."""
         while True:
-            if messages := self._take(_MOST_AT_ONCE):
-                return messages
+            # The descriptor tells of what comes after the socket was found empty, and of nothing else.
+            await (self._come.wait() if self._is_empty else asyncio.sleep(0))
             self._come.clear()
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                await self._come.wait()
+            messages = self._take(_MOST_AT_ONCE)
+            self._is_empty = len(messages) < _MOST_AT_ONCE
+            if messages:
+                return messages
 
     async def __aenter__(self) -> "AsyncInbox":
         return self

@@ -240,7 +240,6 @@ async def _receive(inbox: AsyncInbox, relay: Relay) -> None:
     while True:
         for message in await inbox.receive():
             relay.on_message(message)
-        await asyncio.sleep(0)
 
 
 async def _look_at_siblings(service: Service) -> None:

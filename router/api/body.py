@@ -32,18 +32,20 @@ async def read(request: Request, schema: type[Body]) -> Body:
         ClientDisconnect: it did not come whole.
     """
     limit: int = request.app.state.max_body_bytes
-    received = bytearray()
+    parts: list[bytes] = []
+    num_bytes = 0
     has_more = True
     while has_more:
         event = await request.receive()
         if event["type"] == "http.disconnect":
             raise ClientDisconnect
         has_more = event.get("more_body", False)
-        received += event.get("body", b"")
-        if len(received) > limit:
+        parts.append(event.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > limit:
             message = f"the body is larger than {limit} bytes (router.max_body_mib)"
             raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
-    content = bytes(received)
+    content = b"".join(parts)
     if (body := _read_cut(content, schema)) is not None:
         return body
     try:
