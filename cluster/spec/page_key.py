@@ -1,6 +1,7 @@
 """The chained hash of a page's tokens: equal keys mean equal tokens from the start of the prompt, for one tenant."""
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 from cluster.spec.token_ids import ID_BYTES, TokenIds
@@ -17,9 +18,11 @@ def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int
     """Append the keys of the full pages that came after those known already."""
     data = TokenIds.of(token_ids[len(keys) * page_size : len(token_ids) // page_size * page_size]).packed
     key = keys[-1] if keys else _seed(salt)
-    page_bytes = page_size * ID_BYTES
-    for offset in range(0, len(data), page_bytes):
-        key = hashlib.blake2b(key + data[offset : offset + page_bytes], digest_size=16).digest()
+    fresh = hashlib.blake2b(digest_size=16)
+    for (page,) in struct.iter_unpack(f"{page_size * ID_BYTES}s", data):
+        hashed = fresh.copy()  # costs less than to make one
+        hashed.update(key + page)
+        key = hashed.digest()
         keys.append(key)
 
 
