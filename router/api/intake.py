@@ -30,6 +30,8 @@ _TOLD_BYTES, _TOLD_TOP_BYTES = 64, 14
 """At most, of one token of a prompt, and of each of the likeliest in its place."""
 _INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop; a thread costs more than that takes."""
+_FEW = 64
+"""Fewer numbers are compared sooner than numpy has begun."""
 
 Made = TypeVar("Made")
 
@@ -109,10 +111,13 @@ def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> 
         ApiError: 400 that names one of them.
     """
     vocab_size = service.tokenizer.vocab_size
-    # Negative ones count as the highest.
     with suppress(ValueError):
         packed = TokenIds.of(token_ids)
-        if not packed or np.frombuffer(packed.packed, "<u4").max() < vocab_size:
+        if len(token_ids) < _FEW:
+            is_sound = not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
+        else:  # in which negative ones count as the highest
+            is_sound = bool(np.frombuffer(packed.packed, "<u4").max() < vocab_size)
+        if is_sound:
             return packed
     wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
     raise bad_request(f"{param}: there is no token {wrong}; allowed: 0 to {vocab_size - 1}", param)

@@ -54,6 +54,9 @@ def test_stop_strings_and_stop_tokens_end_it(shared: RouterCluster) -> None:
         ([], "prompt_ids"),
         ("abc", "prompt_ids"),
         ([1, 10**6], "prompt_ids: there is no token 1000000"),
+        ([1] * 100 + [10**6], "prompt_ids: there is no token 1000000"),
+        ([1] * 100 + [-1], "prompt_ids: there is no token -1"),
+        ([1] * 100 + [2**40], f"prompt_ids: there is no token {2**40}"),
         ([1] * 600, "prompt_ids: the prompt has 600 tokens"),
     ],
 )
