@@ -7,6 +7,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 from router.api import admin, errors, generation, models, overview, response_routes, status, timelines, tokens
+from router.api.arriving import ArrivingBodies
 from router.api.document import complete
 from router.api.keys import key_needed
 from router.api.request_id import RequestIds
@@ -26,7 +27,8 @@ def create_app(service: Service) -> ASGIApp:
 def create_api(service: Service) -> FastAPI:
     """All routes as FastAPI serves and documents them; the requests have ids."""
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
-    app.state.max_body_bytes = service.config.router.max_body_mib << 20
+    limits = service.config.router
+    app.state.bodies = ArrivingBodies(limits.max_body_mib << 20, limits.body_timeout_s)
     for routes in (*_BUSY, models.routes, timelines.routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
     for routes in (status.routes, overview.routes, admin.routes):

@@ -232,6 +232,8 @@ class RouterConfig(Node):
     """Most tokens of prompts and answers of one API key in a minute; no limit by default."""
     max_body_mib: Annotated[int, Field(ge=1, le=64, strict=True)] = 64
     """Longest body of a request, in MiB; 64 is a prompt of some ten million tokens."""
+    body_timeout_s: PositiveSeconds = 60.0
+    """Longest time in which the body of a request may arrive."""
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt of one request, in tokens; as long as fits by default."""
     max_choices: Annotated[int, Field(ge=1, le=128, strict=True)] = 128

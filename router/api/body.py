@@ -1,12 +1,11 @@
 """Reads a request's body into one of the schemas, or says what is wrong with it."""
 
 from contextlib import suppress
-from http import HTTPStatus
 from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from router.api import requests
 from router.api.errors import ApiError, bad_request
@@ -28,24 +27,10 @@ async def read(request: Request, schema: type[Body]) -> Body:
     """The body of a request.
 
     Raises:
-        ApiError: 413 when it is too large, 400 naming the first field that is wrong.
+        ApiError: 400 naming the first field that is wrong, or as of ``ArrivingBodies``.
         ClientDisconnect: it did not come whole.
     """
-    limit: int = request.app.state.max_body_bytes
-    parts: list[bytes] = []
-    num_bytes = 0
-    has_more = True
-    while has_more:
-        event = await request.receive()
-        if event["type"] == "http.disconnect":
-            raise ClientDisconnect
-        has_more = event.get("more_body", False)
-        parts.append(event.get("body", b""))
-        num_bytes += len(parts[-1])
-        if num_bytes > limit:
-            message = f"the body is larger than {limit} bytes (router.max_body_mib)"
-            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
-    content = b"".join(parts)
+    content = await request.app.state.bodies.receive(request)
     if (body := _read_cut(content, schema)) is not None:
         return body
     try:

@@ -1,0 +1,65 @@
+"""Bodies that do not come whole: each has its time, and all together their memory."""
+
+import select
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.router_cluster import RouterCluster, run_cluster
+
+pytestmark = pytest.mark.integration
+
+WAIT_S = 60.0
+
+
+def begin(cluster: RouterCluster, num_bytes: int, sent: bytes) -> HTTPConnection:
+    """A request whose body has begun."""
+    url = cluster.http.base_url
+    connection = HTTPConnection(url.host, url.port, timeout=WAIT_S)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-length", str(num_bytes))
+    connection.endheaders(sent)
+    return connection
+
+
+def answer(connection: HTTPConnection) -> tuple[int, str, str | None]:
+    """Status, body, and when to try again."""
+    reply = connection.getresponse()
+    found = reply.status, reply.read().decode(), reply.headers["retry-after"]
+    connection.close()
+    return found
+
+
+def test_a_body_that_does_not_come_whole_in_time(folder: Path) -> None:
+    for cluster in run_cluster(folder, body_timeout_s=0.5):
+        status, said, _ = answer(begin(cluster, 100, b'{"prompt": '))
+        assert status == 408
+        assert "the body did not come whole within 0.5 s (router.body_timeout_s)" in said
+
+
+def test_a_body_that_comes_in_parts(folder: Path) -> None:
+    for cluster in run_cluster(folder):
+        connection = begin(cluster, 30, b'{"prompt": ')
+        connection.send(b'"abc"' + b" " * 13 + b"}")
+        assert answer(connection)[1].startswith('{"error":{"message":"model: field required')
+
+
+def test_bodies_that_arrive_at_the_same_time_have_bounded_memory(folder: Path) -> None:
+    most = 1 << 20
+    for cluster in run_cluster(folder, max_body_mib=1):
+        open_ones = [begin(cluster, most, b"x" * (most - 1)) for _ in range(9)]
+        (ready,), _, _ = select.select([one.sock for one in open_ones], [], [], WAIT_S)
+        refused = next(one for one in open_ones if one.sock is ready)
+        open_ones.remove(refused)
+        status, said, retry_after = answer(refused)
+        assert (status, retry_after) == (503, "1")
+        assert f"bodies that are arriving at the same time take more than {8 * most} bytes" in said
+        for connection in open_ones:
+            connection.send(b"x")
+            assert answer(connection)[0] == 400
+        assert cluster.post("/v1/completions", prompt="abcd").status_code == 200
+        left = [begin(cluster, most, b"x" * (most - 1)) for _ in range(8)]
+        assert select.select([one.sock for one in left], [], [], 0.2)[0] == []
+        for connection in left:
+            connection.close()
