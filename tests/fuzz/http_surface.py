@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from cluster.spec.messages import Command, CommandTaken, Message
 from router.app import create_app
+from router.http_protocol import HttpProtocol
 from router.key_ring import read_keys
 from tests.fakes.bootstrap import FakeTable, entry_of, peer_of, table_of
 from tests.fakes.model_folder import write_model_folder
@@ -118,7 +118,7 @@ class HttpSurface:
 
     async def _feed(self, data: bytes) -> None:
         wire = _Wire()
-        protocol = HttpToolsProtocol(self._config, self._state, {}, asyncio.get_running_loop())
+        protocol = HttpProtocol(self._config, self._state, {}, asyncio.get_running_loop())
         protocol.connection_made(wire)
         protocol.data_received(data)
         await self._settle(ANSWER_S)

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import inspect
 
 from cluster.spec.messages import Message
+from cluster.spec.token_ids import TokenIds, from_wire
 
 _MOST_DEPTH = 12
 
@@ -17,7 +18,7 @@ def messages() -> list[Message]:
 
 
 def _message(kind: Any) -> Message:
-    made: Message = msgspec.convert(_tree(inspect.type_info(kind), 0), kind)
+    made: Message = msgspec.convert(_tree(inspect.type_info(kind), 0), kind, dec_hook=from_wire)
     return made
 
 
@@ -59,4 +60,5 @@ _VALUES: dict[type[inspect.Type], Any] = {
     inspect.BytesType: b"abc",
     inspect.NoneType: None,
     inspect.AnyType: 1,
+    inspect.CustomType: TokenIds.of([3]).packed,
 }
