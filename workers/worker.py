@@ -229,7 +229,7 @@ class Worker:
         while True:
             self.turns.at(BETWEEN_STEPS)
             messages = self._inbox.receive(IDLE_WAIT_S)
-            if told := work.next(self._clock.now_s(), is_idle=not messages):
+            if told := work.next(self._clock.now_s(), is_idle=not messages, dropped=self._inbox.dropped):
                 send_if_heard(outbox, leader_address, told)
             for message in messages:
                 if isinstance(message, StepPlan):

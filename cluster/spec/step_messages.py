@@ -139,6 +139,8 @@ class StepWork(Tagged, frozen=True):
     """Time of all these steps, waiting for other ranks in them included."""
     expert_tokens: Mapping[int, int] = {}
     """By the model's expert, over all of the rank's layers."""
+    dropped: Mapping[str, int] = {}
+    """What was kept out of its inbox, by reason; the leader knows that of its own."""
 
 
 class SendReport(Tagged, frozen=True):

@@ -1,6 +1,8 @@
 """What one rank has computed, told to the leader now and then."""
 
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import nn
 
@@ -17,7 +19,7 @@ class StepReports:
     def __init__(self, model: nn.Module, groups: ModelGroups, global_rank: int) -> None:
         """Counts from now on: what was computed to warm up is left out."""
         self._num_steps, self._step_s = 0, 0.0
-        self._num_told = 0
+        self._told: tuple[int, Mapping[str, int]] = (0, {})
         tells = groups.position.moe_tp == 0
         self._experts = [module for module in model.modules() if isinstance(module, Experts)] if tells else []
         self._global_rank = global_rank
@@ -29,17 +31,24 @@ class StepReports:
         self._num_steps += 1
         self._step_s += seconds
 
-    def next(self, now_s: float, *, is_idle: bool) -> StepWork | None:
-        """What is to be told now, if there is anything new: once a second, or when nothing else is to be done."""
-        if self._num_steps == self._num_told or (now_s < self._due_s and not is_idle):
+    def next(
+        self, now_s: float, *, is_idle: bool, dropped: Mapping[str, int] = MappingProxyType({})
+    ) -> StepWork | None:
+        """What is to be told now, if there is anything new: once a second, or when nothing else is to be done.
+
+        dropped: what was kept out of the rank's inbox so far, by reason.
+        """
+        news = self._num_steps, dict(dropped)
+        if news == self._told or (now_s < self._due_s and not is_idle):
             return None
         self._due_s = now_s + _EVERY_S
-        self._num_told = self._num_steps
+        self._told = news
         return StepWork(
             global_rank=self._global_rank,
             num_steps=self._num_steps,
             step_s=self._step_s,
             expert_tokens=dict(self._counts() - self._before),
+            dropped=dict(dropped),
         )
 
     def _counts(self) -> Counter[int]:

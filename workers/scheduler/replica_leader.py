@@ -126,7 +126,8 @@ class ReplicaLeader:
         """What the heartbeat tells the router."""
         loads = [leader.load() for leader in self._leaders]
         sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
-        dropped = sum((Counter(load.dropped) for load in loads), Counter[str]())
+        told = [*(load.dropped for load in loads), *(work.dropped for work in self._work.values())]
+        dropped = sum(map(Counter[str], told), Counter[str]())
         states = [load.tiers for load in loads if load.tiers is not None]
         return replace(
             loads[0],

@@ -70,3 +70,16 @@ def test_a_replicas_ranks_add_up_and_the_newest_word_counts() -> None:
         (0, 3, 0.5),
         (1, 4, 0.5),
     ]
+
+
+def test_what_is_kept_out_of_a_followers_inbox_is_told_and_counted() -> None:
+    model, groups = model_of(ParallelConfig(), rank=0)
+    reports = StepReports(model, groups, global_rank=1)
+    dropped = {"stranger": 2}
+    told = reports.next(0.0, is_idle=True, dropped=dropped)
+    assert told == StepWork(global_rank=1, num_steps=0, step_s=0.0, dropped=dropped)
+    assert reports.next(5.0, is_idle=True, dropped=dropped) is None
+    replica, _ = leader_of(2)
+    replica.on_message(told, 0.0)
+    replica.on_message(StepWork(global_rank=2, num_steps=0, step_s=0.0, dropped={"stranger": 1, "large": 1}), 0.0)
+    assert replica.load().dropped == {"stranger": 3, "large": 1}
