@@ -1,0 +1,116 @@
+"""What of the deploy YAML reaches the plans of a prefill replica's leader."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.ids import ROUTER, Incarnation, Room
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Submit, TableUpdate
+from cluster.spec.peer import Peer
+from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
+from cluster.spec.sampling import Sampling, Stopping
+from cluster.spec.step_messages import StepPlan
+from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from cluster.spec.transfer_messages import Ticket
+from tests.fakes.rows import GEOMETRY, LAYOUT, make_row, sizes
+from tests.fakes.worker_specs import lone_worker
+from workers.build import make_leader
+from workers.context_parallel.rates import ModelShape, Rates
+
+CP = 2
+SHAPE = ModelShape(num_layers=2, linear_flops=10**9, kv_flops=0, attention_flops=0, kv_row_bytes=16, q_row_bytes=16)
+"""Ten milliseconds a token in the first layer, beside which no exchange counts."""
+DECODE = make_row("decode-0", 0, sizes())
+
+
+def plan_of(prompt_len: int, **prefill: Any) -> StepPlan:
+    """The first step of a replica of two CP ranks that has got one prompt."""
+    config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": CP}, **prefill}})
+    spec = replace(lone_worker(config, Role.PREFILL), world_size=CP)
+    layout = msgspec.structs.replace(LAYOUT, num_pages=64)
+    rows = [make_row(spec.replica, rank, spec.sizes, layout=layout, ownership=spec.ownership) for rank in range(CP)]
+    rank: Any = SimpleNamespace(
+        layout=layout,
+        model_shape=SHAPE,
+        rates=Rates(),
+        backend=SimpleNamespace(settle_s=1.0),
+        step_recorder=SimpleNamespace(recorder=None),
+    )
+    leader = make_leader(spec, rank, rows)
+    for message in (table(rows), submit(rows, prompt_len), ticket(prompt_len)):
+        leader.on_message(message, 0.0)
+    (plan,) = leader.next_plans()
+    assert sum(len(row.token_ids) for row in plan.rows) == prompt_len
+    return plan
+
+
+def peer(row: RankRow) -> Peer:
+    return Peer(replica=row.replica, incarnation=row.incarnation, address=row.address)
+
+
+def table(prefill: list[RankRow]) -> TableUpdate:
+    entries = [
+        ReplicaEntry(
+            replica=rows[0].replica,
+            role=rows[0].role,
+            incarnation=rows[0].incarnation,
+            ready=True,
+            rows=tuple(rows),
+            load=ReplicaLoad(),
+        )
+        for rows in (prefill, [DECODE])
+    ]
+    return TableUpdate(snapshot=TableSnapshot(version=1, replicas=tuple(entries), reaped={}))
+
+
+def submit(rows: list[RankRow], prompt_len: int) -> Submit:
+    return Submit(
+        room=Room(1),
+        prompt_ids=list(range(prompt_len)),
+        sampling=Sampling(),
+        stopping=Stopping(max_tokens=1),
+        prefill=peer(rows[0]),
+        decode=peer(DECODE),
+        router=Peer(replica=ROUTER, incarnation=Incarnation(1), address="router"),
+    )
+
+
+def ticket(prompt_len: int) -> Ticket:
+    return Ticket(
+        room=Room(1),
+        generation=1,
+        decode=peer(DECODE),
+        prefill_incarnation=Incarnation(1),
+        pages=[list(range(-(-prompt_len // GEOMETRY.page_size)))],
+        held_pages=0,
+        geometry=GEOMETRY,
+    )
+
+
+@pytest.mark.parametrize("setting", [setting for setting in StrategySetting if setting is not StrategySetting.AUTO])
+def test_a_forced_strategy_is_that_of_every_step(setting: StrategySetting) -> None:
+    assert [plan_of(prompt_len, strategy=setting).strategy for prompt_len in (1, 64)] == [setting.value] * 2
+
+
+@pytest.mark.parametrize("prefill", [{}, {"strategy": "auto"}])
+def test_auto_divides_what_gains_by_it_and_nothing_else(prefill: dict[str, str]) -> None:
+    short, long = (plan_of(prompt_len, **prefill).strategy for prompt_len in (1, 64))
+    assert short is Strategy.NONE
+    assert long in (Strategy.CONTIGUOUS, Strategy.ZIGZAG, Strategy.INTERLEAVE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "passing", "planned"),
+    [
+        (CpMode.GATHER, PassingSetting.AUTO, None),
+        (CpMode.RING, PassingSetting.PASS_KV, Passing.PASS_KV),
+        (CpMode.RING, PassingSetting.PASS_Q, Passing.PASS_Q),
+    ],
+)
+def test_mode_and_passing_are_those_of_the_file(mode: CpMode, passing: PassingSetting, planned: Passing | None) -> None:
+    assert plan_of(64, strategy=StrategySetting.ZIGZAG, mode=mode, passing=passing).passing is planned
