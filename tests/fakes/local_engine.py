@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.lifecycle import Role
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
@@ -113,6 +114,10 @@ class LocalEngine:
             self._loaded = layout
         with self._cluster.running(config, decode_config) as running:
             yield running
+
+    def ask(self, role: Role, method: str) -> list[Any]:
+        """Between runs: what a method of the workers of a replica returns, by global rank."""
+        return self._cluster.ask(role, method)
 
     def restart(self) -> None:
         """End every process; the next case begins with new ones."""

@@ -6,14 +6,16 @@ So do log-probabilities: a wrong page or position that does not change the likel
 import random
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.spec.config import DeployConfig
+from cluster.spec.lifecycle import Role
 from cluster.spec.registry import PageFilter, TransferMode, Verify
-from cluster.spec.strategy import Collectives, StrategySetting
+from cluster.spec.strategy import Collectives, CpMode, Strategy, StrategySetting
 from tests.fakes.checkpoints import DENSE, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_in_turn, all_pairs
@@ -72,7 +74,7 @@ class Both:
     """Our engine and the oracle."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
-        self.engine = LocalEngine()
+        self.engine = LocalEngine("tests.fakes.telling_worker:TellingWorker")
         self._folders = folders
         self._oracle = cache(lambda family: Oracle(folders[family], NUM_TOKENS))
 
@@ -84,6 +86,17 @@ class Both:
         oracle = self._oracle(case["family"])
         for prompt, answer in zip(prompts, answers, strict=True):
             oracle.check(prompt, answer)
+        self._check_ways(case)
+
+    def _check_ways(self, case: Case) -> None:
+        """The leader's heartbeat told of every token, computed in the way that was asked for."""
+        steps = self.engine.ask(Role.PREFILL, "told_load")[0].steps
+        assert sum(times.num_tokens for times in steps) == sum(case["lengths"])
+        ways = {(times.strategy, times.passing) for times in steps}
+        kv: KvWay = case["kv"]
+        strategies = case["strategy"].candidates if case["cp"] > 1 else (Strategy.NONE,)
+        passings = kv.passing.candidates if case["cp"] > 1 and kv.mode is CpMode.RING else (None,)
+        assert ways <= set(product(strategies, passings))
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
