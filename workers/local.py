@@ -35,6 +35,8 @@ from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
 ANSWER_TIMEOUT_S = 600.0
+_EXIT_S = 10.0
+"""Longest wait for the end of a process that has nothing more to do."""
 WORKER = "workers.worker:Worker"
 _CONSEQUENCES = ("CollectiveError", PeerLostError.__name__)
 """How the error of a rank begins that another one has left; the first class is not imported, as it brings torch."""
@@ -62,8 +64,11 @@ class WorkerProcess:
         theirs.close()
 
     def call(self, method: str, *args: Any) -> None:
-        """Start a method of the worker; ``result`` waits for it."""
-        self._pipe.send((method, args))
+        """Start a method of the worker; ``result`` waits for it. Raises RemoteError when the process is dead."""
+        try:
+            self._pipe.send((method, args))
+        except ConnectionError:
+            raise self._death() from None
 
     def result(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """What the last call returned; raises RemoteError with the worker's own words."""
@@ -71,8 +76,9 @@ class WorkerProcess:
             if not self._pipe.poll(timeout_s):
                 raise RemoteError(f"worker process {self._process.pid} did not answer within {timeout_s} s")
             ok, value = self._pipe.recv()
-        except EOFError:
-            raise RemoteError(f"worker process {self._process.pid} died, exit code {self._process.exitcode}") from None
+        # The latter when it has died before it took the call from the pipe.
+        except (EOFError, ConnectionError):
+            raise self._death() from None
         if not ok:
             raise RemoteError(value)
         return value
@@ -84,10 +90,15 @@ class WorkerProcess:
     def close(self) -> None:
         """End the process."""
         self.stop()
-        self._process.join(10)
+        self._process.join(_EXIT_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+    def _death(self) -> RemoteError:
+        # The pipe breaks a moment before the exit code is known.
+        self._process.join(_EXIT_S)
+        return RemoteError(f"worker process {self._process.pid} died, exit code {self._process.exitcode}")
 
 
 def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:

@@ -1,11 +1,16 @@
 """`baton bench cp` with real processes and a tiny model."""
 
 import json
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+import cluster.bench.cp
+from cluster.cli.main import app
 from tests.readme import ROOT
 
 TINY = ["--layers", "1", "--hidden-size", "32", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
@@ -40,3 +45,18 @@ def test_a_line_for_every_length_group_mode_and_strategy() -> None:
             assert line["exposed_comm_share"] > 0
         elif line["mode"] == "gather":
             assert line["exposed_comm_share"] == 0
+
+
+@pytest.mark.integration
+def test_a_rank_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = cluster.bench.cp._start
+
+    def start_and_kill(ranks: Any, *args: Any) -> None:
+        start(ranks, *args)
+        ranks[0]._process.kill()
+        ranks[0]._process.join()
+
+    monkeypatch.setattr(cluster.bench.cp, "_start", start_and_kill)
+    result = CliRunner().invoke(app, ["bench", "cp", "--prompt-len", "5", "--cp", "1", "--rounds", "1", *TINY])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(r"baton bench: worker process \d+ died, exit code -9\n", result.stderr)

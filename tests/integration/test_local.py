@@ -1,5 +1,8 @@
 """The engine without Ray, HTTP or a router: as its own command runs it, and cut as every file for one machine says."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +14,7 @@ from cluster.spec.loader import load_config
 from cluster.spec.sampling import Stopping
 from tests.fakes.clients import NEEDLE_TOKENS
 from tests.readme import ROOT
-from workers.local import LocalCluster, Prompt
+from workers.local import LocalCluster, Prompt, RemoteError, WorkerProcess
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 from workers.models.recall_prompts import needle_prompt, recall_oracle
 from workers.models.resolve import resolve_model
@@ -46,3 +49,24 @@ def test_replicas_of_every_file_for_one_machine_answer(cluster: LocalCluster, fi
     with cluster.running():
         (answer,) = cluster.generate([Prompt(PROMPT, Stopping(max_tokens=NEEDLE_TOKENS))])
     assert answer == recall_oracle(PROMPT, NEEDLE_TOKENS)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_whoever_calls_a_process_that_was_killed_is_told_so(is_stopped: bool) -> None:
+    process = WorkerProcess("types:SimpleNamespace")
+    pid = process._process.pid
+    assert pid is not None
+    died = re.escape(f"worker process {pid} died, exit code -9")
+    try:
+        if is_stopped:  # it dies with a call that it has not taken
+            os.kill(pid, signal.SIGSTOP)
+            process.call("make")
+        process._process.kill()
+        if is_stopped:
+            with pytest.raises(RemoteError, match=died):
+                process.result(60)
+        process._process.join()
+        with pytest.raises(RemoteError, match=died):
+            process.call("make")
+    finally:
+        process.close()
