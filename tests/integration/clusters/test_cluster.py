@@ -64,17 +64,16 @@ async def test_every_form_of_the_openai_client(cluster: RunningCluster, half: An
     cluster.wait_until(cluster.is_empty, 60)
 
 
-def test_strangers_at_a_leader_are_counted(cluster: RunningCluster) -> None:
+@pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])
+def test_strangers_at_a_rank_are_counted(cluster: RunningCluster, replica: str, rank: int) -> None:
     def is_counted() -> bool:
-        return cluster.replicas()["decode-0"]["load"]["dropped"].get("stranger", 0) > 0
+        return cluster.replicas()[replica]["load"]["dropped"].get("stranger", 0) > 0
 
     with closing(Outbox(draw_key())) as outbox:
-        outbox.send(cluster.replicas()["decode-0"]["rows"][0]["address"], Drain())
+        outbox.send(cluster.replicas()[replica]["rows"][rank]["address"], Drain())
         cluster.wait_until(is_counted, 60)
-    assert (
-        'baton_replica_message_dropped_total{kind="stranger",replica="decode-0"}'
-        in httpx.get(f"{cluster.url}/metrics").text
-    )
+    counted = f'baton_replica_message_dropped_total{{kind="stranger",replica="{replica}"}}'
+    assert counted in httpx.get(f"{cluster.url}/metrics").text
 
 
 def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:
