@@ -5,13 +5,15 @@ Every round measures one rank alone and then every group, so that a machine whos
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.bench.cp_result import CpResult, summarize
+from cluster.bench.model_size import ModelSize
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGeometry
 from cluster.spec.pool import GIB
+from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
 from transfer.backends.shared_memory import available_bytes
 from workers.bench_step import StepLens, Way
@@ -19,53 +21,8 @@ from workers.local import WorkerProcess
 from workers.models.config import ModelConfig
 
 _RANK = "workers.bench_rank:BenchRank"
-DTYPES = ("bfloat16", "float32")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """A Qwen3-like decoder with random weights."""
-
-    num_layers: int = 8
-    hidden_size: int = 512
-    intermediate_size: int = 1536
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 64
-    vocab_size: int = 4096
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        sizes = {
-            "layers": self.num_layers,
-            "hidden-size": self.hidden_size,
-            "heads": self.num_heads,
-            "kv-heads": self.num_kv_heads,
-            "head-dim": self.head_dim,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise UserError(f"--{name}: got {value}; allowed: 1 or more")
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(f"--kv-heads: got {self.num_kv_heads}; allowed: a divisor of --heads {self.num_heads}")
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype: got {self.dtype!r}; allowed: {', '.join(DTYPES)}")
-
-    def config(self, max_len: int) -> ModelConfig:
-        """The model's configuration; raises UnsupportedModelError when it cannot be."""
-        raw = {
-            "architectures": ["Qwen3ForCausalLM"],
-            "num_hidden_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "dtype": self.dtype,
-            "max_position_embeddings": max_len,
-        }
-        return ModelConfig.from_mapping(raw, {})
+_PROCESS_BYTES = 24 << 20
+"""What a rank takes beside weights and KV, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +39,15 @@ class CpBench:
     """Tokens that count as cached before the prompt."""
     collectives: Collectives = Collectives.AUTO
     num_rounds: int = 5
-    model: ModelSize = ModelSize()
+    model: ModelSize = field(default_factory=ModelSize)
 
     def __post_init__(self) -> None:
         least = {"prompt-len": min(self.prompt_lens), "cp": min(self.cps), "rounds": self.num_rounds}
         for name, value in least.items():
             if value < 1:
                 raise UserError(f"--{name}: got {value}; allowed: 1 or more")
+        if max(self.cps) > MOST_RANKS:
+            raise UserError(f"--cp: got {max(self.cps)}; allowed: at most {MOST_RANKS}, the workers of a replica")
         if min(self.prefix_lens) < 0:
             raise UserError(f"--prefix-len: got {min(self.prefix_lens)}; allowed: 0 or more")
         if CpMode.RING not in self.modes and self.passings != (PassingSetting.AUTO,):
@@ -137,11 +96,17 @@ def _check_memory(bench: CpBench, max_len: int) -> None:
         dtype=model.dtype,
         page_size=1,
     )
-    wanted, available = num_ranks * max_len * geometry.bytes_per_token, available_bytes()
-    if wanted > available:
+    available, ranks_bytes = available_bytes(), num_ranks * (_PROCESS_BYTES + model.weight_bytes)
+    if ranks_bytes > available:
+        raise UserError(
+            f"--cp, --layers: got {num_ranks} and {model.num_layers}, which take {ranks_bytes / GIB:.3g} GiB without "
+            f"a prompt; allowed: what fits into {available / GIB:.3g} GiB"
+        )
+    wanted, left = num_ranks * max_len * geometry.bytes_per_token, available - ranks_bytes
+    if wanted > left:
         raise UserError(
             f"--prompt-len: got {max_len} tokens, whose KV takes {wanted / GIB:.3g} GiB in {num_ranks} processes; "
-            f"allowed: what fits into {available / GIB:.3g} GiB"
+            f"allowed: what fits into {left / GIB:.3g} GiB"
         )
 
 

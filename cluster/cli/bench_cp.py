@@ -45,7 +45,8 @@ def cp(
 ) -> None:
     """Time one prefill step over CP ranks, one thread each, in plain processes of this machine."""
     # Imported here: the command line starts quickly because each command loads what it needs.
-    from cluster.bench.cp import CpBench, ModelSize, run_cp_bench
+    from cluster.bench.cp import CpBench, run_cp_bench
+    from cluster.bench.model_size import ModelSize
     from workers.local import RemoteError
 
     bench = CpBench(

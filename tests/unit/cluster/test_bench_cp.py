@@ -7,10 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 import cluster.bench.cp
-from cluster.bench.cp import CpBench, ModelSize
+from cluster.bench.cp import CpBench
 from cluster.bench.cp_result import CpResult, summarize
+from cluster.bench.model_size import ModelSize
 from cluster.cli.bench_cp import parse_list
 from cluster.cli.main import app
+from cluster.planner.model import WeightCounts
 from cluster.spec.errors import UserError
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.bench_step import StepLens, StepTime, Way
@@ -62,6 +64,8 @@ def test_the_default_is_the_qwen3_shape_with_contiguous_as_control(asked: list[C
         (["--prefix-len", "-1"], "--prefix-len: got -1; allowed: 0 or more"),
         (["--cp", "1", "--mode", "ring"], "--mode: got ring with --cp 1; one rank is no ring"),
         (["--passing", "pass_q"], "--passing: got pass_q with --mode gather; only ring mode has a passing"),
+        (["--cp", "2,1000000"], "--cp: got 1000000; allowed: at most 4096, the workers of a replica"),
+        (["--layers", "100000"], "--layers: got 100000; allowed: at most 4096"),
         (["--layers", "0"], "--layers: got 0; allowed: 1 or more"),
         (["--heads", "3", "--kv-heads", "2"], "--kv-heads: got 2; allowed: a divisor of --heads 3"),
     ],
@@ -130,3 +134,30 @@ def test_prompts_that_memory_cannot_hold_are_refused_before_anything_starts() ->
     assert isinstance(result.exception, UserError)
     words = "--prompt-len: got 100000000000 tokens, whose KV takes 1.53e+06 GiB in 2 processes; allowed: what fits"
     assert words in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cp", "4096"], "--cp, --layers: got 4096 and 8, which take 320 GiB without a prompt; allowed: what fits"),
+        (
+            ["--cp", "2", "--layers", "4096", "--hidden-size", "4096"],
+            "--cp, --layers: got 2 and 4096, which take 2.4e+03 GiB without a prompt; allowed: what fits into 16 GiB",
+        ),
+    ],
+)
+def test_ranks_that_memory_cannot_hold_are_refused_before_anything_starts(
+    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.bench.cp, "available_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(cluster.bench.cp, "_ranks", None)
+    result = CliRunner().invoke(app, ["bench", "cp", "--prompt-len", "5", *options])
+    assert isinstance(result.exception, UserError)
+    assert words in str(result.exception)
+
+
+def test_weights_are_counted_as_the_planner_counts_them() -> None:
+    size = ModelSize(num_layers=3, hidden_size=8, intermediate_size=16, num_heads=4, num_kv_heads=2, head_dim=2)
+    counts = WeightCounts.of(size.config(64))
+    a_layer = counts.queries_a_layer + counts.kv_a_layer + counts.mlp_a_layer
+    assert size.weight_bytes == 2 * (2 * counts.a_table + 3 * a_layer)
