@@ -75,7 +75,7 @@ class Stream:
         if reply.status_code != 200:
             self.retry_after = reply.headers.get("retry-after")
             return end_of(reply.status_code, reply.read().decode())
-        self.decode = reply.headers["x-baton-decode"]
+        self.decode = reply.headers.get("x-baton-decode", "")
         last_s = start_s = time.monotonic()
         for line in reply.iter_lines():
             if time.monotonic() > start_s + self.patience_s:
