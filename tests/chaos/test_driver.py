@@ -33,7 +33,8 @@ DEPLOY = "deploy/local-cpu.yaml"
 SMALL = "kv.memory_gib=0.25"
 MARK = "BATON_TEST_DRIVER"
 CLIENTS = 4
-NUM_TOKENS = 300
+NUM_TOKENS, MANY_TOKENS = 300, 1200
+"""More than are answered before everything has ended."""
 BEGIN_S = 300.0
 
 
@@ -73,7 +74,7 @@ def write_line(scenario: str, port: int, crowd: Crowd, proof: str, fault_s: floa
 
 def test_the_driver_is_killed() -> None:
     port = free_port()
-    with doomed_cluster(port) as cluster, Crowd.alike(cluster.url, CLIENTS, NUM_TOKENS, seed=1200) as crowd:
+    with doomed_cluster(port) as cluster, Crowd.alike(cluster.url, CLIENTS, MANY_TOKENS, seed=1200) as crowd:
         cluster.wait_until(lambda: crowd.have_tokens(5), BEGIN_S)
         fault_s = time.monotonic()
         proof = kill("driver", cluster.terminal.pid)
