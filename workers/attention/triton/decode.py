@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.attention.triton.backend import unwritten_parts
-from workers.attention.triton.tiling import PROGRAMS, fair_share
+from workers.attention.triton.tiling import PROGRAMS, fair_share, piece_lens
 from workers.context_parallel.merge import Partial
 from workers.device import on_device
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
@@ -55,13 +55,12 @@ class DecodeAttention:
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """Tiles, segments and joins, as tiling makes them of any items; tiles that are left have no queries."""
-        counts = np.maximum(lens // fair_share(int(lens.sum()), self._num_kv_heads), 1)
-        piece_lens = -(-lens // (counts * self._blocks.keys)) * self._blocks.keys
-        counts = -(-lens // piece_lens)
+        steps = piece_lens(lens, fair_share(int(lens.sum()), self._num_kv_heads), self._blocks.keys)
+        counts = -(-lens // steps)
         first_tiles, rows = np.cumsum(counts) - counts, np.repeat(np.arange(self.num_rows), counts)
         tile = np.arange(len(rows))
-        begins = (tile - first_tiles[rows]) * piece_lens[rows]
-        stops = np.minimum(begins + piece_lens[rows], lens[rows])
+        begins = (tile - first_tiles[rows]) * steps[rows]
+        stops = np.minimum(begins + steps[rows], lens[rows])
         zeros, ones = np.zeros_like(tile), np.ones_like(tile)
         tiles = np.zeros((self._num_tiles, len(TILE_FIELDS)), dtype=np.int32)
         segments = np.zeros((self._num_tiles, len(SEGMENT_FIELDS)), dtype=np.int32)

@@ -115,14 +115,15 @@ def _joins(
 
 def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:
     length = segment.stop - segment.begin
-    step = piece_len(length, share, block_keys)
+    step = int(piece_lens(np.array(length), share, block_keys))
     starts = range(segment.begin, segment.stop, step)
     return [segment._replace(begin=start, stop=min(start + step, segment.stop)) for start in starts]
 
 
-def piece_len(num_keys: int, share: int, block_keys: int) -> int:
-    """Whole blocks of keys, in as many pieces as there are whole shares."""
-    return -(-num_keys // (max(num_keys // share, 1) * block_keys)) * block_keys
+def piece_lens(num_keys: NDArray[np.int64], share: int, block_keys: int) -> NDArray[np.int64]:
+    """Of each number of keys: whole blocks, in as many pieces as there are whole shares."""
+    num_pieces: NDArray[np.int64] = np.maximum(num_keys // share, 1)
+    return -(-num_keys // (num_pieces * block_keys)) * block_keys
 
 
 def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:
