@@ -124,24 +124,24 @@ class Directory:
 
     def _find_usable(self, role: Role) -> list[ReplicaEntry]:
         """Those in the table; else those that may only be missing from it."""
-        known = [known for known in self._known.values() if known.entry.role is role and not known.entry.load.draining]
-        present = [known.entry for known in known if known.missing_since_s is None]
-        missing = [known.entry for known in known if known.missing_since_s is not None and not known.silent]
-        return sorted(present or missing, key=lambda entry: (len(entry.replica), entry.replica))
+        missing = [
+            known.entry for known in self._taking(role) if known.missing_since_s is not None and not known.silent
+        ]
+        return sorted(self._present(role) or missing, key=lambda entry: (len(entry.replica), entry.replica))
 
     def _is_lost(self, known: _Known, now_s: float) -> bool:
         if known.missing_since_s is None:
             return False
-        if known.silent and self._has_present(known.entry.role):
+        if known.silent and self._present(known.entry.role):
             return True
         return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
 
-    def _has_present(self, role: Role) -> bool:
-        """Whether one of the role is in the table that takes new requests."""
-        return any(
-            known.missing_since_s is None and known.entry.role is role and not known.entry.load.draining
-            for known in self._known.values()
-        )
+    def _present(self, role: Role) -> list[ReplicaEntry]:
+        """Those in the table that take new requests."""
+        return [known.entry for known in self._taking(role) if known.missing_since_s is None]
+
+    def _taking(self, role: Role) -> list[_Known]:
+        return [known for known in self._known.values() if known.entry.role is role and not known.entry.load.draining]
 
     def _is_proven_gone(self, peer: Peer) -> bool:
         assert self.snapshot is not None, "a known peer came from a snapshot"
