@@ -61,11 +61,11 @@ def begin_sample(logits: Tensor, states: Sequence[SamplingState], positions: Seq
     """
     assert logits.shape[0] == len(states) == len(positions)
     asked = {index: num for index, state in enumerate(states) if (num := state.sampling.num_logprobs) is not None}
-    of_asked = index_on(list(asked), logits.device)
-    unprocessed = logits[of_asked] if asked else logits
+    of_asked = index_on(list(asked), logits.device) if asked else None
+    unprocessed = logits[of_asked] if of_asked is not None else logits
     process(logits, states, positions)
     token_ids = draw(logits, [state.sampling for state in states], positions)
-    likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if asked else ()
+    likelihoods = _likelihoods(unprocessed, token_ids[of_asked], max(asked.values())) if of_asked is not None else ()
     # Now, since the next step may be begun before anybody waits for this one.
     return Draws(token_ids, states, asked, Arriving(token_ids, *likelihoods))
 
