@@ -11,7 +11,7 @@ from router.api.errors import ApiError
 _MOST_LARGEST = 8
 """Bodies of the largest size that may be arriving at the same time."""
 _CLOSE = {"connection": "close"}
-"""Who stopped in the middle is not waited for; others can send what is left, and read their answer."""
+"""Nothing more is awaited of who is too slow, or of whom there is no memory for."""
 
 
 class ArrivingBodies:
