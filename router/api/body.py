@@ -30,7 +30,15 @@ async def read(request: Request, schema: type[Body]) -> Body:
         ApiError: 400 naming the first field that is wrong, or as of ``ArrivingBodies``.
         ClientDisconnect: it did not come whole.
     """
-    content = await request.app.state.bodies.receive(request)
+    return parse(await request.app.state.bodies.receive(request), schema)
+
+
+def parse(content: bytes, schema: type[Body]) -> Body:
+    """What the bytes of a body say.
+
+    Raises:
+        ApiError: 400 naming the first field that is wrong.
+    """
     if (body := _read_cut(content, schema)) is not None:
         return body
     try:

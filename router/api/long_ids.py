@@ -59,7 +59,8 @@ def _read(numbers: bytes) -> TokenIds | None:
     parser = _kept.parser if len(numbers) <= _KEPT_BYTES else simdjson.Parser()
     try:
         wide = np.frombuffer(parser.parse(numbers).as_buffer(of_type="i"), np.uint64)  # type: ignore[union-attr]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
+        # The last of them for numbers of more than 64 bits.
         return None
     # Negative ones count as the highest.
     is_sound = len(wide) and wide.max() < 2**31

@@ -14,7 +14,7 @@ from router.api.long_ids import cut_ids
 from router.api.requests import ChatRequest, CompletionRequest, TokensRequest
 
 LONG = [7, 151_935, 0, 2**31 - 1] * 300
-SPOILT = [-1, 2**31, 2**64, 1.0, True, None, "7", [7]]
+SPOILT = [-1, 2**31, 2**64, -(2**70), 10**40, 1.0, True, None, "7", [7]]
 SCRAPS = [b"", b",", b'"', b"]", b"[", b"}", b"0", b"\\"]
 SEPARATORS = [(",", ":"), (", ", ": "), (" ,\n", "\t:\r\n ")]
 ASIDES: list[dict[str, Any]] = [
@@ -73,6 +73,11 @@ def test_long_lists_are_cut_out(schema: Any, field: str, separators: tuple[str, 
     body = _read_cut(content, schema)
     assert body is not None
     assert (getattr(body, field), body.max_tokens) == (TokenIds.of(LONG), 3)
+
+
+@pytest.mark.parametrize("wrong", SPOILT)
+def test_one_that_is_no_id_leaves_all_to_pydantic(wrong: Any) -> None:
+    assert cut_ids(json.dumps({"prompt": [*LONG, wrong]}).encode(), "prompt") is None
 
 
 @pytest.mark.parametrize(
