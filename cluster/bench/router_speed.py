@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,21 +170,19 @@ class RouterRun:
             idle.put_nowait(connection)
         took_s: list[float] = []
 
-        async def ask() -> None:
-            # From now on, not from when it was due: the loop's clock ticks in milliseconds.
-            start_s = time.monotonic()
+        async def ask(due_s: float) -> None:
             connection = await idle.get()
             await connection.ask(prompts.draw())
-            took_s.append(time.monotonic() - start_s)
+            took_s.append(time.monotonic() - due_s)
             idle.put_nowait(connection)
 
-        rng, now_s, begun = random.Random(0), time.monotonic(), self._cpu_s()
-        arrival_s, end_s = now_s, now_s + self._bench.seconds
+        loop, now_s, begun = asyncio.get_running_loop(), time.monotonic(), self._cpu_s()
         async with asyncio.TaskGroup() as group:
-            while (arrival_s := arrival_s + rng.expovariate(rate)) < end_s:
-                if (wait_s := arrival_s - time.monotonic()) > 0:
-                    await asyncio.sleep(wait_s)
-                group.create_task(ask())
+
+            def begin(due_s: float) -> None:
+                loop.call_soon_threadsafe(lambda: group.create_task(ask(due_s)))
+
+            await asyncio.to_thread(_arrive, rate, self._bench.seconds, begin)
         cores = self._cores(begun, time.monotonic() - now_s)
         for connection in connections:
             connection.close()
@@ -202,6 +200,16 @@ class RouterRun:
     def _call(self, name: str, method: str, *args: Any) -> Any:
         self._processes[name].call(method, *args)
         return self._processes[name].result()
+
+
+def _arrive(rate: float, seconds: float, begin: Callable[[float], None]) -> None:
+    """Begin at random times, which a thread can keep: an event loop's clock ticks in milliseconds, and makes crowds."""
+    rng, due_s = random.Random(0), time.monotonic()
+    end_s = due_s + seconds
+    while (due_s := due_s + rng.expovariate(rate)) < end_s:
+        if (wait_s := due_s - time.monotonic()) > 0:
+            time.sleep(wait_s)
+        begin(time.monotonic())
 
 
 class Prompts:

@@ -1,6 +1,6 @@
 """Four times the load that a cluster can carry: who is let in must not wait long, the others must hear so at once.
 
-baton up deploy/local-cpu.yaml --set prefill.max_queued_tokens=1024 --set router.max_waiting_requests=0
+baton up deploy/local-cpu.yaml --set prefill.max_queued_tokens=512 --set router.max_waiting_requests=0
 python -m tests.bench.overload [--cluster NAME] [--seconds 60] [--factor 4]
 
 One client alone gives the uncontended times, a closed loop the capacity, an open loop then ``factor`` times as much,

@@ -100,32 +100,11 @@ def attend(
 
 @triton.jit
 def _attend_kernel(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    tiles,
-    segments,
-    tables,
-    query_row_stride,
-    query_head_stride,
-    key_page_stride,
-    key_head_stride,
-    key_slot_stride,
-    value_page_stride,
-    value_head_stride,
-    value_slot_stride,
-    scale,
-    GROUPS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
+    query, key, value, out, lse, tiles, segments, tables, query_row_stride, query_head_stride,
+    key_page_stride, key_head_stride, key_slot_stride, value_page_stride, value_head_stride, value_slot_stride, scale,
+    GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
     tile = tiles + tl.program_id(0) * _NUM_TILE_FIELDS
     kv_head = tl.program_id(1)
     first_row, num_queries, first_index = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
