@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.attention.extend import extend
-from workers.attention.paged import flash, gather_pages, page_rows
+from workers.attention.paged import flash, gather_key_value, page_rows
 from workers.attention.registry import load_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
@@ -90,10 +90,10 @@ def decode(num_keys: int, groups: int, with_native: bool) -> str:
     return compare(rounds, 4 * DECODE_HEADS * DECODE_DIM * num_keys, "GB/s")
 
 
-def _flash_over_pages(query: Tensor, table: Tensor, *pages: Tensor) -> None:
+def _flash_over_pages(query: Tensor, table: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
     rows = page_rows(table[None], DECODE_HEADS)
     folded = query.view(1, DECODE_HEADS, -1, DECODE_DIM)
-    flash(folded, *(gather_pages(rows, x) for x in pages))
+    flash(folded, *gather_key_value(rows, key_pages, value_pages))
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What the parts of the torch backend share: placed runs, copies of pages, and torch's own CPU kernel."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -26,19 +27,44 @@ def page_rows(tables: Tensor, num_heads: int) -> Tensor:
     return tables[:, None] * num_heads + torch.arange(num_heads)[:, None]
 
 
-def gather_pages(rows: Tensor, pages: Tensor, buffer: Tensor | None = None) -> Tensor:
+class _Kept(threading.local):
+    """A thread's memory for copies of pages."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def gather_pages(rows: Tensor, pages: Tensor, place: int = 0) -> Tensor:
     """Copy ``rows [R, H, n]`` of one layer's ``pages [page, H, slot, D]``: ``[R, H, n * slots, D]``.
 
-    Into the beginning of the flat ``buffer``, if there is one.
+    The copy lasts until the thread's next one to the same ``place``, whose memory is kept: to get memory from the
+    system anew for each layer takes as long as to fill it.
     """
     num_pages, num_heads, page_size, head_dim = pages.shape
     flat = pages.view(num_pages * num_heads, page_size * head_dim)
-    if buffer is None:
-        copied = flat.index_select(0, rows.flatten())
-    else:
-        out = buffer[: rows.numel() * flat.shape[1]].view(rows.numel(), -1)
-        copied = torch.index_select(flat, 0, rows.flatten(), out=out)
-    return copied.view(*rows.shape[:2], -1, head_dim)
+    out = _buffer(place, rows.numel() * flat.shape[1], flat).view(rows.numel(), -1)
+    torch.index_select(flat, 0, rows.flatten(), out=out)
+    return out.view(*rows.shape[:2], -1, head_dim)
+
+
+def gather_key_value(rows: Tensor, key_pages: Tensor, value_pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of both, as of ``gather_pages``."""
+    return gather_pages(rows, key_pages, 0), gather_pages(rows, value_pages, 1)
+
+
+def _buffer(place: int, numel: int, like: Tensor) -> Tensor:
+    """Flat, and twice as large as the one before when that has become too small."""
+    name = (place, like.dtype, like.device)
+    kept = _kept.buffers.get(name)
+    if kept is None or kept.numel() < numel:
+        _kept.buffers.pop(name, None)
+        # Whoever comes next may not be in the same mode.
+        with torch.inference_mode(False):
+            kept = _kept.buffers[name] = like.new_empty(1 << (numel - 1).bit_length())
+    return kept[:numel]
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Partial:

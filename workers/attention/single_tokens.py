@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from workers.attention.paged import PlacedRun, flash, gather_pages, page_rows
+from workers.attention.paged import PlacedRun, flash, gather_key_value, gather_pages, page_rows
 from workers.context_parallel.merge import Partial
 from workers.cpu import multiplies_bf16
 
@@ -64,7 +64,7 @@ class SingleBatch:
 
     def _attend_flash(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
         rows = page_rows(self.tables, query.shape[1])
-        key, value = (gather_pages(rows, pages) for pages in (key_pages, value_pages))
+        key, value = gather_key_value(rows, key_pages, value_pages)
         bias = None
         if len(self.tails[0]):
             bias = torch.zeros(self.beyond.shape, dtype=query.dtype).masked_fill(self.beyond, -torch.inf)[:, None, None]
@@ -76,12 +76,11 @@ class SingleBatch:
         """Queries ``[R, H, G, D]``; all scores, then one softmax in fp32, then all values. Out is fp32."""
         rows = page_rows(self.tables, query.shape[1])
         blocks = self._blocks(key_pages.shape[2])
-        buffer = query.new_empty(rows[:, :, blocks[0][0]].numel() * key_pages.shape[2] * key_pages.shape[3])
         flat = (query / query.shape[3] ** 0.5).flatten(0, 1)
         scores = flat.new_empty((*flat.shape[:2], self.num_keys), dtype=torch.float32)
         reference: Tensor | None = None
         for pages, places in blocks:
-            key = gather_pages(rows[:, :, pages], key_pages, buffer).flatten(0, 1)[:, : places.stop - places.start]
+            key = gather_pages(rows[:, :, pages], key_pages).flatten(0, 1)[:, : places.stop - places.start]
             reference = self._reference(flat, key) if reference is None else reference
             # Subtracted inside the product, in fp32, so that scores near it lose nothing when rounded to bf16.
             scores[:, :, places] = torch.baddbmm(reference, flat, key.transpose(1, 2), beta=-1.0)
@@ -93,7 +92,7 @@ class SingleBatch:
         weight_sum, weights = exponentials.sum(-1, keepdim=True), exponentials.to(query.dtype)
         out = torch.zeros(flat.shape, dtype=torch.float32)
         for pages, places in blocks:
-            value = gather_pages(rows[:, :, pages], value_pages, buffer)
+            value = gather_pages(rows[:, :, pages], value_pages)
             self._clear_tails(value)
             out += torch.bmm(weights[:, :, places], value.flatten(0, 1)[:, : places.stop - places.start])
         lse = weight_sum.log() + peak + reference

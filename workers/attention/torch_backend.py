@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from cluster.spec.kv import pages_for
 from workers.attention.extend import extend
 from workers.attention.interface import RowAttention, StepAttention
-from workers.attention.paged import PlacedRun, gather_pages, page_rows
+from workers.attention.paged import PlacedRun, gather_key_value, page_rows
 from workers.attention.rows import TorchRows
 from workers.attention.single_tokens import BLOCK_SLOTS, SingleBatch
 from workers.context_parallel.merge import Partial, empty_partial, merge
@@ -63,7 +63,7 @@ class _Prefix:
 
     def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
         rows = page_rows(self.table, key_pages.shape[1])
-        key, value = (gather_pages(rows, pages)[0, :, : self.num_keys] for pages in (key_pages, value_pages))
+        key, value = (copy[0, :, : self.num_keys] for copy in gather_key_value(rows, key_pages, value_pages))
         mine = slice(self.item.first_row, self.item.first_row + self.item.run.count)
         out, lse = extend(query[mine], key, value, None)
         result.out[mine] = out
@@ -97,7 +97,7 @@ class _Extend:
 
     def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
         rows = page_rows(self.table, key_pages.shape[1])
-        key, value = (gather_pages(rows, pages)[0, :, : self.num_keys] for pages in (key_pages, value_pages))
+        key, value = (copy[0, :, : self.num_keys] for copy in gather_key_value(rows, key_pages, value_pages))
         for item in self.items:
             mine = slice(item.first_row, item.first_row + item.run.count)
             out, lse = _attend_run(query[mine], key, value, item.run)
