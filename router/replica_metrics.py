@@ -18,7 +18,7 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
     yield from _step_metrics(entries)
     yield _wrong_pages(entries)
     yield from _retractions(entries)
-    yield _graph_metric(entries)
+    yield from _graph_metrics(entries)
     yield _expert_metric(entries)
     yield from _page_metrics(entries)
 
@@ -131,16 +131,23 @@ def _expert_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
     return metric
 
 
-def _graph_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
-    metric = CounterMetricFamily(
+def _graph_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
+    steps = CounterMetricFamily(
         "baton_decode_graph_steps",
         "Decode steps on GPUs, replayed from CUDA graphs or not, and why not.",
         labels=["replica", "way"],
     )
+    held = GaugeMetricFamily(
+        "baton_decode_graph_bytes",
+        "GPU memory that the CUDA graphs of decode steps hold, as measured on the leader.",
+        labels=["replica"],
+    )
     for entry in entries:
         for way, num_steps in entry.load.graph_steps.items():
-            metric.add_metric([entry.replica, way], num_steps)
-    return metric
+            steps.add_metric([entry.replica, way], num_steps)
+        if entry.load.graph_bytes:
+            held.add_metric([entry.replica], entry.load.graph_bytes)
+    yield from (steps, held)
 
 
 def _page_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:

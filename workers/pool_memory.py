@@ -1,14 +1,18 @@
 """How large the page pool of a worker is: what it was given, or what its GPU has left, the least over the replica."""
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 
 from cluster.spec.config import Device
+from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
 from workers.engine.gpu_memory import check_fits, measure_memory
+from workers.engine.gpu_recorder import Record
 from workers.engine.runner import ModelRunner
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
@@ -19,30 +23,46 @@ _log = logging.getLogger(__name__)
 
 
 def pool_memory_gib(
-    spec: WorkerSpec, store: ReplicaStore, model: DecoderModel, attention: AttentionBackend, groups: RankGroups
+    spec: WorkerSpec,
+    store: ReplicaStore,
+    model: DecoderModel,
+    attention: AttentionBackend,
+    groups: RankGroups,
+    make_record: Callable[[], Record] | None,
 ) -> float:
-    """Every rank of the replica calls this, with its weights loaded.
+    """Every rank of the replica calls this, with its weights loaded; ``make_record`` where it will record decode steps.
 
     Raises:
-        UserError: weights, a step and the pages do not fit, with the arithmetic.
+        UserError: weights, a step, graphs and the pages do not fit, with the arithmetic.
     """
     given = spec.config.kv_memory_gib(spec.pool)
     if spec.config.resources.device is Device.CPU:
         assert given is not None, "a CPU has no memory of its own to measure"
         return given
-    pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
     config = model.config
     page_size = spec.config.kv.page_size
     page = PagePool(
         1, config.num_kv_heads, config.num_layers, page_size, config.head_dim, model.dtype, device=model.device
     )
     runner = ModelRunner(model, page, attention, groups.cp, spec.ownership, pipeline=groups.pipeline)
-    memory = measure_memory(
-        model.device, spec.config.kv.memory_fraction, lambda: runner.run_trash(pool_config.chunk_tokens)
-    )
+    memory = _measure(spec, model, runner, make_record)
     _log.info("%s", memory)
     check_fits(memory, given or 2 * page.page_bytes / GIB, "kv.memory_gib" if given else "kv.memory_fraction")
     return given or least_of_all(spec, store, memory.left)
+
+
+def _measure(
+    spec: WorkerSpec, model: DecoderModel, runner: ModelRunner, make_record: Callable[[], Record] | None
+) -> GpuMemory:
+    """Graphs are recorded once over the one page that there is, since those to come need the pool's addresses."""
+    pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
+    memory = measure_memory(
+        model.device, spec.config.kv.memory_fraction, lambda: runner.run_trash(pool_config.chunk_tokens)
+    )
+    if make_record is None:
+        return memory
+    runner.record_decode(pool_config.max_requests, make_record())
+    return replace(memory, graphs=runner.graph_bytes / GIB)
 
 
 def least_of_all(spec: WorkerSpec, store: ReplicaStore, gib: float) -> float:

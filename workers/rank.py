@@ -1,14 +1,17 @@
 """The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
+from cluster.spec.decode_graphs import records_decode
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
@@ -16,7 +19,8 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
-from workers.attention.registry import Choice, choose_backend
+from workers.attention.interface import AttentionBackend
+from workers.attention.registry import choose_backend
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
@@ -24,6 +28,7 @@ from workers.cache.pinned import PinnedMemory
 from workers.cache.staging import Staging
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
+from workers.engine.gpu_recorder import GpuRecorder, Record
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
@@ -119,7 +124,8 @@ def _load(
     _log.info("attention by %s: %s", attention.name, attention.reason)
     if attention.name == "native":
         use_native_rows()
-    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups)
+    make_record = _make_recorders(spec, device)
+    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, make_record)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host)
     region = backend.allocate(layout.pool_bytes)
@@ -132,7 +138,10 @@ def _load(
     pool = _make_pool(layout, dtype, region, device)
     staging = _make_staging(pool, region)
     host_pages = None if on_gpu else _make_host_pages(spec, layout, pool)
-    runner = _make_runner(spec, model, pool, attention, groups, grammars, staging, host_pages)
+    runner = _make_runner(spec, model, pool, attention.backend, groups, grammars, staging, host_pages)
+    if make_record is not None:
+        runner.record_decode(config.decode.max_requests, make_record())
+        _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
     shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, geometry.dtype)
     return Rank(
         geometry=geometry,
@@ -160,17 +169,17 @@ def _make_runner(
     spec: WorkerSpec,
     model: DecoderModel,
     pool: PagePool,
-    attention: Choice,
+    attention: AttentionBackend,
     groups: RankGroups,
     grammars: Grammars | None,
     staging: Staging | None,
     host_pages: HostPages | None,
 ) -> ModelRunner:
-    """Ready for the first request."""
+    """Warm."""
     runner = ModelRunner(
         model,
         pool,
-        attention.backend,
+        attention,
         groups.cp,
         spec.ownership,
         grammars,
@@ -180,10 +189,14 @@ def _make_runner(
         head_copies=HeadCopies(pool, groups.head_copies),
     )
     runner.warm_up()
-    is_alone = spec.sizes.pp == spec.sizes.dp == 1
-    if pool.data.is_cuda and attention.name == "triton" and spec.role is Role.DECODE and is_alone:
-        runner.record_decode(spec.config.decode.max_requests)
     return runner
+
+
+def _make_recorders(spec: WorkerSpec, device: torch.device) -> Callable[[], Record] | None:
+    """Makes what records decode steps, where that is done."""
+    if not records_decode(spec.config, spec.pool):
+        return None
+    return partial(GpuRecorder, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:

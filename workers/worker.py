@@ -178,7 +178,11 @@ class Worker:
         """With what the leader itself does not see."""
         dropped = Counter(load.dropped) + self._inbox.dropped
         return msgspec.structs.replace(
-            load, dropped=dict(dropped), steps=meter.times, graph_steps=rank.runner.graph_steps
+            load,
+            dropped=dict(dropped),
+            steps=meter.times,
+            graph_steps=rank.runner.graph_steps,
+            graph_bytes=rank.runner.graph_bytes,
         )
 
     def _take_in(self, leader: ReplicaLeader, sender: KvSender, outbox: Outbox, *, is_busy: bool) -> bool:

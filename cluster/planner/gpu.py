@@ -3,9 +3,15 @@
 from cluster.planner.model import ModelFacts
 from cluster.planner.weights import weights_gib
 from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig
+from cluster.spec.decode_graphs import batch_sizes, records_decode
 from cluster.spec.gpu_memory import GpuMemory
-from cluster.spec.kv import DTYPE_BYTES
+from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.pool import GIB
+
+_PAGE_ID_BYTES = 8
+# Allowances, not measurements: what CUDA keeps of a layer in a graph, and cuBLAS for the stream of recording.
+_GRAPH_LAYER_BYTES = 256 << 10
+_WORKSPACE_BYTES = 32 << 20
 
 
 def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> GpuMemory:
@@ -16,6 +22,7 @@ def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
         fraction=config.kv.memory_fraction,
         weights=weights_gib(config, pool, model),
         activations=_num_activations(pool, model) * itemsize / GIB,
+        graphs=_graph_bytes(config, pool, model) / GIB,
     )
 
 
@@ -26,6 +33,17 @@ def _num_activations(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> f
     # Of all shards' tokens each computes as much less of the width as they are more, but holds them, and their sums.
     brought = 2 * counts.hidden * (_num_shards(pool.parallel, model) - 1)
     return num_tokens * (4 * counts.hidden + widths + brought) + 4 * pool.max_requests * counts.vocab
+
+
+def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
+    """Graphs share what a step of most requests takes; each has its own page tables, and the driver's copy of it."""
+    if not records_decode(config, pool) or model.weights.expert_layers:
+        return 0.0
+    sizes = batch_sizes(pool.max_requests)
+    tables = sum(sizes) * pages_for(model.max_context, config.kv.page_size) * _PAGE_ID_BYTES
+    widths = (model.weights.heads_width + model.weights.mlp_width) / pool.parallel.tp
+    step = pool.max_requests * (4 * model.weights.hidden + widths) * DTYPE_BYTES[model.geometry.dtype]
+    return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
 
 
 def _num_shards(parallel: ParallelConfig, model: ModelFacts) -> int:

@@ -172,6 +172,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the device cache, if there are any."""
     graph_steps: dict[str, int] = {}
     """Decode steps on a GPU: `replayed`, or why not."""
+    graph_bytes: int = 0
+    """Of the leader's GPU, that recorded decode steps hold."""
     expert_tokens: dict[int, int] = {}
     """Tokens that each of the model's experts has computed since the start, over all layers."""
     computed: tuple[ComputeTimes, ...] = ()

@@ -2,19 +2,20 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.kv import pages_for
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
 from workers.device import on_device
 from workers.engine.batch import BatchRow
 from workers.engine.begun_step import Followed
+from workers.engine.gpu_recorder import Record
 from workers.expert_parallel.sharing import Lens
 from workers.models.decoder import DecoderModel
 from workers.models.interface import AttentionContext
@@ -22,23 +23,6 @@ from workers.models.interface import AttentionContext
 REPLAYED = "replayed"
 
 _log = logging.getLogger(__name__)
-
-Recorded = tuple[Tensor, Callable[[], None]]
-"""What was computed, at a fixed place, and what computes it anew."""
-
-
-class Record(Protocol):
-    """Runs a computation and records it."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> Recorded: ...
-
-
-def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then four between each power of two and the next, or multiples of four, up to ``most``."""
-    sizes = {most} | {size for size in (1, 2, 4, 8) if size < most}
-    for power in (1 << bits for bits in range(3, most.bit_length())):
-        sizes |= {size for size in range(power, 2 * power, max(power // 4, 4)) if size < most}
-    return sorted(sizes)
 
 
 class DecodeGraphs:
@@ -82,7 +66,8 @@ class _RecordedStep:
         self._pool, self._size = pool, size
         config, device = model.config, model.device
         query = torch.empty(1, config.num_heads, config.head_dim, dtype=model.dtype, device=device)
-        most_pages = min(pool.num_pages, pages_for(config.max_position_embeddings, pool.page_size))
+        # Whatever the pool holds, so that what is recorded over a small one takes as much memory.
+        most_pages = pages_for(config.max_position_embeddings, pool.page_size)
         self._attention = DecodeAttention(size, most_pages, pool.page_size, config.num_kv_heads, query, device)
         self._inputs = torch.zeros(3, size, dtype=torch.int64, device=device)
         token_ids, positions, slots = self._inputs
@@ -133,25 +118,3 @@ class _DecodeContext:
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """See AttentionContext."""
         return self._attention.attend(q, *self._pool.layer_view(layer))
-
-
-class GpuRecorder:
-    """Records CUDA graphs, which are never replayed at the same time and so share their memory."""
-
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
-        # One, since libraries keep memory of their own for each stream that they have met.
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def __call__(self, compute: Callable[[], Tensor]) -> Recorded:
-        """The first two runs, which compile kernels and warm libraries up, are not recorded."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):
-                compute()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads copy pages and watch collectives meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-            out = compute()
-        return out, graph.replay

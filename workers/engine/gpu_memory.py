@@ -1,4 +1,4 @@
-"""Measures what weights and the largest step take of a GPU, to tell what is left for pages."""
+"""Measures what weights, the largest step and CUDA graphs take of a GPU, to tell what is left for pages."""
 
 from collections.abc import Callable
 
@@ -28,6 +28,19 @@ def measure_memory(device: torch.device, fraction: float, run_largest_step: Call
         activations=(peak - weights) / GIB,
         others=max(others, 0) / GIB,
     )
+
+
+def bytes_kept_by(device: torch.device, record: Callable[[], None]) -> int:
+    """What is gone of the GPU's memory afterwards, whether torch, a library or the driver has it."""
+    free = _free_bytes(device)
+    record()
+    return max(free - _free_bytes(device), 0)
+
+
+def _free_bytes(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def check_fits(memory: GpuMemory, pages_gib: float, key: str) -> None:

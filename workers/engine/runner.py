@@ -25,6 +25,8 @@ from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import BegunStep, Drawn, Followed
 from workers.engine.contexts import make_context
+from workers.engine.gpu_memory import bytes_kept_by
+from workers.engine.gpu_recorder import Record
 from workers.engine.known_request import KnownRequest
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample
@@ -67,6 +69,8 @@ class ModelRunner:
         self._staging = staging
         self._head_copies = head_copies
         self._graphs: DecodeGraphs | None = None
+        self.graph_bytes = 0
+        """Of the GPU's memory, that recorded steps hold."""
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
@@ -117,7 +121,7 @@ class ModelRunner:
         lens = lens_of([extend], Strategy.CONTIGUOUS, None, self._cp_group.size)
         return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
-    def record_decode(self, most_requests: int) -> None:
+    def record_decode(self, most_requests: int, record: Record) -> None:
         """Record decode steps of up to so many requests on this rank's GPU, to be replayed from now on.
 
         Every rank of the replica calls this; for one stage without context parallelism.
@@ -125,10 +129,13 @@ class ModelRunner:
         assert self._cp_group.size == 1, "decode has no context parallelism"
         assert not self._pipeline.links, "a stage waits for others in the middle of a step"
         # Loads Triton, which an installation for CPUs does without.
-        from workers.engine.decode_graphs import DecodeGraphs, GpuRecorder
+        from workers.engine.decode_graphs import DecodeGraphs
 
-        with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._model, self._pool, most_requests, GpuRecorder())
+        @torch.inference_mode()
+        def make_graphs() -> None:
+            self._graphs = DecodeGraphs(self._model, self._pool, most_requests, record)
+
+        self.graph_bytes = bytes_kept_by(self._model.device, make_graphs)
 
     @property
     def graph_steps(self) -> dict[str, int]:

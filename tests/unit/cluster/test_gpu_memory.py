@@ -53,10 +53,11 @@ def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfi
 
 
 def test_what_is_left() -> None:
-    memory = GpuMemory(total=100, fraction=0.9, weights=16, activations=2, others=1)
-    assert memory.left == 71
+    memory = GpuMemory(total=100, fraction=0.9, weights=16, activations=2, graphs=3, others=1)
+    assert memory.left == 68
     assert str(memory) == (
-        "0.9 of 100 GiB of GPU memory, less 16 for weights, 2 for activations and 1 for others, leaves 71"
+        "0.9 of 100 GiB of GPU memory, less 16 for weights, 2 for activations, 3 for CUDA graphs and 1 for others, "
+        "leaves 68"
     )
 
 
@@ -69,6 +70,17 @@ def test_weights_of_known_models(tmp_path: Path, shape: dict[str, Any], tp: int,
     assert memory.weights == pytest.approx(weights_gib, rel=0.01)
     assert pool_gib(config, config.decode, model) == memory.left > 80
     assert not model_problems(config, model)
+
+
+def test_graphs_of_decode_are_expected(tmp_path: Path) -> None:
+    config, model = planned(tmp_path, LLAMA_3_8B, "kv: {page_size: 64}\ndecode: {max_requests: 4}")
+    assert expected_memory(config, config.prefill, model).graphs == 0
+    tables = (1 + 2 + 4) * (131072 / 64) * 8
+    step = 4 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) * 2
+    allowances = 3 * 32 * 2**18 + 2**25
+    assert expected_memory(config, config.decode, model).graphs * GIB == tables + step + allowances
+    config, model = planned(tmp_path, MIXTRAL, "")
+    assert expected_memory(config, config.decode, model).graphs == 0
 
 
 def test_ranks_with_requests_of_their_own_share_mlps(tmp_path: Path) -> None:

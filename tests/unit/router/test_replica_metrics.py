@@ -43,3 +43,10 @@ def test_pages_and_their_type_are_told() -> None:
     ((labels, value),) = samples(ReplicaLoad(total_pages=9), "baton_cache_config_info")
     assert (labels["replica"], labels["num_gpu_blocks"], value) == ("prefill-0", "9", 1)
     assert labels.keys() == {"replica", "block_size", "num_gpu_blocks", "cache_dtype"}
+
+
+def test_graphs_are_told_with_their_memory() -> None:
+    load = ReplicaLoad(graph_steps={"replayed": 3}, graph_bytes=5)
+    assert samples(load, "baton_decode_graph_steps") == [({"replica": "prefill-0", "way": "replayed"}, 3)]
+    assert samples(load, "baton_decode_graph_bytes") == [({"replica": "prefill-0"}, 5)]
+    assert samples(ReplicaLoad(), "baton_decode_graph_bytes") == []

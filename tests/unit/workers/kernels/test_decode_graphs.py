@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from workers import kernel_devices
@@ -23,7 +24,7 @@ from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import Followed
 from workers.engine.contexts import make_context
-from workers.engine.decode_graphs import REPLAYED, DecodeGraphs, batch_sizes
+from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
