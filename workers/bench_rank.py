@@ -20,10 +20,10 @@ from workers.context_parallel.cost_model import Choice, StrategyChooser
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.cpu import use_cpu
 from workers.engine.calibration import calibrate
+from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import torch_dtype
 from workers.models.config import ModelConfig
-from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
 from workers.row_kernels import use_native_rows
@@ -43,7 +43,8 @@ class BenchRank:
         self._config = config
         dtype = torch_dtype(config.dtype)
         self._shape = ModelShape.of(config, config.dtype)
-        self._model = _random_model(config, dtype)
+        self._model = random_model(config, dtype, torch.device("cpu"))
+        self._model.pack()
         num_pages = pages_for(max_len, _PAGE_SIZE)
         self._pool = PagePool(num_pages, config.num_kv_heads, config.num_layers, _PAGE_SIZE, config.head_dim, dtype)
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype)
@@ -131,17 +132,3 @@ class BenchRank:
         return StepPlan(
             step=1, strategy=choice.strategy, passing=choice.passing, admits=[admit], rows=[row], releases=[admit.room]
         )
-
-
-def _random_model(config: ModelConfig, dtype: torch.dtype) -> DecoderModel:
-    """Equal on every rank: weights from one seed, norms of one."""
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        model = DecoderModel(config, dtype=dtype, device=torch.device("cpu")).to(dtype)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.02)
-        else:
-            torch.nn.init.ones_(parameter)
-    model.pack()
-    return model

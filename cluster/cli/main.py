@@ -10,6 +10,7 @@ import typer
 from cluster.cli import (
     bench,
     bench_cp,
+    bench_engine,
     bench_hicache,
     bench_kernels,
     bench_layouts,
@@ -44,6 +45,7 @@ app.command("scale")(orders.scale)
 app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
 bench.bench.command("cp")(bench_cp.cp)
+bench.bench.command("engine")(bench_engine.engine)
 bench.bench.command("hicache")(bench_hicache.hicache)
 bench.bench.command("kernels")(bench_kernels.kernels)
 bench.bench.command("layouts")(bench_layouts.layouts)

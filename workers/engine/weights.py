@@ -59,14 +59,17 @@ def load_model(
     device = device or torch.device("cpu")
     with torch.device("meta"):
         model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
-    _allocate(model, dtype, device)
+    allocate(model, dtype, device)
     _fill(model, folder)
     model.pack()
     return model
 
 
-def _allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Not by ``to_empty``: on its way from shapes to memory torch imports sympy, which takes a second."""
+def allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model that was made without memory its tensors, not yet filled.
+
+    Not by ``to_empty``: on its way from shapes to memory torch imports sympy, which takes a second.
+    """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             memory = torch.empty(parameter.shape, dtype=dtype, device=device)
