@@ -23,8 +23,10 @@ from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
+from workers.cache.open_pool import open_pool
 from workers.cache.page_pool import PagePool
 from workers.cache.pinned import PinnedMemory
+from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
@@ -74,10 +76,10 @@ class Rank:
     groups: RankGroups
     pool: PagePool
     """On the device."""
-    staging: Staging | None
+    staging: Staging | RegisteredPages | None
     """Between a GPU's pages and the region."""
     pinned: PinnedMemory
-    """Both regions, where there is a GPU."""
+    """What is on the host of both regions, where there is a GPU."""
 
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
@@ -127,16 +129,14 @@ def _load(
     make_record = _make_recorders(spec, device)
     memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, make_record)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
-    backend = make_backend(config.transfer.backend, spec.host)
-    region = backend.allocate(layout.pool_bytes)
+    backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
+    pool, region, staging = open_pool(layout, dtype, device, backend, config.verify_by())
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
     on_gpu = device.type == "cuda"
     regions = [region, host_region] if host_region is not None else [region]
-    pinned = PinnedMemory([each.buffer for each in regions] if on_gpu else [])
-    pool = _make_pool(layout, dtype, region, device)
-    staging = _make_staging(pool, region)
+    pinned = PinnedMemory([each.buffer for each in regions if each.buffer.nbytes] if on_gpu else [])
     host_pages = None if on_gpu else _make_host_pages(spec, layout, pool)
     runner = _make_runner(spec, model, pool, attention.backend, groups, grammars, staging, host_pages)
     if make_record is not None:
@@ -172,7 +172,7 @@ def _make_runner(
     attention: AttentionBackend,
     groups: RankGroups,
     grammars: Grammars | None,
-    staging: Staging | None,
+    staging: Staging | RegisteredPages | None,
     host_pages: HostPages | None,
 ) -> ModelRunner:
     """Warm."""
@@ -208,21 +208,6 @@ def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:
         dtype=model_config.dtype if config.model.dtype == "auto" else config.model.dtype,
         page_size=config.kv.page_size,
     )
-
-
-def _make_pool(layout: PoolLayout, dtype: torch.dtype, region: Region, device: torch.device) -> PagePool:
-    """In the region itself, or in the memory of a GPU, whose pages are staged there."""
-    if device.type == "cuda":
-        memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
-    else:
-        memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
-    sizes = (layout.num_pages, layout.num_heads, layout.num_layers, layout.page_size, layout.head_dim)
-    return PagePool(*sizes, dtype, memory)
-
-
-def _make_staging(pool: PagePool, region: Region) -> Staging | None:
-    """Where the pool is not in the region itself."""
-    return Staging(pool, region.buffer) if pool.data.is_cuda else None
 
 
 def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> HostPages | None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig
+from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName
 from cluster.spec.ranks import axis_problems
@@ -73,6 +73,14 @@ def _passing(config: DeployConfig) -> list[Problem]:
         why = "prefill.parallel.cp = 1; allowed: auto, since one rank is no ring"
     message = f"got {prefill.passing} with {why}"
     return [Problem("prefill.passing", message)]
+
+
+def _protocol(config: DeployConfig) -> list[Problem]:
+    transfer = config.transfer
+    if transfer.backend is TransferBackendName.MOONCAKE or transfer.protocol is TransferProtocol.TCP:
+        return []
+    message = f"got {transfer.protocol} with transfer.backend = {transfer.backend}; allowed: tcp, or backend mooncake"
+    return [Problem("transfer.protocol", message)]
 
 
 def _ring_transfer(config: DeployConfig) -> list[Problem]:
@@ -164,6 +172,7 @@ CHECKS = (
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
         _ring_transfer,
     ),
+    Check("mooncake alone talks RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
     Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),
     Check(

@@ -167,11 +167,21 @@ class TransferBackendName(StrEnum):
     MOONCAKE = "mooncake"
 
 
+class TransferProtocol(StrEnum):
+    """How bytes reach another host."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
 class TransferConfig(Node):
     """How KV goes from prefill to decode."""
 
     backend: TransferBackendName = TransferBackendName.SHARED_MEMORY
     """`shared_memory` on one host, `mooncake` between hosts."""
+    protocol: TransferProtocol = TransferProtocol.TCP
+    """Of `mooncake`: `tcp`, or `rdma`, by which peers reach the pages of GPUs without the host where its system lets
+    them; the worker's log says why they do not."""
     mode: TransferMode = TransferMode.ALL_RANKS
     """Which CP ranks send."""
     page_filter: PageFilter = PageFilter.MODULAR

@@ -36,6 +36,9 @@ class Loopback:
         endpoint = Endpoint(backend="loopback", session=session, base_address=0, num_bytes=num_bytes)
         return Region(memoryview(self.memory[session]), endpoint)
 
+    def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002
+        raise TransferError("byte arrays only")
+
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         self.is_writing.set()
         assert self.gate.wait(10)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from workers.models.recall_prompts import chain_prompt, recall_oracle
 pytestmark = pytest.mark.integration
 
 Way = tuple[int, CpMode, int]
+EMPTY: Mapping[str, Any] = {}
 PAGE_SIZE = 16
 NUM_TOKENS = 20
 GATHER, RING = CpMode
@@ -41,7 +42,7 @@ HALF = LONG[: 4 * PAGE_SIZE + 1]
 QUARTER = LONG[: 2 * PAGE_SIZE + 1]
 
 
-def config_of(way: Way, folder: Path, pp: int = 1, **hicache: Any) -> DeployConfig:
+def config_of(way: Way, folder: Path, pp: int = 1, transfer: Mapping[str, Any] = EMPTY, **hicache: Any) -> DeployConfig:
     cp, mode, tp = way
     storage = {"backend": "files", "folder": str(folder), "prefetch_min_tokens": 1, "prefetch": "wait_complete"}
     return DeployConfig.model_validate(
@@ -50,6 +51,7 @@ def config_of(way: Way, folder: Path, pp: int = 1, **hicache: Any) -> DeployConf
             "prefill": {"parallel": {"cp": cp, "tp": tp, "pp": pp}, "mode": mode, "chunk_tokens": 50},
             "decode": {"parallel": {"tp": tp, "pp": pp}},
             "hicache": {"host_gib": 0.01, "storage": storage, **hicache},
+            "transfer": transfer,
         }
     )
 
@@ -102,9 +104,17 @@ def ask_until_in_all_tiers(cluster: LocalCluster, oracle: Oracle) -> None:
     raise AssertionError(f"never {wanted}, at last {answer}")
 
 
-def check_tiers(way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, folder: Path, pp: int = 1) -> None:
+def check_tiers(
+    way: Way,
+    checkpoint: Path,
+    oracle: Oracle,
+    engine: LocalEngine,
+    folder: Path,
+    pp: int = 1,
+    transfer: Mapping[str, Any] = EMPTY,
+) -> None:
     all_pages, half_pages = 9 * PAGE_SIZE, 4 * PAGE_SIZE
-    with engine.running(checkpoint, config_of(way, folder, pp)) as cluster:
+    with engine.running(checkpoint, config_of(way, folder, pp, transfer)) as cluster:
         assert ask(cluster, LONG).token_ids == oracle.tokens(LONG)
         again = ask(cluster, LONG)
         assert (again.token_ids, again.cached) == (oracle.tokens(LONG), CachedTokens(total=all_pages))
@@ -282,5 +292,18 @@ def test_pages_that_are_staged_have_the_same_tiers(way: Way, checkpoint: Path, o
     engine = LocalEngine("tests.fakes.staged_pool:WorkerWithStagedPool")
     try:
         check_tiers(way, checkpoint, oracle, engine, tmp_path)
+    finally:
+        engine.close()
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize("way", [(2, GATHER, 1), (2, RING, 1)], ids=str)
+def test_pages_that_are_registered_have_the_same_tiers(
+    way: Way, checkpoint: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    engine = LocalEngine("tests.fakes.registered_pool:WorkerWithRegisteredPool")
+    try:
+        transfer = {"backend": "mooncake", "verify": "counts"}
+        check_tiers(way, checkpoint, oracle, engine, tmp_path, transfer=transfer)
     finally:
         engine.close()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.spec.config import TransferBackendName
+from cluster.spec.config import TransferBackendName, TransferProtocol
 from cluster.spec.errors import UserError
 from cluster.spec.registry import Endpoint
 from transfer.plan import Span
@@ -15,7 +15,8 @@ class Region:
     """Memory of this process that peers may write into, and read."""
 
     buffer: memoryview
-    """Writable bytes, zero at first; valid as long as something refers to it, also after the backend is closed."""
+    """Writable bytes, zero at first; valid as long as something refers to it, also after the backend is closed. None of
+    a device's memory, which the CPU cannot read."""
     endpoint: Endpoint
     """What a peer passes to ``write`` and ``read``."""
 
@@ -36,6 +37,14 @@ class TransferBackend(Protocol):
 
         Raises:
             UserError: there is not that much memory, and where it was looked for.
+        """
+        ...
+
+    def register(self, address: int, num_bytes: int) -> Region:
+        """Open memory of a GPU to peers; whoever allocated it keeps it until the backend is closed.
+
+        Raises:
+            TransferError: peers cannot be let there, and why.
         """
         ...
 
@@ -64,13 +73,15 @@ class TransferBackend(Protocol):
         ...
 
 
-def make_backend(name: TransferBackendName, host: str) -> TransferBackend:
+def make_backend(
+    name: TransferBackendName, host: str, protocol: TransferProtocol = TransferProtocol.TCP
+) -> TransferBackend:
     """The backend of a name, at an address that peers can reach.
 
     Raises:
-        UserError: what the backend needs is not installed.
+        UserError: what the backend needs is not installed, or not there.
     """
-    return _MAKERS[name](host)
+    return _MAKERS[name](host, protocol)
 
 
 def out_of_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int) -> str | None:
@@ -83,13 +94,13 @@ def out_of_bounds(spans: Sequence[Span], source_bytes: int, target_bytes: int) -
     return None
 
 
-def _shared_memory(host: str) -> TransferBackend:  # noqa: ARG001 - peers reach it by path
+def _shared_memory(host: str, protocol: TransferProtocol) -> TransferBackend:  # noqa: ARG001 - peers reach it by path
     from transfer.backends.shared_memory import SharedMemoryBackend
 
     return SharedMemoryBackend()
 
 
-def _mooncake(host: str) -> TransferBackend:
+def _mooncake(host: str, protocol: TransferProtocol) -> TransferBackend:
     try:
         from transfer.backends.mooncake import MooncakeBackend
     except ImportError as error:
@@ -97,10 +108,10 @@ def _mooncake(host: str) -> TransferBackend:
             f"transfer.backend: mooncake cannot be loaded ({error}); it needs the Python package "
             "mooncake-transfer-engine-non-cuda and the Debian packages libibverbs1 librdmacm1 libnuma1"
         ) from error
-    return MooncakeBackend(host)
+    return MooncakeBackend(host, protocol)
 
 
-_MAKERS: dict[TransferBackendName, Callable[[str], TransferBackend]] = {
+_MAKERS: dict[TransferBackendName, Callable[[str, TransferProtocol], TransferBackend]] = {
     TransferBackendName.SHARED_MEMORY: _shared_memory,
     TransferBackendName.MOONCAKE: _mooncake,
 }

@@ -1,5 +1,6 @@
-"""Transfers between hosts by Mooncake's transfer engine, over TCP with acknowledged writes."""
+"""Transfers between hosts by Mooncake's transfer engine, over RDMA, or over TCP with acknowledged writes."""
 
+import json
 import mmap
 import os
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 from mooncake.engine import TransferEngine
 
-from cluster.spec.config import TransferBackendName
+from cluster.spec.config import TransferBackendName, TransferProtocol
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
 from transfer.backends.interface import Region, out_of_bounds
@@ -35,18 +36,23 @@ class MooncakeBackend:
     # receiving engine reads on for as long as a connection is open, and does not look again whether it may.
     settle_s = 120.0
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, protocol: TransferProtocol = TransferProtocol.TCP) -> None:
         """Start the engine.
 
         Raises:
-            UserError: the engine cannot listen at the host, or writes would not be acknowledged.
+            UserError: the engine cannot listen at the host, there is no RDMA, or writes would not be acknowledged.
         """
         if os.environ.get("MC_TCP_PROTO") == "1":
             raise UserError("MC_TCP_PROTO is 1, which turns off acknowledged writes; unset it")
+        if os.environ.get("MC_FORCE_TCP") and protocol is TransferProtocol.RDMA:
+            raise UserError("transfer.protocol: got rdma, but MC_FORCE_TCP is set; unset it")
         os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(_CALL_TIMEOUT_S))
         self._engine = TransferEngine()
-        if self._engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol.value, "") != 0:
             raise UserError(f"transfer.backend: mooncake cannot listen at {host}")
+        self._protocol = protocol
+        if protocol is TransferProtocol.RDMA and not _has_rdma(self._engine.get_local_topology()):
+            raise UserError("transfer.protocol: got rdma, but mooncake finds no RDMA device here; allowed: tcp")
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._owned: list[Region] = []
 
@@ -60,13 +66,28 @@ class MooncakeBackend:
         if self._engine.register_memory(address, num_bytes) != 0:
             raise UserError(f"mooncake cannot register {num_bytes} bytes of memory")
         endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
-        region = Region(memoryview(buffer), endpoint)
+        return self._own(Region(memoryview(buffer), endpoint))
+
+    def register(self, address: int, num_bytes: int) -> Region:
+        """Register memory of a GPU, which a network card then reads and writes by itself."""
+        if self._protocol is not TransferProtocol.RDMA:
+            # The engine would take it, and copy with the CPU, which has no way there.
+            raise TransferError(f"transfer.protocol: {self._protocol} reaches memory of the host only")
+        if (status := self._engine.register_memory(address, num_bytes)) != 0:
+            raise TransferError(
+                f"mooncake cannot register {num_bytes} bytes of the GPU (status {status}); "
+                "is the kernel module nvidia_peermem loaded?"
+            )
+        endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
+        return self._own(Region(memoryview(bytearray()), endpoint))
+
+    def _own(self, region: Region) -> Region:
         self._owned.append(region)
         return region
 
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         """Write spans into the peer's memory; returns when the peer has acknowledged them."""
-        if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):
+        if wrong := out_of_bounds(spans, source.endpoint.num_bytes, target.num_bytes):
             raise TransferError(f"{target.session}: {wrong}")
         for batch in batches(spans, _MAX_SPANS):
             status = self._engine.batch_transfer_sync_write(
@@ -80,7 +101,7 @@ class MooncakeBackend:
 
     def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:
         """Read spans of the peer's memory."""
-        if wrong := out_of_bounds(spans, source.num_bytes, len(target.buffer)):
+        if wrong := out_of_bounds(spans, source.num_bytes, target.endpoint.num_bytes):
             raise TransferError(f"{source.session}: {wrong}")
         for batch in batches(spans, _MAX_SPANS):
             status = self._engine.batch_transfer_sync_read(
@@ -99,6 +120,11 @@ class MooncakeBackend:
         """Unregister own memory; peers that write to it from now on are refused."""
         while self._owned:
             self._engine.unregister_memory(self._owned.pop().endpoint.base_address)
+
+
+def _has_rdma(topology: str) -> bool:
+    """Whether any memory has a network card; without one the engine falls back to TCP, and says so to its log alone."""
+    return any(cards for near_and_far in json.loads(topology).values() for cards in near_and_far)
 
 
 def _address(buffer: memoryview) -> int:

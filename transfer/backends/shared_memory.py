@@ -57,6 +57,10 @@ class SharedMemoryBackend:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return Region(memoryview(mmap.mmap(descriptor, num_bytes, flags=flags)), endpoint)
 
+    def register(self, address: int, num_bytes: int) -> Region:  # noqa: ARG002 - of no GPU
+        """Raises TransferError: processes share what this backend allocates, nothing else."""
+        raise TransferError("transfer.backend: shared_memory reaches memory of the host only")
+
     def write(self, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         """Copy spans into the peer's memory."""
         if wrong := out_of_bounds(spans, len(source.buffer), target.num_bytes):

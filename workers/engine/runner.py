@@ -18,6 +18,7 @@ from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_pool import PagePool
+from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
 from workers.device import synchronize
@@ -59,7 +60,7 @@ class ModelRunner:
         grammars: Grammars | None = None,
         pipeline: Pipeline | None = None,
         host_pages: HostPages | None = None,
-        staging: Staging | None = None,
+        staging: Staging | RegisteredPages | None = None,
         head_copies: HeadCopies | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one.

@@ -11,6 +11,7 @@ from cluster.spec.kv import PoolLayout
 from transfer.backends.interface import Region
 from workers.cache.layer_arrivals import LayerArrivals, Moment
 from workers.cache.page_pool import PagePool
+from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
 
 MOST_GROUPS = 8
@@ -80,11 +81,13 @@ class RegionPages:
 class StagedPages:
     """Those of a GPU, which copies between them and pinned host memory by itself, on a stream of its own.
 
-    Only what is read from peers passes through the region; a page that is saved does not, since others may be writing
-    to its place there.
+    Only what is read from peers passes through the region, where that is apart; a page that is saved does not, since
+    others may be writing to its place there.
     """
 
-    def __init__(self, pool: PagePool, staging: Staging, region: Region, host: Region, layout: PoolLayout) -> None:
+    def __init__(
+        self, pool: PagePool, staging: Staging | RegisteredPages, region: Region, host: Region, layout: PoolLayout
+    ) -> None:
         self._staging = staging
         self._pages = pool.data.flatten(3).view(torch.uint8)
         self._region = torch.from_numpy(_pages(region, layout))
@@ -118,7 +121,9 @@ class StagedPages:
             self._inward.synchronize()
 
     def take_in(self, pages: Sequence[int], after: Mark) -> None:
-        """To the GPU as well."""
+        """To the GPU as well, where it was not read right there; ``load`` has waited for the moment before that."""
+        if not len(self._region):
+            return
         self._copy([(self._pages[page], self._region[page]) for page in pages], self._inward, after)
 
     def _copy(self, copies: Sequence[_Copy], stream: torch.cuda.Stream | None, after: Mark) -> None:

@@ -1,6 +1,5 @@
 """Graphs are counted before pages are: a GPU that only counts bytes stands in for one that computes."""
 
-import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -42,13 +41,13 @@ class FakeGpu:
         self.has_workspace = False
         for name, answer in (
             ("synchronize", None),
+            ("empty_cache", None),
             ("reset_peak_memory_stats", None),
             ("memory_allocated", WEIGHTS),
             ("memory_reserved", WEIGHTS),
             ("max_memory_allocated", WEIGHTS + ACTIVATIONS),
         ):
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-        monkeypatch.setattr(torch.cuda, "empty_cache", gc.collect)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - self.used, TOTAL))
 
     def make_record(self) -> Record:

@@ -1,0 +1,35 @@
+"""A worker whose peers reach a pool that the transfer backend did not allocate, as a GPU's over RDMA, on the CPU.
+
+Mooncake over TCP moves its bytes, which it can since the pool is the CPU's after all.
+"""
+
+from typing import Any
+
+from cluster.spec.config import TransferBackendName, TransferProtocol
+from transfer.backends.interface import TransferBackend, make_backend
+from workers import rank
+from workers.cache.open_pool import open_apart
+from workers.cache.registered_pages import RegisteredPages
+from workers.worker import Worker
+
+
+class WorkerWithRegisteredPool(Worker):
+    """Its module, which only its process imports, puts the pool in place."""
+
+    def load(self, store_address: str) -> Any:
+        """See Worker."""
+        row = super().load(store_address)
+        assert self._rank is not None
+        assert isinstance(self._rank.staging, RegisteredPages), "pages are copied"
+        assert row.endpoint.base_address == self._rank.pool.data.data_ptr()
+        return row
+
+
+def _make(name: TransferBackendName, host: str, _: TransferProtocol) -> TransferBackend:
+    backend: Any = make_backend(name, host)
+    backend._protocol = TransferProtocol.RDMA
+    return backend  # type: ignore[no-any-return]
+
+
+rank.open_pool = open_apart
+rank.make_backend = _make

@@ -1,0 +1,194 @@
+"""Pages that peers reach in a GPU's own memory, and by way of the host where they cannot."""
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from cluster.spec.checks import config_problems
+from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
+from cluster.spec.errors import TransferError, UserError
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import KvOwnership, Verify
+from cluster.spec.tiers import TierPage
+from tests.fakes.loopback import Loopback
+from tests.fakes.mooncake_engine import FakeFabric
+from tests.fakes.paged_ranks import row
+from transfer.backends.interface import TransferBackend, make_backend
+from transfer.plan import Span
+from workers.cache.open_pool import OpenPool, open_apart
+from workers.cache.registered_pages import RegisteredPages
+from workers.cache.staging import Staging
+from workers.hicache.copier import Copier
+from workers.hicache.device_pages import StagedPages
+
+LAYOUT = row(Role.PREFILL, 0, 1, num_pages=5).layout
+PAGE = LAYOUT.page_bytes
+MODULE = "transfer.backends.mooncake"
+HERE = torch.device("cpu")
+"""In the place of a GPU: the pool is in memory of its own."""
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> FakeFabric:
+    fabric = FakeFabric()
+    engine: Any = ModuleType("mooncake.engine")
+    engine.TransferEngine = fabric.make
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", engine)
+    monkeypatch.setitem(sys.modules, MODULE, ModuleType(MODULE))
+    del sys.modules[MODULE]  # is made anew with this engine, and forgotten afterwards
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    return fabric
+
+
+def backend_of(protocol: TransferProtocol = TransferProtocol.RDMA) -> TransferBackend:
+    return make_backend(TransferBackendName.MOONCAKE, "127.0.0.1", protocol)
+
+
+def opened(backend: TransferBackend, verify: Verify = Verify.COUNTS) -> OpenPool:
+    made = open_apart(LAYOUT, torch.float32, HERE, backend, verify)
+    made.pool.data.copy_(torch.randn(made.pool.data.shape))
+    return made
+
+
+def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    backends = [backend_of(), backend_of()]
+    ours, theirs = map(opened, backends)
+    for made in (ours, theirs):
+        assert isinstance(made.staging, RegisteredPages)
+        assert made.region.endpoint.base_address == made.pool.data.data_ptr()
+        assert made.region.endpoint.num_bytes == LAYOUT.pool_bytes
+        assert not made.region.buffer
+    assert [record.message for record in caplog.records] == ["pages go from GPU to GPU, whose memory is registered"] * 2
+    assert [list(engine.registered) for engine in fabric.engines.values()] == [
+        [made.pool.data.data_ptr()] for made in (ours, theirs)
+    ], "host memory in between"
+    before = theirs.pool.data.clone()
+    assert ours.staging is not None
+    ours.staging.put_out([1, 2], ours.staging.mark())
+    backends[0].write(ours.region, theirs.region.endpoint, [Span(PAGE, 3 * PAGE, 2 * PAGE)])
+    assert fabric.moved == [(ours.pool.data[1].data_ptr(), theirs.pool.data[3].data_ptr(), 2 * PAGE)]
+    assert torch.equal(theirs.pool.data[3:5], ours.pool.data[1:3])
+    assert torch.equal(theirs.pool.data[:3], before[:3])
+    assert theirs.staging is not None
+    theirs.staging.take_in([3, 4])
+    assert torch.equal(theirs.pool.data[3:5], ours.pool.data[1:3])
+
+
+def test_nothing_is_sent_before_it_is_written() -> None:
+    events = []
+    written: Any = SimpleNamespace(synchronize=lambda: events.append("written"))
+    pool: Any = SimpleNamespace(data=torch.zeros(1))
+    RegisteredPages(pool).put_out([0], written)
+    assert events == ["written"]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "verify", "refused", "why"),
+    [
+        (TransferProtocol.RDMA, Verify.COUNTS, True, "mooncake cannot register 192 bytes of the GPU (status -202); "),
+        (TransferProtocol.TCP, Verify.COUNTS, False, "transfer.protocol: tcp reaches memory of the host only"),
+        (TransferProtocol.RDMA, Verify.DIGEST, False, "transfer.verify: digest reads pages on the host"),
+    ],
+)
+def test_pages_go_by_way_of_the_host_and_why(
+    fabric: FakeFabric,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    protocol: TransferProtocol,
+    verify: Verify,
+    *,
+    refused: bool,
+    why: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    pools: list[int] = []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: (made := zeros(*a, **k), pools.append(made.data_ptr()))[0])
+    fabric.refuses = lambda address: refused and address in pools
+    made = opened(backend_of(protocol), verify)
+    assert isinstance(made.staging, Staging)
+    (record,) = caplog.records
+    assert record.message.startswith(f"pages go through host memory as large as the pool: {why}")
+    (engine,) = fabric.engines.values()
+    assert engine.registered == {made.region.endpoint.base_address: LAYOUT.pool_bytes}
+    assert made.region.endpoint.base_address != made.pool.data.data_ptr()
+    made.staging.put_out([2], made.staging.mark())
+    assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.data[2].numpy().tobytes()
+
+
+def test_other_backends_reach_the_host_only() -> None:
+    for backend in (make_backend(TransferBackendName.SHARED_MEMORY, ""), Loopback()):
+        assert isinstance(opened(backend).staging, Staging)
+        backend.close()
+
+
+def test_closed_pages_are_reached_by_nobody(fabric: FakeFabric) -> None:
+    backends = [backend_of(), backend_of()]
+    ours, theirs = map(opened, backends)
+    with pytest.raises(TransferError, match="does not lie in"):
+        backends[0].write(ours.region, theirs.region.endpoint, [Span(LAYOUT.pool_bytes - 1, 0, 2)])
+    backends[1].close()
+    with pytest.raises(TransferError, match="could not write"):
+        backends[0].write(ours.region, theirs.region.endpoint, [Span(0, 0, PAGE)])
+    assert fabric.moved == []
+
+
+def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None:
+    """Of tiers, where each CP rank has a part of the host pages."""
+    backends = [backend_of(), backend_of()]
+    made = [opened(backend) for backend in backends]
+    hosts = [backend.allocate(4 * PAGE) for backend in backends]
+    rows = [
+        msgspec.structs.replace(
+            row(Role.PREFILL, rank, 2, 5, ownership=KvOwnership.REPLICATED), host_endpoint=host.endpoint
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    copiers = []
+    for rank, (one, host, backend) in enumerate(zip(made, hosts, backends, strict=True)):
+        assert one.staging is not None
+        device = StagedPages(one.pool, one.staging, one.region, host, LAYOUT)
+        copiers.append(Copier(rows, rank, device, one.region, host, backend))
+    made[1].pool.data.copy_(made[0].pool.data)
+    before = made[0].pool.data.clone()
+    pages = [TierPage(key=bytes([place]), place=place, device=place, host=place) for place in range(4)]
+    for copier in copiers:
+        copier.save(pages, copier.mark())
+    for one in made:
+        one.pool.data.zero_()
+    fabric.moved.clear()
+    for copier in copiers:
+        copier.load(pages, copier.mark())
+    assert len(fabric.moved) == 4
+    for one in made:
+        assert torch.equal(one.pool.data[:4], before[:4])
+        assert not one.pool.data[4:].any()
+
+
+def test_rdma_without_a_card_is_refused(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine would go over TCP, and take a GPU's memory for its own."""
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    with pytest.raises(UserError, match="MC_FORCE_TCP is set"):
+        backend_of()
+    monkeypatch.delenv("MC_FORCE_TCP")
+    fabric.cards = []
+    with pytest.raises(UserError, match=r"transfer\.protocol: got rdma, but mooncake finds no RDMA device here"):
+        backend_of()
+    backend_of(TransferProtocol.TCP)
+    assert [engine.protocol for engine in fabric.engines.values()] == ["rdma", "tcp"]
+
+
+def test_only_mooncake_talks_rdma() -> None:
+    config = {"transfer": {"protocol": "rdma"}}
+    assert [str(problem) for problem in config_problems(DeployConfig.model_validate(config))] == [
+        "transfer.protocol: got rdma with transfer.backend = shared_memory; allowed: tcp, or backend mooncake"
+    ]
+    config["transfer"]["backend"] = "mooncake"
+    assert config_problems(DeployConfig.model_validate(config)) == []

@@ -1,0 +1,26 @@
+"""A GPU's pages that peers read and write where they are: no copy, only the moments that count."""
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.cache.page_pool import PagePool
+
+
+class RegisteredPages:
+    """In the place of Staging. What has arrived is there before the plan that says so, and nobody reads it earlier."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._device = pool.data.device
+
+    def mark(self) -> torch.cuda.Event | None:
+        """On the computing thread: a moment after everything that was started so far."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def put_out(self, pages: Sequence[int], written: torch.cuda.Event | None) -> None:  # noqa: ARG002 - they stay
+        """On any one thread: returns when ``written`` has come, from which on the pages may be sent."""
+        if written is not None:
+            written.synchronize()
+
+    def take_in(self, pages: Sequence[int]) -> None:
+        """They are there."""
