@@ -75,7 +75,8 @@ class KvConfig(Node):
     memory_gib: MemoryGib | None = None
     """Memory of the pool of one worker, in GiB; by default 1 on a CPU, and on a GPU what `memory_fraction` leaves."""
     memory_fraction: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.9
-    """Part of a GPU's memory for weights, activations and pool; measured at start, where `memory_gib` is not given."""
+    """Part of a GPU's memory for weights, activations, CUDA graphs and pool, which takes what those are measured to
+    leave at start, where `memory_gib` is not given."""
     prefix_cache: bool = True
     """Keep the pages of finished requests for prompts that begin alike, as long as nobody else needs the memory."""
 

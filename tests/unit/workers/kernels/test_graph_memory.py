@@ -17,6 +17,7 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
+from workers import rank
 from workers.attention.torch_backend import TorchAttention
 from workers.cache.page_pool import PagePool
 from workers.engine.gpu_recorder import Record
@@ -115,6 +116,21 @@ def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monke
         "kv.memory_gib: 60 GiB are wanted for pages, but 0.9 of 100 GiB of GPU memory, less 16 for weights, "
         "2 for activations, 16 for CUDA graphs and 1 for others, leaves 55"
     )
+
+
+def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(rank, "GpuRecorder", lambda stream: stream.make_record())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
+    given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
+    store: Any = HashStore()
+    loaded = rank.load_rank(given, make_checkpoint(tmp_path, "qwen3"), store)
+    assert loaded.runner.graph_bytes == len(SIZES) * GRAPH
+    assert gpu.used == WEIGHTS + OTHERS + WORKSPACE + len(SIZES) * GRAPH
+    graphs: Any = loaded.runner._graphs
+    assert graphs._pool is loaded.pool
+    loaded.close()
 
 
 @pytest.mark.parametrize(
