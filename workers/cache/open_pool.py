@@ -13,6 +13,8 @@ from workers.cache.page_pool import PagePool
 from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
 
+_ORDERS_WRITES = (9, 0)
+
 _log = logging.getLogger(__name__)
 
 
@@ -44,8 +46,7 @@ def open_apart(
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
     pool = _pool(layout, dtype, memory)
     try:
-        if verify is Verify.DIGEST:
-            raise TransferError("transfer.verify: digest reads pages on the host")
+        _check_reachable(device, verify)
         region = backend.register(memory.data_ptr(), memory.nbytes)
     except TransferError as reason:
         _log.info("pages go through host memory as large as the pool: %s", reason)
@@ -53,6 +54,18 @@ def open_apart(
         return OpenPool(pool, region, Staging(pool, region.buffer))
     _log.info("pages go from GPU to GPU, whose memory is registered")
     return OpenPool(pool, region, RegisteredPages(pool))
+
+
+def _check_reachable(device: torch.device, verify: Verify) -> None:
+    """Raises TransferError where peers may be let into a GPU's memory, but what they write there could not be used."""
+    if verify is Verify.DIGEST:
+        raise TransferError("transfer.verify: digest reads pages on the host")
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:
+        # As NCCL has it, which flushes after what it receives on older ones.
+        raise TransferError(
+            f"a GPU of compute capability {found[0]}.{found[1]} may see what a network card wrote later than the host; "
+            f"from {_ORDERS_WRITES[0]}.{_ORDERS_WRITES[1]} on it does not"
+        )
 
 
 def _pool(layout: PoolLayout, dtype: torch.dtype, memory: torch.Tensor) -> PagePool:

@@ -20,7 +20,7 @@ from tests.fakes.mooncake_engine import FakeFabric
 from tests.fakes.paged_ranks import row
 from transfer.backends.interface import TransferBackend, make_backend
 from transfer.plan import Span
-from workers.cache.open_pool import OpenPool, open_apart
+from workers.cache.open_pool import OpenPool, _check_reachable, open_apart
 from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
 from workers.hicache.copier import Copier
@@ -121,6 +121,14 @@ def test_pages_go_by_way_of_the_host_and_why(
     assert made.region.endpoint.base_address != made.pool.data.data_ptr()
     made.staging.put_out([2], made.staging.mark())
     assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.data[2].numpy().tobytes()
+
+
+def test_a_gpu_that_may_see_writes_late_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(TransferError, match=r"a GPU of compute capability 8\.0 may see .* from 9\.0 on"):
+        _check_reachable(torch.device("cuda", 0), Verify.COUNTS)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    _check_reachable(torch.device("cuda", 0), Verify.COUNTS)
 
 
 def test_other_backends_reach_the_host_only() -> None:
