@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.spec.config import Device
-from workers.bench_engine import EngineBench
+from workers.bench_engine import EngineBench, model_work
 from workers.bench_transformers import TransformersPeer
 from workers.engine.runner import ModelRunner
 from workers.engine_result import ENGINE_SHAPES, ModelWork, Timed, num_same
@@ -54,6 +54,17 @@ def test_both_engines_say_the_same(bench: EngineBench, monkeypatch: pytest.Monke
     assert result.tpot_ratio == result.tpot_s / result.tpot_floor_s
     assert min(result.transformers_ttft_s or 0, result.transformers_tpot_s or 0) > 0
     assert result.transformers_problem is None
+
+
+def test_tables_that_are_one_count_once_and_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And heads that are normalised, as Qwen3's."""
+    small = {name: value for name, value in ENGINE_SHAPES["tiny"].items() if name.endswith(("_size", "_dim", "_heads"))}
+    shapes: Any = ENGINE_SHAPES
+    monkeypatch.setitem(shapes, "small", ENGINE_SHAPES["Qwen3-0.6B"] | small | {"num_hidden_layers": 2})
+    bench = EngineBench("small", Device.CPU, most_tokens=80, chunk_tokens=50)
+    work = model_work(bench._model)
+    assert work.num_weights == WEIGHTS - 256 * 64 + 2 * 2 * 16
+    assert bench.measure(70, 6, 1).num_same_tokens == 6
 
 
 def test_answers_depend_on_prompts(bench: EngineBench) -> None:
