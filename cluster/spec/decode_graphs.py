@@ -1,13 +1,18 @@
 """Which decode steps are recorded as CUDA graphs. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
+from cluster.spec.strategy import Collectives
 
 
 def records_decode(config: DeployConfig, pool: PoolConfig) -> bool:
     """Whether workers of a pool record decode steps; of models with experts none can be recorded."""
-    is_alone = pool.parallel.pp == pool.parallel.dp == 1
-    by_triton = config.resources.attention is not AttentionSetting.FLASH_ATTN
-    return config.resources.device is Device.CUDA and isinstance(pool, DecodeConfig) and is_alone and by_triton
+    resources, parallel = config.resources, pool.parallel
+    if resources.device is not Device.CUDA or not isinstance(pool, DecodeConfig):
+        return False
+    is_alone = parallel.pp == parallel.dp == 1
+    # What goes through the host in the middle of a step cannot be replayed.
+    on_gpus = parallel.tp == 1 or resources.collectives is Collectives.AUTO
+    return is_alone and on_gpus and resources.attention is not AttentionSetting.FLASH_ATTN
 
 
 def batch_sizes(most: int) -> list[int]:

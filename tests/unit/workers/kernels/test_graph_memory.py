@@ -142,6 +142,8 @@ def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch
         ({"decode": {"parallel": {"pp": 2}}}, False),
         ({"decode": {"parallel": {"dp": 2}}}, False),
         ({"decode": {"parallel": {"tp": 2}}}, True),
+        ({"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, False),
+        ({"resources": {"device": "cuda", "collectives": "tcp"}}, True),
     ],
 )
 def test_which_pools_record(text: dict[str, Any], recorded: bool) -> None:
