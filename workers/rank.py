@@ -223,4 +223,4 @@ def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:
     """Host memory for cached pages that this worker takes: whole pages, and none where nothing is cached."""
     if not spec.config.kv.prefix_cache:
         return 0
-    return int(spec.config.hicache.host_gib * GIB) // layout.page_bytes * layout.page_bytes
+    return spec.config.hicache.host_bytes(layout.pool_bytes) // layout.page_bytes * layout.page_bytes

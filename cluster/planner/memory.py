@@ -175,16 +175,19 @@ def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelF
     except ValueError as exc:
         key, gib = _memory_key(role, config, pool), pool_gib(config, pool, model)
         return [Problem(key, f"got {gib:g}; a {role} worker's {exc}")]
-    return _cached_problems(config, role, max(layout.page_bytes for layout in layouts))
+    return _cached_problems(config, role, max(layouts, key=lambda layout: layout.page_bytes))
 
 
-def _cached_problems(config: DeployConfig, role: Role, page_bytes: int) -> list[Problem]:
+def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> list[Problem]:
     """Host memory for cached pages that holds none would be none, and nobody would be told."""
-    given = config.hicache.host_gib
-    if not given or not config.kv.prefix_cache or given * GIB >= page_bytes:
+    hicache, page_bytes = config.hicache, layout.page_bytes
+    if not hicache.has_host or not config.kv.prefix_cache or hicache.host_bytes(layout.pool_bytes) >= page_bytes:
         return []
-    least = math.ceil(page_bytes / GIB * 1e6) / 1e6
+    name, given, unit = ("host_gib", hicache.host_gib, GIB)
+    if not given:
+        name, given, unit = ("host_ratio", hicache.host_ratio, layout.pool_bytes)
+    least = math.ceil(page_bytes / unit * 1e6) / 1e6
     message = (
         f"got {given:g}; allowed: 0, or at least {least:.6f}, of which a {role} worker's page takes {page_bytes} bytes"
     )
-    return [Problem("hicache.host_gib", message)]
+    return [Problem(f"hicache.{name}", message)]

@@ -116,13 +116,21 @@ def _silence(config: DeployConfig) -> list[Problem]:
 
 def _storage(config: DeployConfig) -> list[Problem]:
     hicache, backend = config.hicache, config.hicache.storage.backend
-    if backend is StorageBackendName.NONE or (hicache.host_gib > 0 and config.kv.prefix_cache):
+    if backend is StorageBackendName.NONE or (hicache.has_host and config.kv.prefix_cache):
         return []
     given = f"hicache.host_gib = {hicache.host_gib} and kv.prefix_cache = {str(config.kv.prefix_cache).lower()}"
     message = (
         f"got {backend} with {given}; allowed: none, or host memory and the prefix cache, which pages pass through"
     )
     return [Problem("hicache.storage.backend", message)]
+
+
+def _host_size(config: DeployConfig) -> list[Problem]:
+    hicache = config.hicache
+    if not (hicache.host_gib and hicache.host_ratio):
+        return []
+    message = f"got {hicache.host_ratio:g} with hicache.host_gib = {hicache.host_gib:g}; allowed: one of both"
+    return [Problem("hicache.host_ratio", message)]
 
 
 def _storage_folder(config: DeployConfig) -> list[Problem]:
@@ -185,9 +193,10 @@ CHECKS = (
     ),
     Check(
         "storage has the tiers above it",
-        ("hicache.host_gib", "hicache.storage.backend", "kv.prefix_cache"),
+        ("hicache.host_gib", "hicache.host_ratio", "hicache.storage.backend", "kv.prefix_cache"),
         _storage,
     ),
+    Check("host memory has one size", ("hicache.host_gib", "hicache.host_ratio"), _host_size),
     Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),
     Check("storage can use what it is lent", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent),
 )

@@ -83,6 +83,8 @@ class HicacheConfig(Node):
 
     host_gib: Annotated[float, Field(ge=0, le=65536, strict=True)] = 0.0
     """Host memory of each worker for cached pages, in GiB; 0 keeps none. Storage needs some."""
+    host_ratio: Annotated[float, Field(ge=0, le=1024, strict=True)] = 0.0
+    """The same as a multiple of the worker's page pool, where `host_gib` is not given."""
     write: WritePolicy = WritePolicy.WRITE_THROUGH
     """When pages are copied to the tier below."""
     selective_hits: PositiveInt = 2
@@ -91,6 +93,15 @@ class HicacheConfig(Node):
     """The tier below host memory."""
 
     @property
+    def has_host(self) -> bool:
+        """Whether host memory keeps pages."""
+        return self.host_gib > 0 or self.host_ratio > 0
+
+    def host_bytes(self, pool_bytes: int) -> int:
+        """Host memory for cached pages of a worker with such a pool."""
+        return int(self.host_gib * (1 << 30)) or int(self.host_ratio * pool_bytes)
+
+    @property
     def is_stored(self) -> bool:
         """Whether pages outlive their replicas."""
-        return self.host_gib > 0 and self.storage.backend is not StorageBackendName.NONE
+        return self.has_host and self.storage.backend is not StorageBackendName.NONE

@@ -14,7 +14,7 @@ class HostMemory:
     retracted: float
     """``decode.host_memory_gib``, taken as it is needed."""
     cached: float
-    """``hicache.host_gib``"""
+    """``hicache.host_gib``, or ``host_ratio``"""
     lent: float
     """``hicache.storage.lent_gib``"""
     passing: float

@@ -171,6 +171,10 @@ BAD_FILES = {
             "allowed: none, or host memory and the prefix cache, which pages pass through"
         ],
     ),
+    "host memory of two sizes": (
+        "hicache: {host_gib: 1, host_ratio: 2}",
+        ["hicache.host_ratio: got 2 with hicache.host_gib = 1; allowed: one of both"],
+    ),
     "storage somewhere": (
         "hicache: {host_gib: 1, storage: {backend: files, folder: kv}}",
         ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~, on every host"],

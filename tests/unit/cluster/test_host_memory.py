@@ -117,6 +117,17 @@ def test_host_memory_that_holds_no_page_is_refused() -> None:
     assert not problems_of("kv: {memory_gib: 0.5, prefix_cache: false}\nhicache: {host_gib: 0.00001}")
 
 
+def test_host_memory_may_be_a_multiple_of_the_pool() -> None:
+    text = "kv: {{memory_gib: 0.5}}\ndecode: {{kv_memory_gib: 0.25}}\nhicache: {{host_ratio: {}}}"
+    for role in Role:
+        memory = memory_of(text.format(2.5), role)
+        assert memory.cached == pytest.approx(2.5 * memory.pages, rel=1e-6)
+    prefill, decode = problems_of(text.format("0.00001"))
+    assert prefill.startswith("hicache.host_ratio: got 1e-05; allowed: 0, or at least 0.000")
+    least = decode.split("at least ")[1].split(",")[0]
+    assert not problems_of(text.format(least))
+
+
 def test_workers_that_may_be_on_many_machines_must_fit_one_by_one() -> None:
     several = f"{TIERS}\ntransfer: {{backend: mooncake}}"
     assert not problems_of(f"{several}\nresources: {{machine_memory_gib: 4.6}}")
