@@ -5,7 +5,7 @@ output i is prompt[1 + i mod (len - 1)] for a prompt that begins with BOS.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -142,6 +142,16 @@ class FakeReplica:
         with self.news:
             assert self.news.wait_for(lambda: len(self.submits) >= count, timeout_s), f"{self.name}: {self.submits}"
             return list(self.submits)
+
+    def wait_submits_of(self, rooms: Collection[Room], count: int, timeout_s: float = 60.0) -> list[Submit]:
+        """The submits of these rooms, as soon as there are so many; those of other requests may come between."""
+
+        def those() -> list[Submit]:
+            return [submit for submit in self.submits if submit.room in rooms]
+
+        with self.news:
+            assert self.news.wait_for(lambda: len(those()) >= count, timeout_s), f"{self.name}: {self.submits}"
+            return those()
 
     def wait_told(self, kind: type, timeout_s: float = 60.0) -> list[Message]:
         """The other messages of a kind, as soon as there is one."""
