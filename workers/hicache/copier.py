@@ -10,7 +10,7 @@ from workers.cache.layer_arrivals import LayerArrivals
 from workers.hicache.device_pages import DevicePages, Mark, Pair
 
 READ_SPANS = 64
-"""Most pages read from a peer in one call."""
+"""Most pieces read from a peer in one call."""
 
 
 class Copier:
@@ -62,11 +62,15 @@ class Copier:
         return len(pairs) * self._page_bytes
 
     def fill(self, pages: Sequence[TierPage], after: Mark, arrivals: LayerArrivals) -> int:
-        """The same as ``load``, layer after layer; where no other rank has any of what this one needs."""
-        pairs = self._owned(pages)
-        assert len(pairs) == len(pages) or self._row.ownership is KvOwnership.SHARDED, "pages that a peer has to give"
-        self._device.fill(pairs, after, arrivals)
-        return len(pairs) * self._page_bytes
+        """The same as ``load``, layer after layer."""
+        pages = self._kept(pages)
+        elsewhere = [page for page in pages if not self.owns(page)]
+
+        def read(layers: slice) -> None:
+            self._read([(page, span) for page in elsewhere for span in self._spans(page, layers)])
+
+        self._device.fill(self._owned(pages), [self._local(page) for page in elsewhere], read, after, arrivals)
+        return len(pages) * self._page_bytes
 
     def load(self, pages: Sequence[TierPage], after: Mark) -> int:
         """Fill the device pages that this rank has of these; the bytes copied.
@@ -74,17 +78,17 @@ class Copier:
         Raises:
             TransferError: a peer's memory cannot be read.
         """
-        if self._row.ownership is KvOwnership.SHARDED:
-            pages = [page for page in pages if self.owns(page)]
+        pages = self._kept(pages)
         self._device.load(self._owned(pages), after)
         elsewhere = [page for page in pages if not self.owns(page)]
-        spans: dict[int, list[Span]] = {}
-        for page in elsewhere:
-            spans.setdefault(page.place % self._row.sizes.cp, []).append(self._span(page))
-        for cp_rank, wanted in spans.items():
-            self._read(cp_rank, wanted)
+        self._read([(page, self._span(page)) for page in elsewhere])
         self._device.take_in([self._local(page) for page in elsewhere], after)
         return len(pages) * self._page_bytes
+
+    def _kept(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
+        """Those of which this rank has a device page."""
+        is_sharded = self._row.ownership is KvOwnership.SHARDED
+        return [page for page in pages if self.owns(page)] if is_sharded else pages
 
     def _owned(self, pages: Sequence[TierPage]) -> list[Pair]:
         return [(self._local(page), self._slot(page)) for page in pages if self.owns(page)]
@@ -100,11 +104,24 @@ class Copier:
     def _span(self, page: TierPage) -> Span:
         return Span(self._slot(page) * self._page_bytes, self._local(page) * self._page_bytes, self._page_bytes)
 
-    def _read(self, cp_rank: int, spans: list[Span]) -> None:
-        source = self._peers[cp_rank].host_endpoint
-        assert source is not None, f"CP rank {cp_rank} has no host memory"
-        for start in range(0, len(spans), READ_SPANS):
-            self._backend.read(source, self._region, spans[start : start + READ_SPANS])
+    def _spans(self, page: TierPage, layers: slice) -> list[Span]:
+        """The same of some layers: a piece of each head."""
+        layout, whole = self._row.layout, self._span(page)
+        num_bytes = (layers.stop - layers.start) * layout.layer_bytes
+        firsts = range(layers.start, layout.num_heads * layout.num_layers, layout.num_layers)
+        offsets = [first * layout.layer_bytes for first in firsts]
+        return [Span(whole.source_offset + at, whole.target_offset + at, num_bytes) for at in offsets]
+
+    def _read(self, wanted: Sequence[tuple[TierPage, Span]]) -> None:
+        """From the host memory of the ranks that own the pages."""
+        by_rank: dict[int, list[Span]] = {}
+        for page, span in wanted:
+            by_rank.setdefault(page.place % self._row.sizes.cp, []).append(span)
+        for cp_rank, spans in by_rank.items():
+            source = self._peers[cp_rank].host_endpoint
+            assert source is not None, f"CP rank {cp_rank} has no host memory"
+            for start in range(0, len(spans), READ_SPANS):
+                self._backend.read(source, self._region, spans[start : start + READ_SPANS])
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:

@@ -1,6 +1,6 @@
 """A rank's pages on its device, for copies from and to pages of host memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ MOST_GROUPS = 8
 Mark = Moment
 Pair = tuple[int, int]
 """A page on the device, and one in host memory."""
+ReadLayers = Callable[[slice], None]
+"""Reads some layers of pages that peers have into the region."""
 _Copy = tuple[torch.Tensor, torch.Tensor]
 """To and from."""
 
@@ -38,8 +40,10 @@ class DevicePages(Protocol):
         """To the device."""
         ...
 
-    def fill(self, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:
-        """The same, some layers of all pages before the next ones, telling of each."""
+    def fill(
+        self, pairs: Sequence[Pair], elsewhere: Sequence[int], read: ReadLayers, after: Mark, arrivals: LayerArrivals
+    ) -> None:
+        """The same, and the pages that are elsewhere; some layers of all before the next ones, telling of each."""
         ...
 
     def take_in(self, pages: Sequence[int], after: Mark) -> None:
@@ -67,11 +71,19 @@ class RegionPages:
         for page, slot in pairs:
             np.copyto(self._pages[page], self._host[slot])
 
-    def fill(self, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:  # noqa: ARG002 - see ``mark``
+    def fill(
+        self,
+        pairs: Sequence[Pair],
+        elsewhere: Sequence[int],  # noqa: ARG002 - they are where they are read to
+        read: ReadLayers,
+        after: Mark,  # noqa: ARG002 - see ``mark``
+        arrivals: LayerArrivals,
+    ) -> None:
         """To the region, too."""
         for layers in _groups(self._pages.shape[2]):
             for page, slot in pairs:
                 np.copyto(self._pages[page, :, layers], self._host[slot, :, layers])
+            read(layers)
             arrivals.note(layers.stop - layers.start, None)
 
     def take_in(self, pages: Sequence[int], after: Mark) -> None:
@@ -110,12 +122,22 @@ class StagedPages:
         """To the GPU."""
         self._copy([(self._pages[page], self._host[slot]) for page, slot in pairs], self._inward, after)
 
-    def fill(self, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:
+    def fill(
+        self, pairs: Sequence[Pair], elsewhere: Sequence[int], read: ReadLayers, after: Mark, arrivals: LayerArrivals
+    ) -> None:
         """To the GPU, too. Of each head a group of layers is one piece, which the GPU can copy by itself."""
-        num_heads, num_layers = self._pages.shape[1:3]
-        for layers in _groups(num_layers):
-            parts = [(page, slot, head) for page, slot in pairs for head in range(num_heads)]
-            copies = [(self._pages[page, head, layers], self._host[slot, head, layers]) for page, slot, head in parts]
+        if elsewhere and after is not None:
+            # What arrived in their places before has to be on the GPU.
+            after.synchronize()
+        heads, taken_in = range(self._pages.shape[1]), elsewhere if len(self._region) else []
+        for layers in _groups(self._pages.shape[2]):
+            parts = [(self._pages[page], self._host[slot]) for page, slot in pairs]
+            self._start(
+                [(to[head, layers], of[head, layers]) for to, of in parts for head in heads], self._inward, after
+            )
+            read(layers)
+            parts = [(self._pages[page], self._region[page]) for page in taken_in]
+            copies = [(to[head, layers], of[head, layers]) for to, of in parts for head in heads]
             arrivals.note(layers.stop - layers.start, self._start(copies, self._inward, after))
         if self._inward is not None:
             self._inward.synchronize()

@@ -6,6 +6,7 @@ decides what is copied where, and every rank does its part of it.
 
 from collections.abc import Sequence
 
+from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig, StorageBackendName
 from cluster.spec.ids import Room
 from cluster.spec.registry import KvOwnership, RankRow
@@ -42,8 +43,9 @@ class Tiers:
         self._is_storing = self._is_draining = False
         self._num_stuck = 0
         sizes, ownership = rows[0].sizes, rows[0].ownership
-        self.can_join = sizes.dp == 1 and (sizes.cp == 1 or ownership is KvOwnership.SHARDED)
-        """Each rank has what it needs in host memory of its own, so that no copy fails; no DP rank waits with it."""
+        is_own = sizes.cp == 1 or ownership is KvOwnership.SHARDED
+        self.can_join = sizes.dp == 1 and (is_own or _share_memory(rows))
+        """Each rank has what it needs in memory of its own host, so that no copy fails; no DP rank waits with it."""
 
     def on_answer(self, answer: PagesMoved, now_s: float) -> bool:
         """Take in what one rank made of an order; False for one that belongs to nothing."""
@@ -159,3 +161,9 @@ class Tiers:
     def check_integrity(self) -> None:
         """Prove that no host page is lost."""
         self.host.check_integrity()
+
+
+def _share_memory(rows: Sequence[RankRow]) -> bool:
+    """Whether ranks reach each other's host memory without a network in between."""
+    endpoints = [row.host_endpoint for row in rows]
+    return all(each is not None and each.backend == TransferBackendName.SHARED_MEMORY for each in endpoints)

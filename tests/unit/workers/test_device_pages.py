@@ -1,21 +1,23 @@
 """Pages between a device and host memory: each in its place, no other touched, whether they are staged or not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 import torch
 
+from cluster.spec.kv import PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import TierPage
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import row
 from transfer.backends.interface import Region
+from workers.cache.layer_arrivals import LayerArrivals, Moment
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
 from workers.hicache.copier import Copier
-from workers.hicache.device_pages import DevicePages, RegionPages, StagedPages
+from workers.hicache.device_pages import MOST_GROUPS, DevicePages, RegionPages, StagedPages
 
 NUM_PAGES, HOST_PAGES = 7, 4
 
@@ -23,17 +25,19 @@ NUM_PAGES, HOST_PAGES = 7, 4
 class Replica:
     """Ranks whose pages are full of different bytes."""
 
-    def __init__(self, cp: int, ownership: KvOwnership, *, is_staged: bool) -> None:
+    def __init__(
+        self, cp: int, ownership: KvOwnership, *, is_staged: bool, num_heads: int = 1, num_layers: int = 1
+    ) -> None:
         self.loopback = Loopback()
         rows = [row(Role.PREFILL, rank, cp, NUM_PAGES, ownership=ownership) for rank in range(cp)]
-        layout = rows[0].layout
+        layout = msgspec.structs.replace(rows[0].layout, num_heads=num_heads, num_layers=num_layers)
         self.regions = [self.loopback.allocate(layout.pool_bytes) for _ in rows]
         self.hosts = [self.loopback.allocate(HOST_PAGES * layout.page_bytes) for _ in rows]
         rows = [
-            msgspec.structs.replace(row, host_endpoint=host.endpoint)
+            msgspec.structs.replace(row, host_endpoint=host.endpoint, layout=layout)
             for row, host in zip(rows, self.hosts, strict=True)
         ]
-        self.pools = [self._pool(region, is_staged=is_staged) for region in self.regions]
+        self.pools = [self._pool(region, layout, is_staged=is_staged) for region in self.regions]
         self.copiers = []
         for rank, (region, host, pool) in enumerate(zip(self.regions, self.hosts, self.pools, strict=True)):
             device: DevicePages = RegionPages(region, host, layout)
@@ -52,9 +56,10 @@ class Replica:
         return self.pools[rank].data[page].numpy().tobytes()
 
     @staticmethod
-    def _pool(region: Region, *, is_staged: bool) -> PagePool:
+    def _pool(region: Region, layout: PoolLayout, *, is_staged: bool) -> PagePool:
         memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
-        return PagePool(NUM_PAGES, 1, 1, 4, 1, torch.float32, torch.zeros_like(memory) if is_staged else memory)
+        sizes = (NUM_PAGES, layout.num_heads, layout.num_layers, layout.page_size, layout.head_dim)
+        return PagePool(*sizes, torch.float32, torch.zeros_like(memory) if is_staged else memory)
 
 
 def page_of(place: int, device: int, host: int) -> TierPage:
@@ -80,6 +85,47 @@ def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -
     for rank in range(cp):
         expected = [before[0], zeros, zeros, zeros, before[3], before[2], before[1]]
         assert [replica.page(rank, page) for page in range(NUM_PAGES)] == expected
+
+
+class Watched(LayerArrivals):
+    """Looks at pages whenever some layers are told of."""
+
+    def __init__(self, look: Callable[[int], None]) -> None:
+        super().__init__()
+        self.num_layers = 0
+        self._look = look
+
+    def note(self, num_layers: int, moment: Moment) -> None:
+        self.num_layers += num_layers
+        self._look(self.num_layers)
+        super().note(num_layers, moment)
+
+
+@pytest.mark.parametrize("num_layers", [1, MOST_GROUPS, MOST_GROUPS + 3])
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("cp", [2, 3])
+def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *, is_staged: bool) -> None:
+    replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, num_heads=3, num_layers=num_layers)
+    for pool in replica.pools[1:]:
+        pool.data.copy_(replica.pools[0].data)
+    before = replica.pools[0].data.clone()
+    # The host page of a place is one of its owner's.
+    saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
+    replica.order("save", saved)
+    wanted = [page_of(page.place, 6 - page.place, page.host or 0) for page in saved]
+    for rank, copier in enumerate(replica.copiers):
+        pool = replica.pools[rank]
+        pool.data[4:].zero_()
+
+        def look(num_there: int, pool: PagePool = pool) -> None:
+            for place in range(3):
+                assert torch.equal(pool.data[6 - place, :, :num_there], before[place + 1, :, :num_there])
+                assert not pool.data[6 - place, :, num_there:].any()
+
+        arrivals = Watched(look)
+        assert copier.fill(wanted, copier.mark(), arrivals) == 3 * copier.page_bytes
+        assert arrivals.num_layers == num_layers
+        assert torch.equal(pool.data[:4], before[:4])
 
 
 @pytest.mark.parametrize("is_staged", [False, True])

@@ -1,10 +1,12 @@
 """Pages from host memory that join a step: who may begin before they are there, and until when they are held."""
 
+import msgspec
 import pytest
 
+from cluster.spec.config import TransferBackendName
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Room
-from cluster.spec.registry import KvOwnership
+from cluster.spec.registry import Endpoint, KvOwnership
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
@@ -27,12 +29,20 @@ class Prefill:
     """A step scheduler over tiers whose orders wait to be answered."""
 
     def __init__(
-        self, *, cp: int = 1, ownership: KvOwnership = KvOwnership.REPLICATED, chunk_tokens: int = 64, depth: int = 1
+        self,
+        *,
+        cp: int = 1,
+        ownership: KvOwnership = KvOwnership.REPLICATED,
+        backend: TransferBackendName = TransferBackendName.MOONCAKE,
+        chunk_tokens: int = 64,
+        depth: int = 1,
     ) -> None:
         tree, num_owners = PrefixTree(ownership.num_owners(cp)), ownership.num_owners(cp)
         self.num_ranks = cp
         self.allocator = PageAllocator(NUM_PAGES, tree, num_owners)
-        self.tiers = Tiers(HicacheConfig(), tree, 24, rows_of(cp, ownership))
+        endpoint = Endpoint(backend=backend, session="", base_address=0, num_bytes=1)
+        rows = [msgspec.structs.replace(row, host_endpoint=endpoint) for row in rows_of(cp, ownership)]
+        self.tiers = Tiers(HicacheConfig(), tree, 24, rows)
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 8, depth=depth)
         self.steps = StepScheduler(self.allocator, limits, fixed(Strategy.NONE), tiers=self.tiers)
         self._num_added = 0
@@ -88,9 +98,19 @@ class Prefill:
         self.tiers.check_integrity()
 
 
-@pytest.mark.parametrize(("cp", "ownership"), [(1, KvOwnership.REPLICATED), (2, KvOwnership.SHARDED)])
-def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(cp: int, ownership: KvOwnership) -> None:
-    prefill = Prefill(cp=cp, ownership=ownership)
+OVER_A_NETWORK, ON_ONE_HOST = TransferBackendName.MOONCAKE, TransferBackendName.SHARED_MEMORY
+JOINING = [
+    (1, KvOwnership.REPLICATED, OVER_A_NETWORK),
+    (2, KvOwnership.SHARDED, OVER_A_NETWORK),
+    (2, KvOwnership.REPLICATED, ON_ONE_HOST),
+]
+
+
+@pytest.mark.parametrize(("cp", "ownership", "backend"), JOINING)
+def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(
+    cp: int, ownership: KvOwnership, backend: TransferBackendName
+) -> None:
+    prefill = Prefill(cp=cp, ownership=ownership, backend=backend)
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)
     plan = prefill.plan()
@@ -139,11 +159,11 @@ def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
 
 
 @pytest.mark.parametrize("is_sent", [False, True], ids=["loaded first", "sent first"])
-@pytest.mark.parametrize(("cp", "ownership"), [(1, KvOwnership.REPLICATED), (2, KvOwnership.SHARDED)])
+@pytest.mark.parametrize(("cp", "ownership", "backend"), JOINING)
 def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
-    cp: int, ownership: KvOwnership, *, is_sent: bool
+    cp: int, ownership: KvOwnership, backend: TransferBackendName, *, is_sent: bool
 ) -> None:
-    prefill = Prefill(cp=cp, ownership=ownership, chunk_tokens=2)
+    prefill = Prefill(cp=cp, ownership=ownership, backend=backend, chunk_tokens=2)
     prefill.remember(PROMPT)
     longer = prefill.add([*PROMPT, 8, 9, 10])
     plan = prefill.plan()
@@ -194,7 +214,7 @@ def test_a_stream_does_not_wait_either() -> None:
     assert [row.room for row in plan.rows] == [stream.room]
 
 
-def test_pages_that_a_peer_has_to_give_are_there_before_anything_is_computed() -> None:
+def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() -> None:
     prefill = Prefill(cp=2)
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)
