@@ -73,6 +73,12 @@ def make_pool(region: Region, num_layers: int, *, is_staged: bool) -> PagePool:
 def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str) -> None:
     pool, arrivals = PagePool(3, 1, 3, 4, 1, torch.float32), LayerArrivals()
     done: list[int] = []
+    grown = threading.Condition()
+
+    def note(number: int) -> None:
+        with grown:
+            done.append(number)
+            grown.notify_all()
 
     def compute() -> None:
         with pool.filled(arrivals):
@@ -81,15 +87,17 @@ def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str)
                     pool.layer_view(layer)
                 else:
                     pool.read_pages(layer, torch.tensor([1]), torch.empty(4, 2, 1, 1))
-                done.append(layer)
-        done.append(2)
+                note(layer)
+        note(2)
         pool.layer_view(0)
 
     thread = threading.Thread(target=compute)
     thread.start()
     for layer in range(3):
+        with grown:
+            assert grown.wait_for(lambda expected=layer: len(done) == expected, 60)
         thread.join(0.05)
-        assert done == list(range(layer))
+        assert done == list(range(layer)), "it did not wait"
         arrivals.note(1, None)
     thread.join()
     assert done == [0, 1, 2]
