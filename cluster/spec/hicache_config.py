@@ -56,7 +56,7 @@ class StorageConfig(Node):
     folder: Text | None = None
     """Of `files`; may be shared by hosts. A folder in Baton's cache folder by default."""
     max_gib: MemoryGib = 64.0
-    """Most that `files` may take, in GiB; the least recently used objects go first."""
+    """Most that `files` may take, in GiB, whoever writes; the least recently used objects go first."""
     fsync: Annotated[bool, Field(strict=True)] = False
     """Whether `files` waits for the disk; without, a power failure may cost some objects, which are then not read."""
     master: Text = "127.0.0.1:50051"

@@ -1,4 +1,7 @@
-"""Kills processes that write objects, at any moment: python -m tests.integration.storage_killer FOLDER COUNT."""
+"""Kills processes that write objects, at any moment, and prints how many objects they did not finish.
+
+python -m tests.integration.storage_killer FOLDER COUNT
+"""
 
 import os
 import random
@@ -28,6 +31,7 @@ def write_for_ever(folder: Path, first: int) -> None:
 
 def main(folder: Path, count: int) -> None:
     rng = random.Random(1)
+    unfinished = set[Path]()
     for number in range(count):
         child = os.fork()
         if child == 0:
@@ -35,6 +39,8 @@ def main(folder: Path, count: int) -> None:
         time.sleep(rng.uniform(0.0, 0.02))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        unfinished |= set(folder.rglob(".unfinished-*"))
+    print(len(unfinished))
 
 
 if __name__ == "__main__":

@@ -195,6 +195,7 @@ def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "exists", fail)
+    monkeypatch.setattr(os, "utime", fail)
     for ask in (backend.count_leading, backend.present):
         with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
             ask(["n/aa"])

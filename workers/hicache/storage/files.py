@@ -1,69 +1,63 @@
-"""Objects as files of one folder, which any number of processes may share.
+"""Objects as files of one folder, which any number of processes may share, and which never has more than its limit.
 
 A file is written under a name of its own and then renamed, so that it is there whole or not at all. Which files to give
-up is told by their modification times, which reading renews.
+up is told by their modification times, which reading renews, and so does being found by whoever would write them.
 """
 
 import contextlib
-import fcntl
+import errno
 import io
 import itertools
+import logging
 import os
-import secrets
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import StorageFigures
+from workers.hicache.storage.claims import Claim
+from workers.hicache.storage.folders import make_folder, sync_folder
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
+from workers.hicache.storage.space import UNFINISHED, Space
 
-_UNFINISHED = ".unfinished-"
-_UNFINISHED_S = 3600.0
-"""Age at which nobody writes to an unfinished file any more."""
-_LOCK = ".lock"
+_log = logging.getLogger(__name__)
+
 _AHEAD = 4
 """Files that the system is told of before they are read."""
-_SLACK = 16
-"""A folder is looked through when a process has written a part of its size; it may exceed its limit by one for each."""
-_FILL = 0.9
-"""Of the limit, what is left after old files were given up."""
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FileStorage:
     """See the module's first lines; the methods are those of ``StorageBackend``."""
 
     def __init__(self, folder: Path, max_bytes: int, *, fsync: bool) -> None:
-        """Make the folder.
+        """Make the folder; one that cannot be written to is only read.
 
         Raises:
             UserError: there is a file in its place.
-            StorageError: it cannot be made, or written to; that may change.
+            StorageError: it cannot be used; that may change.
         """
         self._folder = folder
-        self._max_bytes = max_bytes
         self._fsync = fsync
-        self._me = secrets.token_hex(8)
-        """In the names of unfinished files: processes of several hosts may share the folder."""
-        self._numbers = itertools.count()
-        self._unseen_bytes = 0
-        """Written by this process since it last looked through the folder."""
-        self._used_bytes = self._num_evicted = self._evicted_bytes = 0
+        self._space = Space(folder, max_bytes, fsync=fsync)
         try:
-            self._make_room()
+            self._space.open()
         except (FileExistsError, NotADirectoryError) as error:
             raise UserError(f"hicache.storage.folder: {folder} cannot be used ({error.strerror})") from error
         except OSError as error:
-            raise StorageError(f"{folder} cannot be used: {error.strerror}") from error
+            if error.errno not in _NOT_OURS or not os.access(folder, os.R_OK | os.X_OK):
+                raise StorageError(f"{folder} cannot be used: {error.strerror}") from error
+            _log.warning("%s can only be read: %s", folder, error.strerror)
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many files are there before the first that is not."""
         return next((number for number, name in enumerate(names) if not self._has(name)), len(names))
 
     def present(self, names: Sequence[str]) -> list[str]:
-        """Those of these files that are there."""
-        return [name for name in names if self._has(name)]
+        """Those of these files that are there; they count as used."""
+        return [name for name in names if self._renew(name)]
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Read files one after another, while the system reads ahead in those that follow."""
@@ -77,8 +71,11 @@ class FileStorage:
 
     def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
         """Write files one after another."""
-        for item in objects:
-            yield self._write(item)
+        left_bytes = sum(item.num_bytes for item in objects)
+        with self._space.claim() as claim:
+            for item in objects:
+                yield self._write(item, claim, left_bytes)
+                left_bytes -= item.num_bytes
 
     def delete(self, name: str) -> None:
         """Remove a file."""
@@ -88,9 +85,10 @@ class FileStorage:
             raise StorageError(f"{name} cannot be deleted: {error.strerror}") from error
 
     def figures(self) -> StorageFigures:
-        """Of the folder when it was last looked through, and what was done since."""
+        """Of the folder when this process last wrote to it, or looked through it."""
+        space = self._space
         return StorageFigures(
-            used_bytes=self._used_bytes, num_evicted=self._num_evicted, evicted_bytes=self._evicted_bytes
+            used_bytes=space.used_bytes, num_evicted=space.num_evicted, evicted_bytes=space.evicted_bytes
         )
 
     def close(self) -> None:
@@ -119,56 +117,49 @@ class FileStorage:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         return file
 
-    def _write(self, item: StorageObject) -> Written:
-        """Write a file, then give it its name."""
-        path = self._path(item.name)
-        unfinished = path.with_name(f"{_UNFINISHED}{self._me}-{next(self._numbers)}")
+    def _renew(self, name: str) -> bool:
+        """Whether a file is there, which is now the last to go."""
         try:
-            if path.exists():
+            os.utime(self._path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise _unreadable(name, error) from error
+        return True
+
+    def _write(self, item: StorageObject, claim: Claim, left_bytes: int) -> Written:
+        """Write a file, then give it its name; ``left_bytes`` are its own and those of all that follow it."""
+        path = self._path(item.name)
+        unfinished = path.with_name(f"{UNFINISHED}{claim.token}-{path.name}")
+        try:
+            if self._renew(item.name):
                 return None
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("xb", buffering=0) as file:
+            self._space.need(claim, item.num_bytes, left_bytes)
+            with self._make(unfinished) as file:
                 for part in item.parts:
                     _write_all(file.fileno(), part)
                 if self._fsync:
                     os.fsync(file.fileno())
             unfinished.rename(path)
+            claim.left_bytes -= item.num_bytes
             if self._fsync:
-                _fsync_folder(path.parent)
-            self._note_written(item.num_bytes)
+                sync_folder(path.parent)
+        except StorageError as error:
+            return error
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             return StorageError(f"{item.name} cannot be written: {error.strerror}")
         return None
 
-    def _note_written(self, num_bytes: int) -> None:
-        self._unseen_bytes += num_bytes
-        self._used_bytes += num_bytes
-        if self._unseen_bytes > self._max_bytes // _SLACK:
-            self._make_room()
-
-    def _make_room(self) -> None:
-        """Look through the folder, and give up the files that were used least recently while it is too large."""
-        self._unseen_bytes = 0
-        # Somebody may have removed the folder since.
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / _LOCK).open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return  # another process is at it
-            files = sorted(_files(self._folder))
-            total = sum(size for _, size, _ in files)
-            limit = self._max_bytes if total <= self._max_bytes else int(self._max_bytes * _FILL)
-            for _, size, path in files:
-                if total <= limit:
-                    break
-                path.unlink(missing_ok=True)
-                total -= size
-                self._num_evicted += 1
-                self._evicted_bytes += size
-            self._used_bytes = total
+    def _make(self, path: Path) -> BinaryIO:
+        """A new file, and its folder where that is not there yet."""
+        try:
+            return path.open("xb", buffering=0)
+        except FileNotFoundError:
+            make_folder(path.parent, fsync=self._fsync)
+            return path.open("xb", buffering=0)
 
 
 def _read(file: io.FileIO, item: StorageObject) -> Read:
@@ -177,9 +168,11 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
         size = os.fstat(file.fileno()).st_size
         if size != item.num_bytes or any(file.readinto(part) != len(part) for part in item.parts):
             return CorruptObjectError(f"{item.name} has {size} bytes, not {item.num_bytes}")
-        os.utime(file.fileno())
     except OSError as error:
         return _unreadable(item.name, error)
+    # Whoever may read a file need not be allowed to say that it is in use.
+    with contextlib.suppress(OSError):
+        os.utime(file.fileno())
     return True
 
 
@@ -187,29 +180,6 @@ def _unreadable(name: str, error: OSError) -> StorageError:
     return StorageError(f"{name} cannot be read: {error.strerror}")
 
 
-def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """Time of last use, size and path of every object; removes what killed processes have left unfinished."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue  # another process was faster
-            if not name.startswith("."):
-                yield stat.st_mtime, stat.st_size, path
-            elif name.startswith(_UNFINISHED) and stat.st_mtime < time.time() - _UNFINISHED_S:
-                path.unlink(missing_ok=True)
-
-
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

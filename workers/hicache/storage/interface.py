@@ -51,7 +51,7 @@ class StorageBackend(Protocol):
         ...
 
     def present(self, names: Sequence[str]) -> list[str]:
-        """Those of these objects that are there.
+        """Those of these objects that are there, which counts as using them where storage gives up what is not used.
 
         Raises:
             StorageError: storage cannot tell.
@@ -72,7 +72,7 @@ class StorageBackend(Protocol):
     def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
         """Keep the bytes of all parts under their names, as ``read`` reads them.
 
-        Nothing happens where there is such an object already.
+        Where there is such an object already it counts as used, and nothing else happens.
 
         Raises:
             StorageError: the rest cannot be written.
