@@ -184,6 +184,44 @@ def test_cuts_that_this_model_cannot_have_are_refused_and_counted_once(tmp_path:
     assert backend.asked["present"] == 2
 
 
+def test_a_mark_that_cannot_be_read_hides_no_other_and_is_counted_once(tmp_path: Path) -> None:
+    backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
+    early, late = Cut(KvOwnership.SHARDED, 2, 1, 1), Cut(KvOwnership.SHARDED, 4, 1, 1)
+    for number in (0, 2):
+        (tmp_path / naming.namespace() / "cu" / f"cut.{number}").mkdir(parents=True)
+    known = KnownCuts(backend, naming, MINE, lambda: now[0])
+    KnownCuts(backend, naming, early).mark()
+    assert known.look() == 2
+    assert known.cuts == [MINE, early]
+    KnownCuts(backend, naming, late).mark()
+    known.mark()
+    now[0] += 10.0
+    assert known.look() == 0
+    assert known.cuts == [MINE, early, late]
+    (own,) = (path for path in tmp_path.rglob("cut.4") if path.is_file())
+    own.unlink()
+    own.mkdir()
+    now[0] += 10.0
+    known.mark()
+    reader = KnownCuts(backend, naming, late)
+    assert reader.look() == 3
+    assert reader.cuts == [late, early, MINE]
+
+
+def test_marks_that_cannot_be_read_back_are_not_left_again_and_again(tmp_path: Path) -> None:
+    naming = Naming(GEOMETRY, "w")
+
+    class Unreadable(FileStorage):
+        def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
+            raise StorageError(f"nothing can be read of {len(objects)}")
+
+    known = KnownCuts(Unreadable(tmp_path, 1 << 20, fsync=False), naming, MINE)
+    for _ in range(3):
+        with pytest.raises(StorageError, match=r"cut.0 cannot be read after it was written"):
+            known.mark()
+    assert not list(tmp_path.rglob("cut.*"))
+
+
 @pytest.mark.parametrize("num_others", [3, NUM_MARKS])
 def test_a_mark_takes_the_first_number_that_is_free(tmp_path: Path, num_others: int) -> None:
     backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
