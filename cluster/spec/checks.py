@@ -1,5 +1,6 @@
 """What must hold between the keys of a deploy YAML. One key alone: config.py."""
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.strategy import CpMode, PassingSetting
+
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,17 @@ def _lent(config: DeployConfig) -> list[Problem]:
     return [Problem("hicache.storage.lent_gib", message)]
 
 
+def _master(config: DeployConfig) -> list[Problem]:
+    storage = config.hicache.storage
+    if storage.backend is not StorageBackendName.MOONCAKE_STORE:
+        return []
+    match = _ADDRESS.fullmatch(storage.master)
+    if match is not None and 1 <= int(match["port"]) <= _LAST_PORT:
+        return []
+    message = f"got {storage.master}; allowed: host:port with a port from 1 to {_LAST_PORT}, such as 127.0.0.1:50051"
+    return [Problem("hicache.storage.master", message)]
+
+
 def _router_wait(config: DeployConfig) -> list[Problem]:
     wait_s, timeout_s = config.router.max_wait_s, config.router.request_timeout_s
     if wait_s < timeout_s:
@@ -198,5 +213,6 @@ CHECKS = (
     ),
     Check("host memory has one size", ("hicache.host_gib", "hicache.host_ratio"), _host_size),
     Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),
+    Check("a master has one address", ("hicache.storage.master", "hicache.storage.backend"), _master),
     Check("storage can use what it is lent", ("hicache.storage.lent_gib", "hicache.storage.backend"), _lent),
 )

@@ -179,6 +179,10 @@ BAD_FILES = {
         "hicache: {host_gib: 1, storage: {backend: files, folder: kv}}",
         ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~, on every host"],
     ),
+    "a master without a port": (
+        "hicache: {host_gib: 1, storage: {backend: mooncake_store, master: foo}}",
+        ["hicache.storage.master: got foo; allowed: host:port with a port from 1 to 65535, such as 127.0.0.1:50051"],
+    ),
     "memory that storage cannot use": (
         "hicache: {host_gib: 1, storage: {backend: mooncake_store, lent_gib: 0.0156}}",
         [

@@ -143,8 +143,6 @@ def _reach(master: str) -> None:
         StorageError: nobody listens there, or nobody answers.
     """
     host, _, port = master.rpartition(":")
-    if not port.isdecimal() or "//" in host:
-        return  # a service that knows the master
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _REACH_S) as connection:
             connection.sendall(_NONSENSE)
