@@ -10,11 +10,13 @@ from cluster.spec.config import DecodeConfig, DeployConfig, Device, PoolConfig, 
 from cluster.spec.cuts import cut_problems
 from cluster.spec.errors import Problem
 from cluster.spec.gpu_memory import GpuMemory
+from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.host_memory import HostMemory
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
+from workers.hicache.storage.objects import HEADER_BYTES
 
 Pool = PrefillConfig | DecodeConfig
 POOL_AXES = "[page, kv_head, layer, k_or_v, slot, head_dim]"
@@ -179,15 +181,24 @@ def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelF
 
 
 def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> list[Problem]:
-    """Host memory for cached pages that holds none would be none, and nobody would be told."""
-    hicache, page_bytes = config.hicache, layout.page_bytes
-    if not hicache.has_host or not config.kv.prefix_cache or hicache.host_bytes(layout.pool_bytes) >= page_bytes:
+    """Host memory or files for cached pages that hold none would be none, and nobody would be told."""
+    hicache, storage = config.hicache, config.hicache.storage
+    if not hicache.has_host or not config.kv.prefix_cache:
         return []
-    name, given, unit = ("host_gib", hicache.host_gib, GIB)
+    key, given, unit = "host_gib", hicache.host_gib, GIB
     if not given:
-        name, given, unit = ("host_ratio", hicache.host_ratio, layout.pool_bytes)
+        key, given, unit = "host_ratio", hicache.host_ratio, layout.pool_bytes
+    problems = []
+    if hicache.host_bytes(layout.pool_bytes) < layout.page_bytes:
+        message = f"got {given:g}; allowed: 0, or {_least(role, layout.page_bytes, unit)}"
+        problems.append(Problem(f"hicache.{key}", message))
+    stored_bytes = layout.page_bytes + HEADER_BYTES
+    if storage.backend is StorageBackendName.FILES and storage.max_gib * GIB < stored_bytes:
+        message = f"got {storage.max_gib:g}; allowed: {_least(role, stored_bytes, GIB)}"
+        problems.append(Problem("hicache.storage.max_gib", message))
+    return problems
+
+
+def _least(role: Role, page_bytes: int, unit: int) -> str:
     least = math.ceil(page_bytes / unit * 1e6) / 1e6
-    message = (
-        f"got {given:g}; allowed: 0, or at least {least:.6f}, of which a {role} worker's page takes {page_bytes} bytes"
-    )
-    return [Problem(f"hicache.{name}", message)]
+    return f"at least {least:.6f}, of which a {role} worker's page takes {page_bytes} bytes"

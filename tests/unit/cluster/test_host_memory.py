@@ -128,6 +128,17 @@ def test_host_memory_may_be_a_multiple_of_the_pool() -> None:
     assert not problems_of(text.format(least))
 
 
+def test_files_that_hold_no_page_are_refused() -> None:
+    given = "kv: {{memory_gib: 0.5}}\nhicache: {{host_gib: 1, storage: {{backend: {}, max_gib: {}}}}}"
+    problems = problems_of(given.format("files", "0.00001"))
+    assert len(problems) == 2
+    assert problems[0].startswith("hicache.storage.max_gib: got 1e-05; allowed: at least 0.000")
+    least = problems[0].split("at least ")[1].split(",")[0]
+    assert not problems_of(given.format("files", least))
+    assert problems_of(given.format("files", f"{float(least) - 2e-6:.6f}"))
+    assert not problems_of(given.format("mooncake_store", "0.00001"))
+
+
 def test_workers_that_may_be_on_many_machines_must_fit_one_by_one() -> None:
     several = f"{TIERS}\ntransfer: {{backend: mooncake}}"
     assert not problems_of(f"{several}\nresources: {{machine_memory_gib: 4.6}}")
