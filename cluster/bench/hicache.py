@@ -20,18 +20,27 @@ from cluster.spec.tiers import CachedTokens, Tier
 from workers.local import Answer, LocalCluster, Prompt, RemoteError
 from workers.models.config import ModelConfig
 
+_MOST_GIB = 65536
+"""As the deploy YAML has it."""
 _MOST_ATTEMPTS = 100
 """To find a prompt in its tier; copies are made beside the work, so that the first ones may come too early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """Of the prefill replica: its ranks, and the memory of each."""
+    """Of the prefill replica: its ranks, and the memory of each. Raises UserError when a value makes no sense."""
 
     cp: int = 1
     page_size: int = 64
     kv_gib: float = 1.0
     host_gib: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.cp < 1:
+            raise UserError(f"--cp: got {self.cp}; allowed: 1 or more")
+        for option, gib in (("--kv-gib", self.kv_gib), ("--host-gib", self.host_gib)):
+            if not 0 < gib <= _MOST_GIB:
+                raise UserError(f"{option}: got {gib:g}; allowed: a number over 0, {_MOST_GIB} at most")
 
     def config(self, lowest: Tier, folder: Path) -> DeployConfig:
         """Without the tiers below one; storage is files in the folder."""

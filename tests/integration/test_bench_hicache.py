@@ -12,6 +12,7 @@ import pytest
 from cluster.bench.hicache import HicacheBench
 from cluster.bench.hicache_load import Conversations, TracedRequests
 from cluster.bench.trace import TraceEntry, TraceWorkload
+from cluster.cli.main import main
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import Tier
 from tests.fakes.traces import make_entries, write_trace
@@ -95,6 +96,29 @@ def test_a_trace_is_asked_in_its_order() -> None:
 def test_values_without_sense_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         HicacheBench(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--cp", "0"], "--cp: got 0; allowed: 1 or more"),
+        (["--host-gib", "-1"], "--host-gib: got -1; allowed: a number over 0, 65536 at most"),
+        (["--host-gib", "0"], "--host-gib: got 0; allowed: a number over 0, 65536 at most"),
+        (["--kv-gib", "nan"], "--kv-gib: got nan; allowed: a number over 0, 65536 at most"),
+    ],
+)
+@pytest.mark.parametrize("workload", [[], ["--conversations", "2"]])
+def test_options_without_sense_end_in_one_line(
+    options: list[str],
+    line: str,
+    workload: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", "bench", "hicache", *workload, *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"{line}\n")
 
 
 def test_a_conversation_too_short_for_its_turns_is_refused() -> None:
