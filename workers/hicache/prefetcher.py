@@ -20,7 +20,7 @@ BATCH_PAGES = 32
 MAX_OPEN = 2
 """Most orders of one request under way."""
 PATIENCE_S = 30.0
-"""Longest time in which storage is read for one request, whatever the policy."""
+"""How long storage is read for one request, where the policy is not `timeout`, whose own settings say so."""
 
 
 @dataclass(slots=True, eq=False)
