@@ -55,10 +55,12 @@ class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call")
 OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 
-class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the prompt's KV came from."""
+class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the prompt's KV came from; ``PromptTokensDetails`` says the same."""
 
     cached_tokens: int
+    host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):

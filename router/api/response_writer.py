@@ -80,6 +80,7 @@ class ResponseWriter:
         status: Literal["completed", "incomplete"]
         status = "incomplete" if self._finish is FinishReason.LENGTH else "completed"
         items, events = self._items.end(status)
+        cached = usage.prompt_tokens_details
         ended = msgspec.structs.replace(
             self._begun,
             status=status,
@@ -87,7 +88,11 @@ class ResponseWriter:
             output=items,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
-                input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+                input_tokens_details=InputTokensDetails(
+                    cached_tokens=cached.cached_tokens,
+                    host_tokens=cached.host_tokens,
+                    storage_tokens=cached.storage_tokens,
+                ),
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputTokensDetails(reasoning_tokens=self._num_thought_tokens),
                 total_tokens=usage.total_tokens,
