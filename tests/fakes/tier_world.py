@@ -20,6 +20,8 @@ from workers.hicache.prefetcher import PATIENCE_S
 from workers.hicache.tiers import Tiers
 
 PAGE_SIZE = 2
+MOST_ROUNDS = 2000
+"""In which everything that was begun ends, once nothing more comes."""
 
 
 @dataclass
@@ -76,7 +78,7 @@ class TierWorld:
         self._config = config
         self._num_rooms = 0
         self.now_s = 0.0
-        self.num_loaded = self.num_fetched = 0
+        self.num_loaded = self.num_fetched = self.num_written = 0
         self.restart()
 
     def restart(self) -> None:
@@ -156,10 +158,18 @@ class TierWorld:
             self.advance()
 
     def drain(self) -> None:
+        num_rounds = 0
         while self.waiting or any(rank.inbox or rank.copies for rank in self.ranks):
+            num_rounds += 1
+            assert num_rounds < MOST_ROUNDS, "copies are made without end, though nothing more comes"
             for number in range(len(self.ranks)):
                 self.step(number, fails=False)
             self.start_waiting()
+
+    def wipe(self) -> None:
+        """Storage loses all that it has, and says nothing."""
+        for rank in self.ranks:
+            rank.stored.clear()
 
     def advance(self) -> None:
         for address, message in self.tiers.advance(self.now_s):
@@ -229,7 +239,8 @@ class TierWorld:
                 rank.host[page.host] = b"torn" if fails else rank.stored.get(page.key, b"torn")
                 return not fails and page.key in rank.stored
             case MoveKind.STORE if is_owner and not fails:
-                rank.stored[page.key] = rank.host[page.host]
+                self.num_written += page.key not in rank.stored
+                rank.stored.setdefault(page.key, rank.host[page.host])
         return not fails
 
 

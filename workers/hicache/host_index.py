@@ -8,8 +8,15 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf, isfinite
 
 from workers.cache.page_journal import PageJournal
+from workers.hicache.pins import Pins
+
+NEVER_S = -inf
+"""When storage was given a page that it may not have."""
+ASKED_S = inf
+"""The same of one that it is being given."""
 
 
 @dataclass(slots=True)
@@ -18,9 +25,8 @@ class _HostPage:
     place: int
     is_filled: bool = False
     num_holders: int = 0
-    is_pinned: bool = False
-    is_offered: bool = False
-    """It came from storage, or storage was given it."""
+    stored_s: float = NEVER_S
+    """When storage last had it, as far as is known."""
     is_fetched: bool = False
     """It came from storage and no request has used it yet."""
 
@@ -35,6 +41,9 @@ class HostIndex:
         self._pages: dict[bytes, _HostPage] = {}
         self._order: list[OrderedDict[bytes, _HostPage]] = [OrderedDict() for _ in range(num_owners)]
         """By owner, least recently used first, those that are not pinned: nobody looks past thousands of others."""
+        self._kept: list[set[bytes]] = [set() for _ in range(num_owners)]
+        """By owner: pages that cannot be given up now."""
+        self.pins = Pins(pages_per_owner, num_owners)
         self.version = 0
         """Another number whenever other pages might be given up next."""
         self.journal = PageJournal()
@@ -91,14 +100,24 @@ class HostIndex:
         if not self._free[owner]:
             return None
         page = self._free[owner].popleft()
-        self._pages[key] = self._order[owner][key] = _HostPage(page, place)
+        self._pages[key] = _HostPage(page, place)
+        self._settle(key)
         self.version += 1
         return page
+
+    def num_movable(self, owner: int) -> int:
+        """Pages of an owner that are free or could be given up now."""
+        return self.num_pages // self.num_owners - len(self._kept[owner])
+
+    def is_kept(self, key: bytes) -> bool:
+        """Whether a page is here, or reserved, and cannot be given up now."""
+        page = self._pages.get(key)
+        return page is not None and key in self._kept[page.page % self.num_owners]
 
     def make_room(self, owner: int, wanted: int) -> int:
         """Give up pages of an owner that storage was offered until so many are free; how many of them are."""
         lacking = wanted - len(self._free[owner])
-        offered = (key for key, page in self._order[owner].items() if page.is_offered and _may_go(page))
+        offered = (key for key, page in self._order[owner].items() if page.stored_s != NEVER_S and _may_go(page))
         for key in list(islice(offered, max(0, lacking))):
             self.num_evicted[owner] += 1
             self.drop(key)
@@ -107,6 +126,7 @@ class HostIndex:
     def fill(self, key: bytes) -> None:
         """The reserved page has its bytes."""
         self._of(key).is_filled = True
+        self._settle(key)
         self.version += 1
         self.journal.note(key, True)
 
@@ -114,18 +134,26 @@ class HostIndex:
         """The place of a page that is here."""
         return self._of(key).place
 
-    def note_fetched(self, key: bytes) -> None:
+    def note_fetched(self, key: bytes, now_s: float) -> None:
         """A filled page is a copy from storage."""
-        self._of(key).is_offered = self._of(key).is_fetched = True
+        page = self._of(key)
+        page.stored_s, page.is_fetched = now_s, True
 
-    def note_offered(self, key: bytes, *, is_offered: bool = True) -> None:
-        """Storage is given a copy of a filled page, or has not taken it and may be offered it again."""
-        self._of(key).is_offered = is_offered
-        self.version += not is_offered
+    def note_stored(self, key: bytes, stored_s: float) -> None:
+        """Storage had a copy of a filled page then, or is being given it, or may not have it."""
+        self._of(key).stored_s = stored_s
+        self.version += stored_s == NEVER_S
 
-    def is_offered(self, key: bytes) -> bool:
-        """Whether storage had its chance to take a page that is here."""
-        return self._of(key).is_offered
+    def stored_s(self, key: bytes) -> float:
+        """When storage last had a page that is here."""
+        return self._of(key).stored_s
+
+    def doubt_storage(self) -> list[bytes]:
+        """Storage may have lost what it had: the pages that it is to be offered again."""
+        doubted = [key for key, page in self._pages.items() if isfinite(page.stored_s)]
+        for key in doubted:
+            self.note_stored(key, NEVER_S)
+        return doubted
 
     def note_used(self, keys: Sequence[bytes]) -> list[bool]:
         """Requests use these pages; which of them only came from storage for this."""
@@ -141,6 +169,7 @@ class HostIndex:
         assert page.num_holders == 0, f"host page {page.page} is dropped but held"
         owner = page.page % self.num_owners
         self._order[owner].pop(key, None)
+        self._kept[owner].discard(key)
         self._free[owner].append(page.page)
         self.version += 1
         if page.is_filled:
@@ -152,6 +181,7 @@ class HostIndex:
             page = self._of(key)
             assert page.is_filled, f"host page {page.page} is held before it has its bytes"
             page.num_holders += 1
+            self._settle(key)
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Let pages go."""
@@ -159,29 +189,23 @@ class HostIndex:
             page = self._of(key)
             assert page.num_holders > 0, f"host page {page.page} is released but not held"
             page.num_holders -= 1
+            self._settle(key)
         self.version += 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The pages of a prefix were used: those of them that are here come to be given up deepest first."""
         for key in reversed(keys):
             page = self._pages.get(key)
-            if page is not None and not page.is_pinned:
+            if page is not None and key not in self.pins:
                 self._order[page.page % self.num_owners].move_to_end(key)
         self.version += 1
 
-    def pin(self, keys: Iterable[bytes], *, is_pinned: bool) -> int:
-        """Never give up those that are there, or give them up as any other; how many there are."""
-        found = [key for key in keys if key in self._pages]
-        for key in found:
-            page = self._of(key)
-            order = self._order[page.page % self.num_owners]
-            if is_pinned:
-                order.pop(key, None)
-            elif page.is_pinned:
-                order[key] = page
-            page.is_pinned = is_pinned
+    def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
+        """Never give up the pages of a prompt, also those that come later; or give them up as any other."""
+        for key in self.pins.add(keys) if is_pinned else self.pins.remove(keys):
+            if key in self._pages:
+                self._settle(key)
         self.version += 1
-        return len(found)
 
     def flush(self) -> None:
         """Give up everything that is neither held nor pinned."""
@@ -195,7 +219,9 @@ class HostIndex:
         free = [page for pages in self._free for page in pages]
         assert sorted(used + free) == list(range(self.num_pages)), "a host page is lost, or has two keys"
         ordered = {key: page for pages in self._order for key, page in pages.items()}
-        assert ordered == {key: page for key, page in self._pages.items() if not page.is_pinned}, "a page has no turn"
+        assert ordered == {key: page for key, page in self._pages.items() if key not in self.pins}, "a page has no turn"
+        movable = {key for key, page in ordered.items() if _may_go(page)}
+        assert self._pages.keys() - movable == set().union(*self._kept), "a page is kept for nobody"
         for owner, pages in enumerate(self._order):
             assert all(page.page % self.num_owners == owner for page in pages.values()), f"owner {owner} has a stranger"
 
@@ -205,6 +231,19 @@ class HostIndex:
         if oldest is not None:
             self.num_evicted[owner] += 1
             self.drop(oldest)
+
+    def _settle(self, key: bytes) -> None:
+        """Something has changed that says whether the page has a turn, and whether it may go."""
+        page = self._of(key)
+        owner = page.page % self.num_owners
+        if key in self.pins:
+            self._order[owner].pop(key, None)
+        else:
+            self._order[owner].setdefault(key, page)
+        if key in self.pins or not _may_go(page):
+            self._kept[owner].add(key)
+        else:
+            self._kept[owner].discard(key)
 
     def _of(self, key: bytes) -> _HostPage:
         return self._pages[key]

@@ -150,7 +150,7 @@ class Prefetcher:
         self._note(wish, outcome)
         for page, is_done in zip(pages, outcome.done, strict=True):
             if is_done:
-                self._keep(wish, page.key)
+                self._keep(wish, page.key, outcome.now_s)
             else:
                 self._host.drop(page.key)
         self._host.touch(wish.keys)
@@ -158,9 +158,9 @@ class Prefetcher:
             wish.num_wanted = wish.num_ordered
         self._fetch_more(wish, outcome.now_s)
 
-    def _keep(self, wish: _Wish, key: bytes) -> None:
+    def _keep(self, wish: _Wish, key: bytes, now_s: float) -> None:
         self._host.fill(key)
-        self._host.note_fetched(key)
+        self._host.note_fetched(key, now_s)
         if not wish.is_forgotten:
             self._host.hold([key])
             wish.held.append(key)

@@ -5,7 +5,7 @@ the copy is thrown away.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from cluster.spec.hicache_config import WritePolicy
@@ -50,11 +50,17 @@ class Saver:
 
     def note_hits(self, keys: list[bytes]) -> None:
         """Device pages were found by a request."""
+        self.note_pinned(keys)
         if self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             for key in keys:
                 self._hits[key] += 1
                 if self._hits[key] == self._selective_hits:
                     self._waiting.append(key)
+
+    def note_pinned(self, keys: Sequence[bytes]) -> None:
+        """Those of these pages that are pinned are to be in host memory, if they are on the device."""
+        if self._host.pins:
+            self._waiting += [key for key in self._only_on_device(keys) if key in self._host.pins]
 
     def note_received(self, keys: list[bytes]) -> None:
         """Pages that are now cached came from a replica that keeps them itself."""
@@ -92,6 +98,7 @@ class Saver:
             self._hits.pop(key, None)
         if self._is_draining:
             self._leave(stored)
+        self.note_pinned(stored)
         if self._policy is WritePolicy.WRITE_THROUGH:
             self._waiting += [key for key in stored if key not in received]
         elif self._policy is WritePolicy.WRITE_BACK and self._orders.num_open(MoveKind.SAVE) == 0:
@@ -114,22 +121,24 @@ class Saver:
             self._looked = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Not more than host memory holds, and those it has are renewed, or copies would push each other out."""
-        room = [self._host.num_pages // self._host.num_owners] * self._host.num_owners
+        """Not more than host memory has places for, and those it has are renewed: copies would push each other out."""
+        room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):
             for key in self._tree.oldest_idle(owner, MARGIN):
                 host_owner = self._tree.place_of(key) % self._host.num_owners
-                if room[host_owner]:
+                if room[host_owner] and not self._host.is_kept(key):
                     room[host_owner] -= 1
                     wanted.append(key)
         self._host.touch(wanted[::-1])  # the deepest of a prefix are idle the longest
         return [key for key in wanted if key not in self._host]
 
     def _leave(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            if key not in self._host and self._tree.page_of(key) is not None:
-                self._left[self._tree.place_of(key) % self._host.num_owners].append(key)
+        for key in self._only_on_device(keys):
+            self._left[self._tree.place_of(key) % self._host.num_owners].append(key)
+
+    def _only_on_device(self, keys: Iterable[bytes]) -> list[bytes]:
+        return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
         """As many as can be ordered at once, and as host memory has room for beside what storage has yet to take."""

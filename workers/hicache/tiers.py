@@ -72,7 +72,7 @@ class Tiers:
         self.host.touch(keys)
         if not self._is_attached:
             return
-        self._storer.note_used(keys)
+        self._storer.note_used(keys, now_s)
         num_here = self._tree.count(keys)
         num_here += len(self.host.find(keys[num_here:]))
         if num_here < len(keys):
@@ -102,6 +102,10 @@ class Tiers:
         """The order that the next step takes along, if there is one."""
         return self._orders.take_joining()
 
+    def keys_below(self) -> dict[Tier, list[bytes]]:
+        """What these tiers have, as far as this replica knows: of storage what it has stored."""
+        return {Tier.HOST: self.host.filled_keys(), Tier.STORAGE: self._storer.stored_keys}
+
     @property
     def journals(self) -> dict[Tier, PageJournal]:
         """What has come to these tiers and gone from them."""
@@ -109,6 +113,8 @@ class Tiers:
 
     def attach(self, *, is_attached: bool) -> None:
         """Use storage from now on, if there is any, or leave it alone; what is under way goes on."""
+        if is_attached and not self._is_attached:
+            self._storer.doubt()
         self._is_attached = is_attached and self._has_storage
         self.drain(is_draining=self._is_draining)
 
@@ -118,9 +124,25 @@ class Tiers:
         self._storer.drain(is_draining=is_draining)
         self._saver.drain(is_draining=is_draining and self._is_attached)
 
+    def refusal_to_pin(self, keys: Sequence[bytes]) -> str:
+        """Why a prompt may not be pinned; empty if it may."""
+        return self.host.pins.refusal(keys)
+
+    def refusal_of_storage(self) -> str:
+        """Why storage can be neither attached nor detached; empty where there is one."""
+        return "" if self._has_storage else "no storage is configured (hicache.storage.backend)"
+
     def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Never give up the host pages of these that are there, or give them up as any other."""
+        """Keep a prompt's pages in host memory, under every policy: those there, those on the device, those to come.
+
+        Or give them up as any other.
+        """
         self.host.pin(keys, is_pinned=is_pinned)
+        self._saver.note_pinned(keys)
+
+    def num_pinned_of(self, keys: Sequence[bytes]) -> int:
+        """Those of these pages that are in host memory and stay there."""
+        return sum(key in self.host.pins and self.host.page_of(key) is not None for key in keys)
 
     def state(self) -> TierState:
         """What the heartbeat tells."""

@@ -45,8 +45,8 @@ class PageReporter:
         self._allocator.follow(self._journal)
         follower = self._followers[message.router.replica] = _Follower(message.router)
         told = self._tell(follower, Tier.DEVICE, self._allocator.cached_keys(), [])
-        if self._tiers:
-            told += self._tell(follower, Tier.HOST, self._tiers.host.filled_keys(), [])
+        for tier, keys in self._tiers.keys_below().items() if self._tiers else ():
+            told += self._tell(follower, tier, keys, [])
         return told
 
     def on_table(self, table: TableSnapshot) -> None:

@@ -203,7 +203,7 @@ def test_news_tell_of_every_tier() -> None:
     keys = page_keys([1] * 6, 2)
     told = [message for _, message in reporter.news() if isinstance(message, PageNews)]
     assert {message.tier: sorted(message.stored) for message in told} == {tier: sorted(keys) for tier in Tier}
-    assert [message.number for message in told] == [2, 3, 4]
+    assert [message.number for message in told] == [3, 4, 5]
     world.tiers.flush()
     (gone,) = [message for _, message in reporter.news() if isinstance(message, PageNews)]
     assert (gone.tier, sorted(gone.removed)) == (Tier.HOST, sorted(keys))
@@ -211,6 +211,7 @@ def test_news_tell_of_every_tier() -> None:
     assert [(message.number, message.tier, len(message.stored)) for message in again] == [
         (0, Tier.DEVICE, 3),
         (1, Tier.HOST, 0),
+        (2, Tier.STORAGE, 3),
     ]
 
 

@@ -7,6 +7,7 @@ from cluster.spec.page_key import page_keys
 from cluster.spec.registry import KvOwnership
 from tests.fakes.tier_world import PAGE_SIZE
 from tests.unit.workers.test_tiers import world_of
+from workers.hicache.storer import RENEW_S
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
@@ -84,3 +85,90 @@ def test_a_replica_is_drained_though_there_is_no_room_for_what_its_device_has(mo
     assert world.tiers.state().is_storing
     world.drain()
     assert len(world.ranks[0].stored) == 12
+
+
+@pytest.mark.parametrize("ownership", KvOwnership)
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_what_storage_has_lost_it_is_given_by_a_replica_that_drains(
+    policy: WritePolicy, ownership: KvOwnership
+) -> None:
+    world = world_of(policy, cp=2, ownership=ownership, backend="files", device_pages=64, host_pages=64)
+    keys = set(page_keys([0] * 24, PAGE_SIZE))
+    for is_wiped in (False, True):
+        for _ in range(3):
+            world.submit([0] * 24)
+            world.drain()
+            world.finish(0)
+            world.drain()
+        world.tiers.drain(is_draining=True)
+        world.advance()
+        assert world.tiers.state().is_storing
+        world.drain()
+        assert {key for rank in world.ranks for key in rank.stored} == keys
+        state = world.tiers.state()
+        assert (state.is_storing, state.num_waiting, state.num_lost) == (False, 0, 0)
+        assert world.num_written == (2 if is_wiped else 1) * len(keys)
+        world.tiers.drain(is_draining=True)
+        world.advance()
+        assert not world.tiers.state().is_storing, "it is told again to drain"
+        world.tiers.drain(is_draining=False)
+        world.wipe()
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH_SELECTIVE])
+def test_what_storage_has_lost_it_is_given_when_it_is_used_and_nothing_is_written_twice(policy: WritePolicy) -> None:
+    world = world_of(policy, backend="files", device_pages=64, host_pages=64)
+
+    def use(times: int) -> None:
+        for _ in range(times):
+            world.submit([0] * 8)
+            world.drain()
+            world.finish(0)
+            world.drain()
+
+    use(3)
+    world.wipe()
+    use(3)
+    assert not world.ranks[0].stored
+    world.now_s += RENEW_S
+    use(1)
+    assert len(world.ranks[0].stored) == 4
+    for _ in range(5):
+        world.now_s += RENEW_S
+        use(2)
+    assert world.num_written == 8
+
+
+def test_room_is_made_only_by_pages_that_storage_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.hicache.saver.MARGIN", 0)
+    world = world_of(WritePolicy.WRITE_BACK, backend="files", device_pages=64, host_pages=4)
+    world.submit([0] * 8)
+    world.drain()
+    world.finish(0)
+    for _ in range(2):
+        world.tiers.drain(is_draining=True)
+        world.advance()
+        world.drain()
+        assert len(world.ranks[0].stored) == 4
+        world.tiers.drain(is_draining=False)
+    world.allocator.flush()
+    world.wipe()
+    world.submit([1] * 8)
+    world.drain()
+    world.finish(0)
+    world.tiers.drain(is_draining=True)
+    world.advance()
+    world.drain()
+    assert set(world.ranks[0].stored) == {*page_keys([0] * 8, PAGE_SIZE), *page_keys([1] * 8, PAGE_SIZE)}
+
+
+def test_storage_that_was_left_alone_is_offered_anew_what_it_had() -> None:
+    world = world_of(backend="files", device_pages=64, host_pages=64)
+    for is_attached in (True, False, True):
+        world.tiers.attach(is_attached=is_attached)
+        world.submit([0] * 8)
+        world.drain()
+        world.finish(0)
+        world.drain()
+        assert bool(world.ranks[0].stored) is is_attached
+        world.wipe()

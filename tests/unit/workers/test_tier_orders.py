@@ -18,7 +18,7 @@ from workers.hicache.host_index import HostIndex
 from workers.hicache.orders import Orders
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.throttle import Throttle
-from workers.hicache.storer import Storer
+from workers.hicache.storer import RENEW_S, Storer
 
 KEYS = page_keys([0] * 8, PAGE_SIZE)
 
@@ -108,16 +108,56 @@ def test_a_page_is_stored_once_however_often_it_is_due(policy: WritePolicy) -> N
     alone = StorerAlone(policy)
     for key in (*KEYS, *KEYS):
         alone.storer.note_saved(key)
-    alone.storer.note_used(KEYS)
+    alone.storer.note_used(KEYS, 0.0)
     (order,) = alone.ordered()
     assert keys_of([order]) == KEYS
     for _ in range(2):
-        alone.storer.note_used(KEYS)
+        alone.storer.note_used(KEYS, 0.0)
         alone.storer.note_saved(KEYS[0])
         alone.storer.drain(is_draining=True)
         assert alone.ordered() == []
         alone.answer(order, 0.0, is_done=True)
     assert alone.storer.num_waiting == 0
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_what_storage_has_had_is_offered_again_when_it_is_used_later_and_never_before(policy: WritePolicy) -> None:
+    alone = StorerAlone(policy)
+    for key in KEYS:
+        alone.storer.note_saved(key)
+    (order,) = alone.ordered()
+    alone.answer(order, 1.0, is_done=True)
+    for now_s in (1.0, RENEW_S, RENEW_S + 1, RENEW_S + 2, 2 * RENEW_S, 2 * RENEW_S + 3):
+        alone.storer.note_used(KEYS[:2], now_s)
+        orders = alone.ordered(now_s)
+        assert keys_of(orders) == (KEYS[:2] if now_s in (RENEW_S + 1, 2 * RENEW_S + 3) else [])
+        for order in orders:
+            alone.answer(order, now_s, is_done=True)
+    assert alone.ordered(1e9) == [], "what nobody uses"
+    assert alone.storer.num_lost == 0
+
+
+def test_a_replica_that_drains_offers_first_what_storage_never_had() -> None:
+    alone = StorerAlone(WritePolicy.WRITE_THROUGH)
+    for key in KEYS[:2]:
+        alone.storer.note_saved(key)
+    (order,) = alone.ordered()
+    alone.answer(order, 0.0, is_done=True)
+    alone.storer.drain(is_draining=True)
+    assert keys_of(alone.ordered()) == KEYS[2:] + KEYS[:2]
+
+
+def test_pages_that_wait_too_long_for_their_turn_are_counted() -> None:
+    alone = StorerAlone()
+    for _ in range(3):
+        alone.breaker.note(0.0, is_success=False)
+    gone = [bytes([number]) for number in range(9)]
+    for key in (*KEYS, *KEYS, *gone):
+        alone.storer.note_saved(key)
+    assert alone.ordered() == []
+    assert (alone.storer.num_waiting, alone.storer.num_lost) == (len(KEYS), len(gone))
+    assert alone.ordered(100.0) == []
+    assert alone.storer.num_lost == len(KEYS) + len(gone)
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
@@ -127,7 +167,7 @@ def test_pages_that_are_being_stored_do_not_wait_for_it(policy: WritePolicy, mon
     for key in KEYS:
         alone.storer.note_saved(key)
     assert len(alone.ordered()) == 2
-    alone.storer.note_used(KEYS)
+    alone.storer.note_used(KEYS, 0.0)
     alone.storer.drain(is_draining=True)
     assert alone.ordered() == []
     assert alone.storer.num_waiting == 0
@@ -136,10 +176,10 @@ def test_pages_that_are_being_stored_do_not_wait_for_it(policy: WritePolicy, mon
 def test_storage_that_fails_gets_nothing_until_its_time_has_come_and_reads_go_on() -> None:
     alone = StorerAlone()
     for _ in range(3):
-        alone.storer.note_used(KEYS)
+        alone.storer.note_used(KEYS, 0.0)
         (order,) = alone.ordered()
         alone.answer(order, 0.0, is_done=False)
-    alone.storer.note_used(KEYS)
+    alone.storer.note_used(KEYS, 0.0)
     assert alone.ordered(0.9) == []
     assert alone.storer.num_waiting == len(KEYS)
     (order,) = alone.ordered(1.0)

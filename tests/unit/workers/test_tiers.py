@@ -1,7 +1,7 @@
 """Tiers against ranks that lag behind their leader, and fail: no page is ever found with the tokens of another."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy, WritePolicy
@@ -17,9 +17,11 @@ from workers.hicache.prefetcher import PATIENCE_S
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 EVENTS = st.lists(
     st.one_of(
-        TOKENS.map(lambda tokens: ("submit", tokens)),
+        st.tuples(st.sampled_from(["submit", "serve"]), TOKENS),
         st.tuples(st.just("finish"), st.integers(0, 9)),
-        st.tuples(st.sampled_from(["pin", "unpin", "forget", "restart", "drain", "resume"]), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["pin", "pin", "unpin"]), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["forget", "flush", "restart", "wipe"]), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["drain", "resume", "attach", "detach"]), st.integers(0, 9)),
         st.tuples(st.sampled_from(["step", "step", "step", "fail"]), st.integers(0, 3)),
     ),
     max_size=80,
@@ -52,6 +54,53 @@ def world_of(
     )
 
 
+class PinModel:
+    """What is pinned, the long way round."""
+
+    def __init__(self, world: TierWorld) -> None:
+        self._world = world
+        self._prompts: dict[bytes, list[bytes]] = {}
+        self._here: set[bytes] = set()
+
+    def pin(self, keys: list[bytes], *, is_pinned: bool) -> None:
+        if not keys or (is_pinned and self._world.tiers.refusal_to_pin(keys)):
+            return
+        self._world.tiers.pin(keys, is_pinned=is_pinned)
+        self._world.advance()
+        self._prompts.pop(keys[-1], None)
+        if is_pinned:
+            self._prompts[keys[-1]] = keys
+
+    def restart(self) -> None:
+        self._prompts.clear()
+
+    def check(self) -> None:
+        """A pinned page that has come stays."""
+        filled = set(self._world.tiers.host.filled_keys())
+        pinned = {key for keys in self._prompts.values() for key in keys}
+        assert self._here & pinned <= filled, "a pinned page was given up"
+        self._here = pinned & filled
+        assert self._here <= {key for key in filled if self._world.tiers.host.is_kept(key)}
+
+
+def happen(world: TierWorld, name: str) -> None:
+    """Events that concern the whole replica."""
+    match name:
+        case "forget":
+            world.allocator.flush()
+        case "flush":
+            world.tiers.flush()
+        case "restart":
+            world.restart()
+        case "wipe":
+            world.wipe()
+        case "drain" | "resume":
+            world.tiers.drain(is_draining=name == "drain")
+        case "attach" | "detach":
+            world.tiers.attach(is_attached=name == "attach")
+    world.advance()
+
+
 @settings(max_examples=150)
 @given(
     policy=st.sampled_from(WritePolicy),
@@ -63,6 +112,17 @@ def world_of(
     host_pages=st.integers(1, 8),
     seed=st.integers(0, 99),
     events=EVENTS,
+)
+@example(
+    policy=WritePolicy.WRITE_BACK,
+    prefetch=PrefetchPolicy.BEST_EFFORT,
+    backend="none",
+    cp=1,
+    ownership=KvOwnership.REPLICATED,
+    device_pages=8,
+    host_pages=4,
+    seed=0,
+    events=[("serve", [0] * 4), ("pin", 0), ("flush", 0), ("serve", [1] * 12)],
 )
 def test_no_page_is_found_with_the_tokens_of_another(
     policy: WritePolicy,
@@ -85,35 +145,36 @@ def test_no_page_is_found_with_the_tokens_of_another(
         host_pages=host_pages,
         seed=seed,
     )
-    pinned: set[bytes] = set()
+    prompts = [tokens for name, tokens in events if isinstance(tokens, list)]
+    pins = PinModel(world)
     for name, value in events:
         if isinstance(value, list):
             world.submit(value)
+            if name == "serve":
+                world.drain()
+                world.finish(-1)
         elif name == "finish":
             world.finish(value)
-        elif name == "restart":
-            pinned.clear()
-            world.restart()
         elif name in ("pin", "unpin"):
-            keys = world.tiers.host.filled_keys()[value : value + 1]
-            world.tiers.host.pin(keys, is_pinned=name == "pin")
-            pinned = pinned | set(keys) if name == "pin" else pinned - set(keys)
-        elif name == "forget":
-            world.allocator.flush()
-        elif name in ("drain", "resume"):
-            world.tiers.drain(is_draining=name == "drain")
-            world.advance()
-        else:
+            if prompts:
+                pins.pin(page_keys(prompts[value % len(prompts)], PAGE_SIZE), is_pinned=name == "pin")
+        elif name in ("step", "fail"):
             world.step(value, fails=name == "fail")
+        else:
+            happen(world, name)
+            if name == "restart":
+                pins.restart()
         world.start_waiting()
         world.check()
-        assert pinned <= set(world.tiers.host.filled_keys()), "a pinned page was given up"
+        pins.check()
     world.drain()
     world.check_device()
     assert not world.loading
     while world.requests:
         world.finish(0)
     assert world.allocator.num_free == world.allocator.num_pages
+    world.drain()
+    pins.check()
 
 
 @pytest.mark.parametrize("ownership", KvOwnership)
