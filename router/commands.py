@@ -8,7 +8,7 @@ from contextlib import suppress
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Command, CommandTaken, Wanted
 from cluster.spec.peer import Peer
-from router.errors import NoAnswerError
+from router.errors import NoAnswerError, RefusedError
 
 AGAIN_S = 2.0
 """Between two times that a replica is told; it does once what it hears twice."""
@@ -24,11 +24,12 @@ class Commands:
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
 
-    async def give(self, peers: Sequence[Peer], wanted: Wanted) -> None:
-        """Let replicas do something; returns when every one of them has taken it.
+    async def give(self, peers: Sequence[Peer], wanted: Wanted) -> list[CommandTaken]:
+        """Let replicas do something; what they say, when every one of them has done it.
 
         Raises:
             NoAnswerError: some did not answer.
+            RefusedError: some cannot do it.
         """
         number = next(self._numbers)
         given = self._open[number] = _Open(peers)
@@ -40,7 +41,7 @@ class Commands:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(given.taken.wait(), AGAIN_S)
                 if not given.missing:
-                    return
+                    return _all_done(given.answers)
         finally:
             del self._open[number]
         names = ", ".join(peer.replica for peer in given.missing.values())
@@ -52,9 +53,18 @@ class Commands:
     def on_taken(self, taken: CommandTaken) -> None:
         """A replica answers; one that was not asked is passed over."""
         if (given := self._open.get(taken.number)) is not None:
-            given.missing.pop((taken.replica, taken.incarnation), None)
+            if given.missing.pop((taken.replica, taken.incarnation), None) is not None:
+                given.answers.append(taken)
             if not given.missing:
                 given.taken.set()
+
+
+def _all_done(answers: list[CommandTaken]) -> list[CommandTaken]:
+    refusals = [f"{answer.replica}: {answer.refusal}" for answer in answers if answer.refusal]
+    if not refusals:
+        return answers
+    done = [answer.replica for answer in answers if not answer.refusal]
+    raise RefusedError("; ".join(refusals) + (f"; done by {', '.join(done)}" if done else ""))
 
 
 class _Open:
@@ -65,6 +75,7 @@ class _Open:
             (peer.replica, peer.incarnation): peer for peer in peers
         }
         """Those that have not answered."""
+        self.answers: list[CommandTaken] = []
         self.taken = asyncio.Event()
         """All have."""
         if not peers:

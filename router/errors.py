@@ -21,6 +21,10 @@ class NoAnswerError(BatonError):
     """Replicas did not say that they have heard what an administrator wants."""
 
 
+class RefusedError(BatonError):
+    """Replicas cannot do what an administrator wants; says which, and why."""
+
+
 class KeyLimitError(BatonError):
     """The client's key has what it may have; says what that is."""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,18 @@ from cluster.spec.errors import BatonError, PeerLostError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
-from cluster.spec.messages import Failure, Inquire, Message, Output, Outputs, Submit, TableUpdate
+from cluster.spec.messages import (
+    Command,
+    CommandTaken,
+    Failure,
+    Inquire,
+    Message,
+    Output,
+    Outputs,
+    Submit,
+    TableUpdate,
+    Wanted,
+)
 from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
@@ -264,6 +276,8 @@ class LocalCluster:
         self._outbox = Outbox()
         self._processes: list[WorkerProcess] = []
         self._replicas: list[LocalReplica] = []
+        self._numbers = count(1)
+        """Of commands."""
 
     def load(self, config: DeployConfig, model_folder: Path) -> None:
         """Make both replicas anew."""
@@ -345,6 +359,18 @@ class LocalCluster:
         for replica in self._replicas:
             self._outbox.send(replica.peer.address, FlushCache(tiers=tiers))
 
+    def tell(self, role: Role, wanted: Wanted, timeout_s: float = ANSWER_TIMEOUT_S) -> CommandTaken:
+        """While nothing is asked: let a replica do what an administrator wants; its answer."""
+        (peer,) = (replica.peer for replica in self._replicas if replica.role is role)
+        number = next(self._numbers)
+        command = Command(number=number, sender=self._me, incarnation=peer.incarnation, wanted=wanted)
+        self._outbox.send(peer.address, command)
+        while messages := self._inbox.receive(timeout_s):
+            for message in messages:
+                if isinstance(message, CommandTaken) and message.number == number:
+                    return message
+        raise RemoteError(f"{peer.replica} did not answer {type(wanted).__name__} within {timeout_s} s")
+
     def close(self) -> None:
         """End every process."""
         for process in self._processes:
@@ -353,6 +379,11 @@ class LocalCluster:
             process.close()
         self._inbox.close()
         self._outbox.close()
+
+    @property
+    def _me(self) -> Peer:
+        """In a router's place."""
+        return Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address)
 
     def _submit(self, prompt: Prompt, prompt_of: Room | None) -> Room:
         prefill, decode = (replica.peer for replica in self._replicas)
@@ -364,7 +395,7 @@ class LocalCluster:
             stopping=prompt.stopping,
             prefill=None if alone else prefill,
             decode=decode,
-            router=Peer(replica=ROUTER, incarnation=Incarnation(1), address=self._inbox.address),
+            router=self._me,
             num_given=prompt.num_given,
             prompt_of=prompt_of,
         )

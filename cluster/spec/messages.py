@@ -212,6 +212,10 @@ class CommandTaken(Tagged, frozen=True):
     number: int
     replica: ReplicaId
     incarnation: Incarnation
+    refusal: str = ""
+    """Why it is not done; empty if it is."""
+    num_pinned: int = 0
+    """Of the pages that the command names, those in host memory that stay there."""
 
 
 Message = (

@@ -69,15 +69,15 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
 
     @router.post("/pin", openapi_extra=document(PinRequest))
     async def pin(request: Request) -> dict[str, object]:
-        """Keep the host copies that there are of a prompt's pages, until they are unpinned or the replica ends.
+        """Keep a prompt's pages in host memory, those to come too, until it is unpinned or the replica ends.
 
-        ``baton_host_pinned_pages`` and ``GET /admin/load`` show how many replicas keep.
+        The answer says how many each replica keeps now: one copies what its device has, or will have, meanwhile.
         """
         return await _pin(service, await read(request, PinRequest), is_pinned=True)
 
     @router.post("/unpin", openapi_extra=document(PinRequest))
     async def unpin(request: Request) -> dict[str, object]:
-        """The opposite of pin."""
+        """The opposite of pin; pages that other pinned prompts begin with stay."""
         return await _pin(service, await read(request, PinRequest), is_pinned=False)
 
     @router.post("/attach_storage", **_BODY_OF_TARGET)
@@ -96,9 +96,12 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
 async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
     given_ids = await encode(service, body.prompt, True) if isinstance(body.prompt, str) else body.prompt
     prompt_ids = pack_token_ids(service, given_ids, "prompt")
-    keys = page_keys(prompt_ids, service.config.kv.page_size, body.cache_salt or "")
-    replicas = await _tell(service, _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned))
-    return {"prompt_pages": len(keys), "replicas": replicas}
+    keys = page_keys(prompt_ids, service.config.kv.page_size, body.salt)
+    peers, wanted = _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned)
+    answers = {answer.replica: answer.num_pinned for answer in await service.relay.commands.give(peers, wanted)}
+    replicas = [peer.replica for peer in peers]
+    pinned = {replica: answers[replica] for replica in replicas}
+    return {"prompt_pages": len(keys), "pinned_pages": pinned, "replicas": replicas}
 
 
 async def _tell(service: Service, peers: Sequence[Peer], wanted: Wanted) -> list[str]:
@@ -106,6 +109,7 @@ async def _tell(service: Service, peers: Sequence[Peer], wanted: Wanted) -> list
 
     Raises:
         NoAnswerError: some did not say so.
+        RefusedError: some cannot.
     """
     await service.relay.commands.give(peers, wanted)
     return [peer.replica for peer in peers]

@@ -16,6 +16,7 @@ from router.errors import (
     NoAnswerError,
     NotReadyError,
     QueueFullError,
+    RefusedError,
     RequestFailedError,
 )
 from router.metrics import Metrics
@@ -107,9 +108,15 @@ def no_answer(error: NoAnswerError) -> ApiError:
     return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="no_answer")
 
 
+def refused(error: RefusedError) -> ApiError:
+    """What an administrator wants cannot be as things are."""
+    return ApiError(HTTPStatus.CONFLICT, str(error), code="refused")
+
+
 EXPECTED_ERRORS = (
     ApiError,
     NoAnswerError,
+    RefusedError,
     RequestFailedError,
     NotReadyError,
     QueueFullError,
@@ -153,6 +160,8 @@ def _shape(request: Request, error: Exception) -> ApiError:
             return key_limit(error)
         case NoAnswerError():
             return no_answer(error)
+        case RefusedError():
+            return refused(error)
         case ClientLeftError() | ClientDisconnect():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
         case HTTPException():

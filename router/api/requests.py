@@ -61,7 +61,19 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Body):
+class SaltedBody(Body):
+    """What has a prompt of one tenant."""
+
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    extra_key: str | None = None
+
+    @property
+    def salt(self) -> str:
+        """Prompts share pages of the caches only with prompts of the same."""
+        return self.cache_salt or "" if not self.extra_key else f"{self.cache_salt or ''}\0{self.extra_key}"
+
+
+class GenerationRequest(SaltedBody):
     """What completions and chat have in common."""
 
     model: str
@@ -91,8 +103,6 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    extra_key: str | None = None
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: DpRank | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -126,11 +136,6 @@ class GenerationRequest(Body):
     def include_stop(self) -> bool:
         """A stop string is part of the answer that it ends."""
         return bool(self.include_stop_str_in_output or self.no_stop_trim)
-
-    @property
-    def salt(self) -> str:
-        """Prompts share pages of the caches only with prompts of the same."""
-        return self.cache_salt or "" if not self.extra_key else f"{self.cache_salt or ''}\0{self.extra_key}"
 
     @property
     def num_choices(self) -> int:

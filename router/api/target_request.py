@@ -1,6 +1,6 @@
 """What an administrator may send: which replica is meant."""
 
-from router.api.requests import Body
+from router.api.requests import Body, SaltedBody
 
 
 class TargetRequest(Body):
@@ -9,8 +9,7 @@ class TargetRequest(Body):
     replica: str | None = None
 
 
-class PinRequest(TargetRequest):
+class PinRequest(TargetRequest, SaltedBody):
     """``POST /admin/pin``: a prompt as text or token ids; of one replica, or without a name of all."""
 
     prompt: str | list[int]
-    cache_salt: str | None = None

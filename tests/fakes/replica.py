@@ -95,6 +95,10 @@ class FakeReplica:
     """So many answers lose their second batch."""
     silent: bool = False
     """Give no timelines."""
+    refusal: str = ""
+    """With which it answers commands."""
+    num_pinned: int = 0
+    """As it answers them."""
     deaf_to: int = 0
     """So many commands get no answer."""
     says: Sequence[int] | None = None
@@ -199,7 +203,13 @@ class FakeReplica:
         return not isinstance(message, Shutdown)
 
     def _taken(self, command: Command) -> CommandTaken:
-        return CommandTaken(number=command.number, replica=self.peer.replica, incarnation=self.peer.incarnation)
+        return CommandTaken(
+            number=command.number,
+            replica=self.peer.replica,
+            incarnation=self.peer.incarnation,
+            refusal=self.refusal,
+            num_pinned=self.num_pinned,
+        )
 
     def _page_news(self) -> PageNews:
         return PageNews(

@@ -17,6 +17,7 @@ from cluster.spec.messages import (
     Message,
     Resume,
     Submit,
+    Wanted,
 )
 from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
@@ -150,9 +151,8 @@ class LeaderCore:
                 self.flush(message)
             case PagesMoved() | PinPages() | UseStorage():
                 self.on_tier_message(message)
-            case Command():
-                if self.takes(message):
-                    self.on_other(message.wanted)
+            case Command() if message.incarnation == self.me.incarnation:
+                self.on_command(message)
             case FollowPages() if message.incarnation == self.me.incarnation:
                 self.outgoing += self.reporter.follow(message)
             case _:
@@ -207,17 +207,35 @@ class LeaderCore:
             blame=blame,
         )
 
-    def takes(self, command: Command) -> bool:
-        """Whether a command is to be carried out: it is for this start, and none after it was heard. Answers it."""
-        if command.incarnation != self.me.incarnation:
-            self.drop(command)
-            return False
-        answer = CommandTaken(number=command.number, replica=self.me.replica, incarnation=self.me.incarnation)
-        self.send(command.sender.address, answer)
+    def on_command(self, command: Command) -> None:
+        """Do what is wanted, unless it cannot be or something newer was heard of this router; answer in any case."""
         sender = command.sender.replica, command.sender.incarnation
         newest = self._newest_command.get(sender, 0)
         self._newest_command[sender] = max(newest, command.number)
-        return command.number > newest
+        refusal = self.refusal(command.wanted)
+        if not refusal and command.number > newest:
+            self.on_other(command.wanted)
+        pages = command.wanted.keys if isinstance(command.wanted, PinPages) else []
+        answer = CommandTaken(
+            number=command.number,
+            replica=self.me.replica,
+            incarnation=self.me.incarnation,
+            refusal=refusal,
+            num_pinned=self.tiers.num_pinned_of(pages) if self.tiers else 0,
+        )
+        self.send(command.sender.address, answer)
+
+    def refusal(self, wanted: Wanted) -> str:
+        """Why this replica cannot do what an administrator wants; empty if it can."""
+        match wanted:
+            case PinPages() | UseStorage() if self.tiers is None:
+                return "no host memory is configured for cached pages (hicache.host_gib)"
+            case PinPages(is_pinned=True) if self.tiers:
+                return self.tiers.refusal_to_pin(wanted.keys)
+            case UseStorage() if self.tiers:
+                return self.tiers.refusal_of_storage()
+            case _:
+                return ""
 
     def flush(self, message: FlushCache) -> None:
         """Forget what is cached and needed by nobody."""

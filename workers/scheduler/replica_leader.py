@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from cluster.spec.ids import Room
-from cluster.spec.messages import Inquire, Message, PageNews, Submit
+from cluster.spec.messages import CommandTaken, Inquire, Message, PageNews, Submit
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import ComputeTimes, RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
@@ -67,10 +67,16 @@ class ReplicaLeader:
     def take_outgoing(self) -> list[tuple[str, Message]]:
         """Messages to send, as (address, message)."""
         outgoing: list[tuple[str, Message]] = []
+        taken: dict[tuple[str, int], CommandTaken] = {}
         for dp_rank, leader in enumerate(self._leaders):
-            outgoing += [(address, self._numbered(dp_rank, address, told)) for address, told in leader.outgoing]
+            for address, told in leader.outgoing:
+                if isinstance(told, CommandTaken):
+                    named = address, told.number
+                    taken[named] = _both(taken[named], told) if named in taken else told
+                else:
+                    outgoing.append((address, self._numbered(dp_rank, address, told)))
             leader.outgoing = []
-        return outgoing
+        return outgoing + [(address, answer) for (address, _), answer in taken.items()]
 
     def on_message(self, message: Message, now_s: float) -> None:
         """Take in one message: that of a room goes where the room is, a rank's to its leader, any other to all."""
@@ -201,3 +207,8 @@ class ReplicaLeader:
         number = 0 if begins else self._next_news[address]
         self._next_news[address] = number + 1
         return replace(message, number=number)
+
+
+def _both(one: CommandTaken, other: CommandTaken) -> CommandTaken:
+    """What two DP ranks answer to one command. They are told the same, and refuse the same."""
+    return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))

@@ -70,16 +70,36 @@ def test_replicas_are_told(guarded: RouterCluster) -> None:
     assert guarded.prefill.wait_told(FlushCache)
     assert sorted(admin(guarded, "flush_cache")["flushing"]) == ["decode-0", "prefill-0"]
     assert guarded.decode.wait_told(FlushCache)
-    assert admin(guarded, "pin", prompt=list(range(3, 200)))["replicas"] == ["prefill-0", "decode-0"]
-    (pinned,) = guarded.prefill.wait_told(PinPages)
-    assert pinned == PinPages(keys=page_keys(list(range(3, 200)), 64), is_pinned=True)
-    assert admin(guarded, "unpin", prompt="abc", replica="prefill-0") == {"prompt_pages": 0, "replicas": ["prefill-0"]}
     assert admin(guarded, "detach_storage", replica="decode-0") == {"detaching": ["decode-0"]}
     assert guarded.decode.wait_told(UseStorage) == [UseStorage(is_attached=False)]
     assert len(admin(guarded, "attach_storage")["attaching"]) == 2
     unknown = guarded.http.post("/admin/drain", json={"replica": "decode-7"}, headers=ADMIN)
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
     assert "there are: " in unknown.json()["error"]["message"]
+
+
+def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
+    prompt = list(range(3, 200))
+    guarded.prefill.num_pinned = 2
+    answer = admin(guarded, "pin", prompt=prompt)
+    pinned = {"prefill-0": 2, "decode-0": 0}
+    assert answer == {"prompt_pages": 3, "pinned_pages": pinned, "replicas": ["prefill-0", "decode-0"]}
+    salts = {"cache_salt": "ours", "extra_key": "more"}
+    assert admin(guarded, "unpin", prompt=prompt, replica="prefill-0", **salts)["pinned_pages"] == {"prefill-0": 2}
+    assert guarded.prefill.wait_told(PinPages) == [
+        PinPages(keys=page_keys(prompt, 64), is_pinned=True),
+        PinPages(keys=page_keys(prompt, 64, "ours\0more"), is_pinned=False),
+    ]
+    assert ask(guarded, "key-of-anybody", prompt=prompt, **salts).status_code == 200
+    assert guarded.last_submit().cache_salt == "ours\0more"
+
+
+@pytest.mark.parametrize("path", ["pin", "unpin", "attach_storage", "detach_storage"])
+def test_what_a_replica_refuses_is_no_success(guarded: RouterCluster, path: str) -> None:
+    guarded.decode.refusal = "nothing is configured"
+    reply = guarded.http.post(f"/admin/{path}", json={"prompt": "abc"}, headers=ADMIN)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "refused")
+    assert reply.json()["error"]["message"] == "decode-0: nothing is configured; done by prefill-0"
 
 
 def test_a_replica_is_told_again_until_it_answers(guarded: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Command, CommandTaken, Drain
 from cluster.spec.peer import Peer
 from router.commands import MAX_TIMES, Commands
-from router.errors import NoAnswerError
+from router.errors import NoAnswerError, RefusedError
 from tests.fakes.dispatching import DECODE, ME, PREFILL
 
 
@@ -20,12 +20,16 @@ class Replicas:
         self.commands = Commands(ME, self._tell)
         self.told: list[tuple[str, Command]] = []
         self._answers_at = answers_at
+        self.refusals: dict[str, str] = {}
 
     def _tell(self, peer: Peer, command: Command) -> None:
         self.told.append((peer.replica, command))
         role = peer.replica.partition("-")[0]
         if self.count(peer) == self._answers_at[role]:
-            taken = CommandTaken(number=command.number, replica=peer.replica, incarnation=peer.incarnation)
+            refusal = self.refusals.get(peer.replica, "")
+            taken = CommandTaken(
+                number=command.number, replica=peer.replica, incarnation=peer.incarnation, refusal=refusal
+            )
             asyncio.get_running_loop().call_soon(self.commands.on_taken, taken)
 
     def count(self, peer: Peer) -> int:
@@ -60,3 +64,10 @@ async def test_another_start_does_not_answer_for_it(monkeypatch: pytest.MonkeyPa
 
 async def test_nobody_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     await Replicas(monkeypatch).commands.give([], Drain())
+
+
+async def test_who_refuses_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = Replicas(monkeypatch, prefill=1, decode=1)
+    replicas.refusals = {DECODE.replica: "no room"}
+    with pytest.raises(RefusedError, match=r"^decode-0: no room; done by prefill-0$"):
+        await replicas.commands.give([PREFILL, DECODE], Drain())

@@ -2,11 +2,16 @@
 
 import pytest
 
-from cluster.spec.ids import ROUTER, Incarnation
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
 from cluster.spec.messages import Command, CommandTaken, Drain, Resume, Wanted
+from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
+from cluster.spec.tiers import PinPages, UseStorage
 from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import quiet_world
+from tests.fakes.tier_world import PAGE_SIZE, TierWorld
+from tests.unit.workers.test_tiers import world_of
+from workers.scheduler.leader import Leader, LeaderCore
 
 ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
 
@@ -44,3 +49,54 @@ def test_what_was_meant_for_another_start_is_dropped(address: str) -> None:
     world = quiet_world()
     assert told(world, address, command(1, Drain(), of=2)) == (False, [])
     assert world.leaders[address].load().dropped == {"Command": 1}
+
+
+@pytest.mark.parametrize("address", ["prefill/0", "decode/0"])
+@pytest.mark.parametrize("wanted", [PinPages(keys=[b"page"], is_pinned=True), UseStorage(is_attached=True)], ids=str)
+def test_what_is_not_configured_is_refused(address: str, wanted: Wanted) -> None:
+    (answer,) = answers_of(quiet_world().leaders[address], command(1, wanted))
+    assert answer.refusal == "no host memory is configured for cached pages (hicache.host_gib)"
+
+
+def tiered_leader(host_pages: int, backend: str) -> tuple[LeaderCore, TierWorld]:
+    """A leader over the tiers of a world."""
+    world = world_of(backend=backend, device_pages=64, host_pages=host_pages)
+    me = Peer(replica=ReplicaId("prefill-0"), incarnation=Incarnation(1), address="prefill/0")
+    return LeaderCore(me, world.allocator, None, world.tiers), world
+
+
+def answers_of(leader: Leader | LeaderCore, *commands: Command) -> list[CommandTaken]:
+    leader.outgoing = []
+    for given in commands:
+        if isinstance(leader, LeaderCore):
+            leader.on_other(given)
+        else:
+            leader.on_message(given, 0.0)
+    return [message for to, message in leader.outgoing if to == ROUTER and isinstance(message, CommandTaken)]
+
+
+def test_a_leader_pins_and_says_how_many_pages_it_keeps() -> None:
+    leader, world = tiered_leader(host_pages=8, backend="none")
+    keys = page_keys([0] * 8, PAGE_SIZE)
+    pin, unpin = (PinPages(keys=keys, is_pinned=is_pinned) for is_pinned in (True, False))
+    (answer,) = answers_of(leader, command(1, pin))
+    assert (answer.refusal, answer.num_pinned) == ("", 0)
+    world.submit([0] * 8)
+    world.drain()
+    assert [answer.num_pinned for answer in answers_of(leader, command(1, pin), command(2, unpin))] == [4, 0]
+    assert world.tiers.state().num_pinned == 0
+    wide = PinPages(keys=page_keys([0] * 10, PAGE_SIZE), is_pinned=True)
+    (answer,) = answers_of(leader, command(3, wide))
+    assert answer.refusal == "5 of 8 host pages would be pinned, 0 are; allowed: 4"
+    assert not world.tiers.host.pins
+
+
+def test_a_leader_leaves_storage_alone_and_uses_it_again() -> None:
+    leader, world = tiered_leader(host_pages=8, backend="files")
+    for number, is_attached in enumerate((False, True), start=1):
+        (answer,) = answers_of(leader, command(number, UseStorage(is_attached=is_attached)))
+        assert not answer.refusal
+        assert world.tiers.state().is_attached is is_attached
+    without, _ = tiered_leader(host_pages=8, backend="none")
+    (answer,) = answers_of(without, command(1, UseStorage(is_attached=False)))
+    assert answer.refusal == "no storage is configured (hicache.storage.backend)"

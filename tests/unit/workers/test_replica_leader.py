@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry
-from cluster.spec.messages import Cancel, FollowPages, Inquire, Message, PageNews, Resume, Submit
+from cluster.spec.messages import Cancel, CommandTaken, FollowPages, Inquire, Message, PageNews, Resume, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
@@ -228,6 +228,17 @@ def test_a_router_sees_one_stream_of_news() -> None:
     (_, news), *_ = replica.take_outgoing()
     assert isinstance(news, PageNews)
     assert news.number == 4
+
+
+def test_ranks_answer_a_command_as_one() -> None:
+    replica, leaders = leader_of(2)
+    for leader, num_pinned in zip(leaders, (2, 3), strict=True):
+        for number in (1, 2):
+            taken = CommandTaken(number=number, replica=PEER.replica, incarnation=PEER.incarnation)
+            refusal = "no room" if number == 2 and num_pinned == 3 else ""
+            leader.outgoing.append(("router", replace(taken, num_pinned=num_pinned, refusal=refusal)))
+    answers = [message for _, message in replica.take_outgoing() if isinstance(message, CommandTaken)]
+    assert [(answer.number, answer.num_pinned, answer.refusal) for answer in answers] == [(1, 3, ""), (2, 3, "no room")]
 
 
 def test_a_question_that_no_leader_answers_does_not_begin_the_news_anew() -> None:
