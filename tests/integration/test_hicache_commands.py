@@ -1,5 +1,6 @@
 """What an administrator wants of the tiers, over real workers: pinned prompts stay, and storage is left alone."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from cluster.spec.hicache_config import WritePolicy
 from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Drain
 from cluster.spec.page_key import page_keys
 from cluster.spec.strategy import CpMode
 from cluster.spec.tiers import CachedTokens, PinPages, Tier, UseStorage
@@ -38,6 +40,11 @@ def pin(cluster: LocalCluster, *, is_pinned: bool = True) -> int:
     answer = cluster.tell(Role.PREFILL, PinPages(keys=KEYS, is_pinned=is_pinned), timeout_s=60)
     assert not answer.refusal
     return answer.num_pinned
+
+
+def num_prompt_pages(folder: Path) -> int:
+    """Stored by prefill, which has two CP ranks."""
+    return sum(part.startswith(("cp0of2", "cp1of2")) for part in stored_parts(folder))
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])
@@ -76,6 +83,28 @@ def test_storage_is_left_alone_while_it_is_detached_and_given_what_it_missed_the
         while len(stored_parts(tmp_path)) < len(KEYS):
             assert time.monotonic() < deadline_s, "nothing was stored after storage was attached again"
             ask(cluster, LONG)
+
+
+def test_a_replica_that_drains_stores_again_what_was_lost(
+    checkpoint: Path, engine: LocalEngine, tmp_path: Path
+) -> None:
+    config = config_of(WAY, tmp_path)
+    with engine.running(checkpoint, config) as cluster:
+        for is_draining in (False, True):
+            for _ in range(3):
+                ask(cluster, LONG)
+            if is_draining:
+                cluster.tell(Role.PREFILL, Drain(), timeout_s=60)
+            deadline_s = time.monotonic() + 60
+            while num_prompt_pages(tmp_path) < len(KEYS):
+                assert time.monotonic() < deadline_s, f"not everything was stored, draining: {is_draining}"
+                time.sleep(0.01)
+            if not is_draining:
+                for path in filter(Path.is_dir, list(tmp_path.iterdir())):
+                    shutil.rmtree(path)
+    engine.restart()
+    with engine.running(checkpoint, config) as cluster:
+        assert ask(cluster, LONG).cached.storage == len(KEYS) * PAGE_SIZE
 
 
 def test_without_tiers_a_replica_says_what_is_not_configured(
