@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,11 +53,11 @@ class FileStorage:
 
     def count_leading(self, names: Sequence[str]) -> int:
         """How many files are there before the first that is not."""
-        return next((number for number, name in enumerate(names) if not self._has(name)), len(names))
+        return next((number for number, name in enumerate(names) if not self._has(name, Path.exists)), len(names))
 
     def present(self, names: Sequence[str]) -> list[str]:
         """Those of these files that are there; they count as used."""
-        return [name for name in names if self._renew(name)]
+        return [name for name in names if self._has(name, _renew)]
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Read files one after another, while the system reads ahead in those that follow."""
@@ -94,9 +94,9 @@ class FileStorage:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _has(self, name: str) -> bool:
+    def _has(self, name: str, look: Callable[[Path], bool]) -> bool:
         try:
-            return self._path(name).exists()
+            return look(self._path(name))
         except OSError as error:
             raise _unreadable(name, error) from error
 
@@ -117,23 +117,12 @@ class FileStorage:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         return file
 
-    def _renew(self, name: str) -> bool:
-        """Whether a file is there, which is now the last to go."""
-        try:
-            os.utime(self._path(name))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            if error.errno not in _NOT_OURS:
-                raise _unreadable(name, error) from error
-        return True
-
     def _write(self, item: StorageObject, claim: Claim, left_bytes: int) -> Written:
         """Write a file, then give it its name; ``left_bytes`` are its own and those of all that follow it."""
         path = self._path(item.name)
         unfinished = path.with_name(f"{UNFINISHED}{claim.token}-{path.name}")
         try:
-            if self._renew(item.name):
+            if _renew(path):
                 return None
             self._space.need(claim, item.num_bytes, left_bytes)
             with self._make(unfinished) as file:
@@ -145,8 +134,6 @@ class FileStorage:
             claim.left_bytes -= item.num_bytes
             if self._fsync:
                 sync_folder(path.parent)
-        except StorageError as error:
-            return error
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
@@ -173,6 +160,18 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
     # Whoever may read a file need not be allowed to say that it is in use.
     with contextlib.suppress(OSError):
         os.utime(file.fileno())
+    return True
+
+
+def _renew(path: Path) -> bool:
+    """Whether a file is there, which is now the last to go."""
+    try:
+        os.utime(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            raise
     return True
 
 
