@@ -3,16 +3,11 @@
 python -m workers.local deploy/local-cpu.yaml "The launch code is tango seven\nThe launch code is"
 """
 
-import multiprocessing
-import os
-import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,7 @@ from msgspec.structs import replace
 
 from cluster.channel import Inbox, Outbox
 from cluster.spec.config import DeployConfig
-from cluster.spec.errors import BatonError, PeerLostError
+from cluster.spec.errors import PeerLostError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room, draw_room, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
@@ -44,105 +39,11 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
+from workers.worker_process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
 
 HOST = "127.0.0.1"
-ANSWER_TIMEOUT_S = 600.0
-_EXIT_S = 10.0
-"""Longest wait for the end of a process that has nothing more to do."""
-WORKER = "workers.worker:Worker"
 _CONSEQUENCES = ("CollectiveError", PeerLostError.__name__)
 """How the error of a rank begins that another one has left; the first class is not imported, as it brings torch."""
-
-
-_context = multiprocessing.get_context("forkserver")
-# What takes workers seconds to import, torch above all, is imported once, by the process that they are forked from.
-_context.set_forkserver_preload([WORKER.partition(":")[0]])
-
-
-class RemoteError(BatonError):
-    """A worker process answered a call with an error, or died."""
-
-
-class WorkerProcess:
-    """A process for one worker after another, called over a pipe; starting it costs seconds, so it is reused.
-
-    ``worker`` names the class as "module:class"; it has a ``close``. The process that calls does not import it.
-    """
-
-    def __init__(self, worker: str = WORKER) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(theirs, worker, dict(os.environ)), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def call(self, method: str, *args: Any) -> None:
-        """Start a method of the worker; ``result`` waits for it. Raises RemoteError when the process is dead."""
-        try:
-            self._pipe.send((method, args))
-        except ConnectionError:
-            raise self._death() from None
-
-    def result(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """What the last call returned; raises RemoteError with the worker's own words."""
-        try:
-            if not self._pipe.poll(timeout_s):
-                raise RemoteError(f"worker process {self._process.pid} did not answer within {timeout_s} s")
-            ok, value = self._pipe.recv()
-        # The latter when it has died before it took the call from the pipe.
-        except (EOFError, ConnectionError):
-            raise self._death() from None
-        if not ok:
-            raise RemoteError(value)
-        return value
-
-    def stop(self) -> None:
-        """Ask the process to end; ``close`` waits for it."""
-        self._pipe.close()
-
-    def close(self) -> None:
-        """End the process."""
-        self.stop()
-        self._process.join(_EXIT_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def _death(self) -> RemoteError:
-        # The pipe breaks a moment before the exit code is known.
-        self._process.join(_EXIT_S)
-        return RemoteError(f"worker process {self._process.pid} died, exit code {self._process.exitcode}")
-
-
-def _serve(pipe: Connection, name: str, environ: Mapping[str, str]) -> None:
-    """The worker process: answer calls until the pipe closes. ``make`` replaces the worker by a new one."""
-    # What it is forked from has the environment of long ago.
-    os.environ.clear()
-    os.environ.update(environ)
-    # Ctrl-C reaches the whole terminal; the caller ends this process by closing the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    module, _, attribute = name.partition(":")
-    make = getattr(import_module(module), attribute)
-    with ExitStack() as stack:
-        worker: Any = None
-        while True:
-            try:
-                method, args = pipe.recv()
-            except EOFError:
-                return
-            try:
-                answer: tuple[bool, Any] = (True, None)
-                if method == "make":
-                    stack.close()
-                    worker = make(*args)
-                    stack.callback(worker.close)
-                else:
-                    answer = (True, getattr(worker, method)(*args))
-            except Exception as error:
-                answer = (False, f"{type(error).__name__}: {error}")
-            try:
-                pipe.send(answer)
-            except BrokenPipeError:
-                return
 
 
 @dataclass(frozen=True, slots=True)

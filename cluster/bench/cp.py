@@ -17,8 +17,8 @@ from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
 from transfer.backends.shared_memory import available_bytes
 from workers.bench_step import StepLens, Way
-from workers.local import WorkerProcess
 from workers.models.config import ModelConfig
+from workers.worker_process import WorkerProcess
 
 _RANK = "workers.bench_rank:BenchRank"
 _PROCESS_BYTES = 24 << 20

@@ -17,8 +17,9 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import CachedTokens, Tier
-from workers.local import Answer, LocalCluster, Prompt, RemoteError
+from workers.local import Answer, LocalCluster, Prompt
 from workers.models.config import ModelConfig
+from workers.worker_process import RemoteError
 
 _MOST_GIB = 65536
 """As the deploy YAML has it."""

@@ -21,7 +21,7 @@ from cluster.bench.statistics import Quantiles, quantiles_ms
 from cluster.bench.workload import FIRST_WORD_ID, check_least
 from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
 from cluster.spec.errors import UserError
-from workers.local import WorkerProcess
+from workers.worker_process import WorkerProcess
 
 _REPLICAS = "cluster.bench.mock_replicas:MockReplicas"
 _ROUTER = "cluster.bench.router_host:RouterHost"

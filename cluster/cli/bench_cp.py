@@ -47,7 +47,7 @@ def cp(
     # Imported here: the command line starts quickly because each command loads what it needs.
     from cluster.bench.cp import CpBench, run_cp_bench
     from cluster.bench.model_size import ModelSize
-    from workers.local import RemoteError
+    from workers.worker_process import RemoteError
 
     bench = CpBench(
         prompt_lens=parse_list("--prompt-len", prompt_len, int, "whole numbers"),

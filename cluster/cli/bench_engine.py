@@ -32,7 +32,7 @@ def engine(
     ] = False,
 ) -> None:
     """Time the first token and those after it of one request, beside what the device allows and transformers takes."""
-    from workers.local import RemoteError, WorkerProcess
+    from workers.worker_process import RemoteError, WorkerProcess
 
     if model not in ENGINE_SHAPES:
         raise UserError(f"--model: got {model!r}; allowed: {', '.join(ENGINE_SHAPES)}")

@@ -80,7 +80,7 @@ def hicache(
 
 def _show(results: Iterable[R], columns: Sequence[str], row_of: Callable[[R], list[str]], *, as_json: bool) -> None:
     """Measure, and print each result as it comes, or all as a table."""
-    from workers.local import RemoteError
+    from workers.worker_process import RemoteError
 
     try:
         if as_json:

@@ -12,7 +12,7 @@ from workers.kernel_result import SHAPES
 
 if TYPE_CHECKING:
     from workers.kernel_result import ChipLimits, KernelResult
-    from workers.local import WorkerProcess
+    from workers.worker_process import WorkerProcess
 
 _BENCH = "workers.bench_kernels:KernelBench"
 
@@ -24,7 +24,7 @@ def kernels(
     ] = False,
 ) -> None:
     """Time the kernels of this machine's first GPU, as shares of its measured copy bandwidth and bf16 matmul rate."""
-    from workers.local import RemoteError, WorkerProcess
+    from workers.worker_process import RemoteError, WorkerProcess
 
     names = models.split(",")
     if unknown := [name for name in names if name not in SHAPES]:

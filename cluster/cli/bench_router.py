@@ -27,8 +27,8 @@ def router(
     # Imported here: the command line starts quickly because each command loads what it needs.
     from cluster.bench.http_load import LoadError
     from cluster.bench.router_speed import RouterBench, run_router_bench
-    from workers.local import RemoteError
     from workers.models.resolve import resolve_model
+    from workers.worker_process import RemoteError
 
     bench = RouterBench(
         model_folder=resolve_model(model),

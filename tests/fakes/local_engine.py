@@ -15,7 +15,8 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
-from workers.local import WORKER, Answer, LocalCluster, Prompt
+from workers.local import Answer, LocalCluster, Prompt
+from workers.worker_process import WORKER
 
 
 class KvWay(NamedTuple):

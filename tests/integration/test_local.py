@@ -14,10 +14,11 @@ from cluster.spec.loader import load_config
 from cluster.spec.sampling import Stopping
 from tests.fakes.clients import NEEDLE_TOKENS
 from tests.readme import ROOT
-from workers.local import LocalCluster, Prompt, RemoteError, WorkerProcess
+from workers.local import LocalCluster, Prompt
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 from workers.models.recall_prompts import needle_prompt, recall_oracle
 from workers.models.resolve import resolve_model
+from workers.worker_process import RemoteError, WorkerProcess
 
 pytestmark = pytest.mark.integration
 

@@ -19,7 +19,7 @@ from cluster.spec.worker_spec import RouterPlace
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.replica import FakeReplica
-from workers.local import WorkerProcess
+from workers.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.integration
 
