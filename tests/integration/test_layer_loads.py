@@ -16,7 +16,7 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.held_engine import HeldEngine
 from tests.fakes.model_folder import write_model_folder
 from workers.cache.layer_arrivals import LayerArrivals
-from workers.hicache.device_pages import Mark, Pair, RegionPages
+from workers.hicache.device_pages import Mark, Pair, ReadLayers, RegionPages
 
 pytestmark = pytest.mark.integration
 
@@ -63,13 +63,20 @@ def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     fills: list[int] = []
     fill = RegionPages.fill
 
-    def fill_late(self: RegionPages, pairs: Sequence[Pair], after: Mark, arrivals: LayerArrivals) -> None:
+    def fill_late(
+        self: RegionPages,
+        pairs: Sequence[Pair],
+        elsewhere: Sequence[int],
+        read: ReadLayers,
+        after: Mark,
+        arrivals: LayerArrivals,
+    ) -> None:
         """From pages that hold nonsense."""
-        for page, _ in pairs:
+        for page in (*elsewhere, *(page for page, _ in pairs)):
             self._pages[page] = 0xFF
         time.sleep(LATE_S)
-        fill(self, pairs, after, LateArrivals(arrivals))
-        fills.append(len(pairs))
+        fill(self, pairs, elsewhere, read, after, LateArrivals(arrivals))
+        fills.append(len(elsewhere) + len(pairs))
 
     monkeypatch.setattr(RegionPages, "fill", fill_late)
     config = config_of(tmp_path)
