@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.bench import fail
 from cluster.cli.bench_cp import parse_list, parse_one
+from cluster.cli.bench_worker import bench_worker
 from cluster.spec.config import Device
 from cluster.spec.errors import UserError
 from workers.engine_result import ENGINE_SHAPES
@@ -32,30 +32,16 @@ def engine(
     ] = False,
 ) -> None:
     """Time the first token and those after it of one request, beside what the device allows and transformers takes."""
-    from workers.worker_process import RemoteError, WorkerProcess
-
     if model not in ENGINE_SHAPES:
         raise UserError(f"--model: got {model!r}; allowed: {', '.join(ENGINE_SHAPES)}")
     lens = parse_list("--prompt-len", prompt_len, int, "whole numbers")
     _check_lens(model, lens, output_len)
     on = parse_one("--device", device, Device, ", ".join(Device))
-    process = WorkerProcess(_BENCH)
-
-    def ask(method: str, *args: Any) -> Any:
-        process.call(method, *args)
-        return process.result(_TIMEOUT_S)
-
-    try:
+    with bench_worker(_BENCH, _TIMEOUT_S) as ask:
         ask("make", model, on, max(lens) + output_len, chunk_tokens)
         _print_limits(ask("limits"), as_json)
         for length in lens:
             _print_result(ask("measure", length, output_len, rounds), as_json)
-    except RemoteError as error:
-        fail(str(error), 1)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
-    finally:
-        process.close()
 
 
 def _check_lens(model: str, prompt_lens: tuple[int, ...], output_len: int) -> None:

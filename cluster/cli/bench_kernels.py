@@ -2,19 +2,19 @@
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.bench import fail
+from cluster.cli.bench_worker import bench_worker
 from cluster.spec.errors import UserError
 from workers.kernel_result import SHAPES
 
 if TYPE_CHECKING:
     from workers.kernel_result import ChipLimits, KernelResult
-    from workers.worker_process import WorkerProcess
 
 _BENCH = "workers.bench_kernels:KernelBench"
+_TIMEOUT_S = 600.0
 
 
 def kernels(
@@ -24,29 +24,15 @@ def kernels(
     ] = False,
 ) -> None:
     """Time the kernels of this machine's first GPU, as shares of its measured copy bandwidth and bf16 matmul rate."""
-    from workers.worker_process import RemoteError, WorkerProcess
-
     names = models.split(",")
     if unknown := [name for name in names if name not in SHAPES]:
         raise UserError(f"--models: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}, several by commas")
-    process = WorkerProcess(_BENCH)
-    try:
-        _ask(process, "make")
-        _print_limits(_ask(process, "limits"), as_json)
+    with bench_worker(_BENCH, _TIMEOUT_S) as ask:
+        ask("make")
+        _print_limits(ask("limits"), as_json)
         for name in names:
-            for result in _ask(process, "measure", name):
+            for result in ask("measure", name):
                 _print_result(result, as_json)
-    except RemoteError as error:
-        fail(str(error), 1)
-    except KeyboardInterrupt:
-        fail("interrupted", 130)
-    finally:
-        process.close()
-
-
-def _ask(process: "WorkerProcess", method: str, *args: str) -> Any:
-    process.call(method, *args)
-    return process.result()
 
 
 def _print_limits(limits: "ChipLimits", as_json: bool) -> None:
