@@ -1,6 +1,6 @@
 """Pages between a device and host memory: each in its place, no other touched, whether they are staged or not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -12,8 +12,8 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import TierPage
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import row
+from tests.fakes.watched_arrivals import WatchedArrivals
 from transfer.backends.interface import Region
-from workers.cache.layer_arrivals import LayerArrivals, Moment
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
 from workers.hicache.copier import Copier
@@ -87,20 +87,6 @@ def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -
         assert [replica.page(rank, page) for page in range(NUM_PAGES)] == expected
 
 
-class Watched(LayerArrivals):
-    """Looks at pages whenever some layers are told of."""
-
-    def __init__(self, look: Callable[[int], None]) -> None:
-        super().__init__()
-        self.num_layers = 0
-        self._look = look
-
-    def note(self, num_layers: int, moment: Moment) -> None:
-        self.num_layers += num_layers
-        self._look(self.num_layers)
-        super().note(num_layers, moment)
-
-
 @pytest.mark.parametrize("num_layers", [1, MOST_GROUPS, MOST_GROUPS + 3])
 @pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("cp", [2, 3])
@@ -122,7 +108,7 @@ def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *
                 assert torch.equal(pool.data[6 - place, :, :num_there], before[place + 1, :, :num_there])
                 assert not pool.data[6 - place, :, num_there:].any()
 
-        arrivals = Watched(look)
+        arrivals = WatchedArrivals(look)
         assert copier.fill(wanted, copier.mark(), arrivals) == 3 * copier.page_bytes
         assert arrivals.num_layers == num_layers
         assert torch.equal(pool.data[:4], before[:4])

@@ -1,7 +1,6 @@
 """Layers of pages that come from host memory while a step reads them: each is waited for, and none before its turn."""
 
 import threading
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,8 +9,9 @@ import torch
 from cluster.spec.lifecycle import Role
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import row
+from tests.fakes.watched_arrivals import WatchedArrivals
 from transfer.backends.interface import Region
-from workers.cache.layer_arrivals import LayerArrivals, Moment
+from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
 from workers.hicache.device_pages import MOST_GROUPS, DevicePages, RegionPages, StagedPages
@@ -20,20 +20,6 @@ NUM_PAGES, HOST_PAGES, NUM_HEADS = 5, 4, 2
 PAIRS = [(1, 3), (4, 0)]
 """Pages on the device, and those that they come from."""
 LAYOUT = msgspec.structs.replace(row(Role.PREFILL, 0, 1, NUM_PAGES).layout, num_heads=NUM_HEADS)
-
-
-class Watched(LayerArrivals):
-    """Looks at the pages whenever something is said to have come."""
-
-    def __init__(self, look: Callable[[int], None]) -> None:
-        super().__init__()
-        self.num_layers = 0
-        self._look = look
-
-    def note(self, num_layers: int, moment: Moment) -> None:
-        self.num_layers += num_layers
-        self._look(self.num_layers)
-        super().note(num_layers, moment)
 
 
 @pytest.mark.parametrize("num_layers", [1, MOST_GROUPS - 1, MOST_GROUPS, 2 * MOST_GROUPS + 3])
@@ -56,7 +42,7 @@ def test_layers_come_one_after_another(num_layers: int, *, is_staged: bool) -> N
             assert torch.equal(pool.data[page, :, :num_there], source.data[slot, :, :num_there])
             assert torch.equal(pool.data[page, :, num_there:], before[page, :, num_there:])
 
-    device.fill(PAIRS, [], lambda _: None, device.mark(), Watched(look))
+    device.fill(PAIRS, [], lambda _: None, device.mark(), WatchedArrivals(look))
     assert told[-1] == num_layers
     assert len(told) <= MOST_GROUPS
     assert all(torch.equal(pool.data[page], before[page]) for page in (0, 2, 3))
