@@ -129,16 +129,13 @@ class StagedPages:
         if elsewhere and after is not None:
             # What arrived in their places before has to be on the GPU.
             after.synchronize()
-        heads, taken_in = range(self._pages.shape[1]), elsewhere if len(self._region) else []
+        own = [(self._pages[page], self._host[slot]) for page, slot in pairs]
+        taken_in = [(self._pages[page], self._region[page]) for page in elsewhere] if len(self._region) else []
         for layers in _groups(self._pages.shape[2]):
-            parts = [(self._pages[page], self._host[slot]) for page, slot in pairs]
-            self._start(
-                [(to[head, layers], of[head, layers]) for to, of in parts for head in heads], self._inward, after
-            )
+            self._start(_pieces(own, layers), self._inward, after)
             read(layers)
-            parts = [(self._pages[page], self._region[page]) for page in taken_in]
-            copies = [(to[head, layers], of[head, layers]) for to, of in parts for head in heads]
-            arrivals.note(layers.stop - layers.start, self._start(copies, self._inward, after))
+            moment = self._start(_pieces(taken_in, layers), self._inward, after)
+            arrivals.note(layers.stop - layers.start, moment)
         if self._inward is not None:
             self._inward.synchronize()
 
@@ -167,6 +164,11 @@ class StagedPages:
                 target.copy_(source, non_blocking=True)
             moment: Moment = stream.record_event()
         return moment
+
+
+def _pieces(copies: Sequence[_Copy], layers: slice) -> list[_Copy]:
+    """Some layers of whole pages: one piece of each head."""
+    return [(to[head, layers], of[head, layers]) for to, of in copies for head in range(len(to))]
 
 
 def _groups(num_layers: int) -> Iterator[slice]:
