@@ -167,6 +167,7 @@ class RouterRun:
         idle: asyncio.Queue[Connection] = asyncio.Queue()
         connections = [await Connection.open(url) for _ in range(4 * self._bench.num_connections)]
         for connection in connections:
+            await connection.ask(prompts.draw())  # a hundred that are accepted at once would be a queue by themselves
             idle.put_nowait(connection)
         took_s: list[float] = []
 
