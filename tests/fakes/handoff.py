@@ -40,18 +40,17 @@ from cluster.spec.step_messages import DropSend, SendReport, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, PageDigests, PagesChecked, SendState
-from tests.fakes.paged_ranks import GEOMETRY, PAGE_SIZE, Ranks, row
+from tests.fakes.handoff_settings import decode_settings, prefill_settings
+from tests.fakes.paged_ranks import PAGE_SIZE, Ranks, row
 from transfer.plan import is_sender, owned_pages
 from transfer.sender_session import SenderSession
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
 from workers.scheduler.decode import DecodeLeader
-from workers.scheduler.decode_request import DecodeSettings
 from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
-from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 
@@ -130,7 +129,7 @@ class World:
         steps = {
             role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE), keeper=keepers[role]) for role in Role
         }
-        prefill, decode = _prefill_settings(self.prefill_rows), _decode_settings(self.decode_row, verify)
+        prefill, decode = prefill_settings(self.prefill_rows), decode_settings(self.decode_row, verify)
         self.prefill_peer, self.decode_peer = prefill.me, decode.me
         self.leaders: dict[str, Leader] = {
             "prefill/0": PrefillLeader(prefill, steps[Role.PREFILL], allocators[Role.PREFILL]),
@@ -374,28 +373,3 @@ class World:
         outgoing, leader.outgoing = leader.outgoing, []
         for target, message in outgoing:
             self.queues[address, target].append(message)
-
-
-def _prefill_settings(rows: list[RankRow]) -> PrefillSettings:
-    first = rows[0]
-    return PrefillSettings(
-        me=Peer(replica=first.replica, incarnation=first.incarnation, address=first.address),
-        row=first,
-        rank_addresses=tuple(rank_row.address for rank_row in rows),
-        ticket_timeout_s=30.0,
-        settle_s=0.5,
-    )
-
-
-def _decode_settings(row: RankRow, verify: Verify) -> DecodeSettings:
-    return DecodeSettings(
-        me=Peer(replica=row.replica, incarnation=row.incarnation, address=row.address),
-        geometry=GEOMETRY,
-        layout=row.layout,
-        page_bytes=row.layout.page_bytes,
-        transfer_timeout_s=60.0,
-        quarantine_limit=0.25,
-        rank_addresses=(row.address,),
-        verify=verify,
-        settle_s=0.5,
-    )

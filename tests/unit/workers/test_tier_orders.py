@@ -9,13 +9,13 @@ import pytest
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
 from cluster.spec.page_key import page_keys
-from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, StorageFigures
+from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, StorageFigures, TierPage
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
 from workers.hicache.breaker import Breaker
 from workers.hicache.host_index import HostIndex
-from workers.hicache.orders import Orders
+from workers.hicache.orders import Orders, Outcome
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.throttle import Throttle
 from workers.hicache.storer import RENEW_S, Storer
@@ -302,3 +302,19 @@ def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
     # The first prompt fills all of host memory, and each of the others needs one page of it.
     assert [first.num_evicted, second.num_evicted] == [owners[1:].count(0), owners[1:].count(1)]
     assert 0 < first.num_evicted < 6
+
+
+def test_an_order_is_over_when_every_rank_has_answered_once() -> None:
+    orders, ended = Orders(2), list[Outcome]()
+    pages = [TierPage(key=bytes([number]), place=number, host=number) for number in range(3)]
+    orders.give(MoveKind.FETCH, pages, ended.append)
+    (order,) = orders.outgoing
+    assert orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=[True, True, False]), 1.0)
+    assert not orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=[True, True, False]), 1.0)
+    assert not orders.on_answer(PagesMoved(number=order.number + 1, global_rank=1, done=[]), 1.0)
+    assert not ended
+    assert orders.on_answer(
+        PagesMoved(number=order.number, global_rank=1, done=[True, False, True], failures={"corrupt": 1}), 1.0
+    )
+    (outcome,) = ended
+    assert (outcome.done, outcome.num_leading, outcome.failures["corrupt"]) == ([True, False, False], 1, 1)

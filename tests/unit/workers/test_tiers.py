@@ -8,10 +8,8 @@ from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy, WritePoli
 from cluster.spec.ids import Room
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import KvOwnership
-from cluster.spec.tiers import MoveKind, PagesMoved, TierPage
+from cluster.spec.tiers import MoveKind
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
-from workers.hicache.host_index import HostIndex
-from workers.hicache.orders import Orders, Outcome
 from workers.hicache.prefetcher import PATIENCE_S
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
@@ -220,40 +218,6 @@ def test_selective_writing_waits_for_the_second_request_that_finds_a_page() -> N
         world.finish(0)
         kept.append(world.tiers.host.num_used)
     assert kept == [0, 0, 4]
-
-
-def test_the_least_recently_used_page_goes_and_pinned_and_held_ones_stay() -> None:
-    index = HostIndex(3, 1)
-    for key in (b"a", b"b", b"c"):
-        assert index.reserve(key, 0) is not None
-        index.fill(key)
-    index.touch([b"a"])
-    index.pin([b"b"], is_pinned=True)
-    index.reserve(b"d", 0)
-    assert index.find([b"b", b"a", b"c"]) == [1, 0]
-    index.hold([b"a"])
-    assert index.reserve(b"e", 0) is None
-    index.release([b"a"])
-    assert index.reserve(b"e", 0) == 0
-    index.flush()
-    assert index.filled_keys() == [b"b"]
-    index.check_integrity()
-
-
-def test_an_order_is_over_when_every_rank_has_answered_once() -> None:
-    orders, ended = Orders(2), list[Outcome]()
-    pages = [TierPage(key=bytes([number]), place=number, host=number) for number in range(3)]
-    orders.give(MoveKind.FETCH, pages, ended.append)
-    (order,) = orders.outgoing
-    assert orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=[True, True, False]), 1.0)
-    assert not orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=[True, True, False]), 1.0)
-    assert not orders.on_answer(PagesMoved(number=order.number + 1, global_rank=1, done=[]), 1.0)
-    assert not ended
-    assert orders.on_answer(
-        PagesMoved(number=order.number, global_rank=1, done=[True, False, True], failures={"corrupt": 1}), 1.0
-    )
-    (outcome,) = ended
-    assert (outcome.done, outcome.num_leading, outcome.failures["corrupt"]) == ([True, False, False], 1, 1)
 
 
 @pytest.mark.parametrize("ownership", KvOwnership)

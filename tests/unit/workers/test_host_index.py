@@ -1,0 +1,21 @@
+"""Which pages of host memory go, and which stay."""
+
+from workers.hicache.host_index import HostIndex
+
+
+def test_the_least_recently_used_page_goes_and_pinned_and_held_ones_stay() -> None:
+    index = HostIndex(3, 1)
+    for key in (b"a", b"b", b"c"):
+        assert index.reserve(key, 0) is not None
+        index.fill(key)
+    index.touch([b"a"])
+    index.pin([b"b"], is_pinned=True)
+    index.reserve(b"d", 0)
+    assert index.find([b"b", b"a", b"c"]) == [1, 0]
+    index.hold([b"a"])
+    assert index.reserve(b"e", 0) is None
+    index.release([b"a"])
+    assert index.reserve(b"e", 0) == 0
+    index.flush()
+    assert index.filled_keys() == [b"b"]
+    index.check_integrity()
