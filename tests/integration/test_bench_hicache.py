@@ -51,7 +51,7 @@ def test_conversations_find_in_lower_tiers_what_an_endless_cache_would_have() ->
 @pytest.mark.integration
 def test_a_trace_finds_in_lower_tiers_what_an_endless_cache_would_have(tmp_path: Path) -> None:
     trace = ["--trace", str(write_trace(tmp_path / "trace.jsonl", 64, conversations=16))]
-    device, host, storage = lines_of(*trace, "--trace-scale", "0.25", "--kv-gib", "0.007", "--host-gib", "0.016")
+    device, host, storage = lines_of(*trace, "--trace-scale", "0.125", "--kv-gib", "0.003", "--host-gib", "0.004")
     assert device["hit_rate"] < host["hit_rate"] < storage["hit_rate"]
     assert storage["storage_rate"] > 0
     assert storage["hit_rate"] == pytest.approx(storage["best_hit_rate"], abs=HALF_A_POINT)
