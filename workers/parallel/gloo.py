@@ -21,17 +21,18 @@ class GlooBackend(TorchGroup):
         options._timeout = store.timeout  # type: ignore[attr-defined]  # the stubs leave it out
         group = dist.ProcessGroupGloo(store, rank, size, options)
         group._set_default_timeout(timeout)
+        self._timeout = timeout
         super().__init__(group, rank, size)
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
         """See Communicator.start_shift; what has no element is not sent."""
-        works: list[Work] = []
+        works: list[dist.Work] = []
         if tensor.numel():
             works.append(self._group.send([tensor], (self._rank + distance) % self._size, 0))
         self.received_bytes += output.nbytes
         if output.numel():
             works.append(self._group.recv([output], (self._rank - distance) % self._size, 0))
-        return _Works(works)
+        return _Works(works, self._timeout)
 
     def leave(self) -> None:
         """Close the connections."""
@@ -39,10 +40,11 @@ class GlooBackend(TorchGroup):
 
 
 class _Works:
-    """Several works as one."""
+    """Several works as one; of their own they would wait as long as for ranks to meet."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
         self._works = works
+        self._timeout = timeout
 
     def wait(self) -> bool:
-        return all(work.wait() for work in self._works)
+        return all(work.wait(self._timeout) for work in self._works)
