@@ -1,6 +1,8 @@
-"""uvicorn's HTTP/1.1, but for one thing: the head of an answer leaves together with the beginning of its body.
+"""uvicorn's HTTP/1.1, but for two things.
 
-uvicorn writes them one after another, and each write is a call into the kernel, a packet, and a client woken up.
+The head of an answer leaves together with the beginning of its body: uvicorn writes them one after another, and each
+write is a call into the kernel, a packet, and a client woken up. And who connects and asks for nothing, or never ends
+the head of a request, is hung up on: uvicorn waits for ever.
 """
 
 import asyncio
@@ -10,11 +12,38 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection, which is kept for ``timeout_keep_alive`` while no whole head of a request comes."""
+
+    _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
         super().connection_made(cast(asyncio.Transport, JoiningTransport(cast(asyncio.Transport, transport))))
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """Called by uvicorn."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_due = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
 
 
 class JoiningTransport:

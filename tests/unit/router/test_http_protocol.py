@@ -1,11 +1,15 @@
 """What is written to a client, and in how many pieces."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from router.http_protocol import JoiningTransport
+from router.http_protocol import HttpProtocol, JoiningTransport
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -21,6 +25,12 @@ class Wire(asyncio.Transport):
     def write(self, data: Any) -> None:
         assert not self.is_closed
         self.written.append(data)
+
+    def pause_reading(self) -> None:
+        """Nothing more comes by itself."""
+
+    def resume_reading(self) -> None:
+        """As ``pause_reading``."""
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -59,3 +69,49 @@ async def test_nothing_is_written_to_a_client_that_has_left() -> None:
     wire.close()
     await asyncio.sleep(0)
     assert wire.written == []
+
+
+IDLE_S = 0.1
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def _say_ok(scope: Scope, receive: Receive, send: Send) -> None:
+    """Later than an idle connection is kept."""
+    del scope, receive
+    await asyncio.sleep(2 * IDLE_S)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def _connect() -> tuple[HttpProtocol, Wire]:
+    config = uvicorn.Config(_say_ok, lifespan="off", log_config=None, timeout_keep_alive=IDLE_S)  # type: ignore[arg-type]
+    config.load()
+    protocol = HttpProtocol(config, ServerState(), {}, asyncio.get_running_loop())
+    protocol.connection_made(wire := Wire())
+    return protocol, wire
+
+
+async def _settle(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("said", [b"", b"\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "a line", "half"])
+async def test_who_never_ends_the_head_of_a_request_is_hung_up_on(said: bytes) -> None:
+    protocol, wire = _connect()
+    if said:
+        protocol.data_received(said)
+    assert not wire.is_closed
+    await _settle(lambda: wire.is_closed)
+    assert not wire.written
+
+
+async def test_who_waits_for_an_answer_is_not_hung_up_on() -> None:
+    protocol, wire = _connect()
+    for _ in range(2):
+        wire.written.clear()
+        protocol.data_received(REQUEST + REQUEST)
+        await _settle(lambda: b"".join(wire.written).count(b"\r\n\r\nok") == 2)
+        assert not wire.is_closed
+    await _settle(lambda: wire.is_closed)
