@@ -1,25 +1,30 @@
-"""The specification of a worker that is a replica by itself."""
+"""Specifications of workers of the first replica of a role."""
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation, replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.ranks import coords_of, sizes_of
+from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.worker_spec import WorkerSpec
 
 HOST = "127.0.0.1"
 
 
 def lone_worker(config: DeployConfig, role: Role) -> WorkerSpec:
-    """The first replica of a role, whose parallel sizes must all be one."""
+    """That which is a replica by itself: its parallel sizes must all be one."""
+    return worker_of(config, role, 0)
+
+
+def worker_of(config: DeployConfig, role: Role, global_rank: int) -> WorkerSpec:
+    """One of several."""
     sizes = sizes_of((config.prefill if role is Role.PREFILL else config.decode).parallel)
     return WorkerSpec(
         config=config,
         role=role,
         replica=replica_id(role, 0),
         incarnation=Incarnation(1),
-        coords=coords_of(0, sizes),
+        coords=coords_of(global_rank, sizes),
         sizes=sizes,
-        global_rank=0,
-        world_size=1,
+        global_rank=global_rank,
+        world_size=world_size(sizes),
         host=HOST,
     )

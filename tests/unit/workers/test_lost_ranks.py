@@ -10,13 +10,11 @@ from torch.distributed import HashStore
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError
-from cluster.spec.ids import Incarnation, replica_id
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Drain, Message
-from cluster.spec.ranks import coords_of, sizes_of, world_size
 from cluster.spec.strategy import Collectives
-from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.thread_group import on_thread_ranks
+from tests.fakes.worker_specs import worker_of
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import join_group
 from workers.parallel.words import leave_store, told_by_all
@@ -85,26 +83,11 @@ def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
     def join(group: Communicator) -> None:
         if group.rank != 3:
             with pytest.raises(PeerLostError, match=r"rank \d has left$"):
-                join_groups(spec_of(config, group.rank), store, model)
+                join_groups(worker_of(config, Role.PREFILL, group.rank), store, model)
         leave_store(store, group.rank)
 
     store: Any = HashStore()
     on_thread_ranks(4, join)
-
-
-def spec_of(config: DeployConfig, global_rank: int) -> WorkerSpec:
-    sizes = sizes_of(config.prefill.parallel)
-    return WorkerSpec(
-        config=config,
-        role=Role.PREFILL,
-        replica=replica_id(Role.PREFILL, 0),
-        incarnation=Incarnation(1),
-        coords=coords_of(global_rank, sizes),
-        sizes=sizes,
-        global_rank=global_rank,
-        world_size=world_size(sizes),
-        host="127.0.0.1",
-    )
 
 
 def test_a_rank_that_does_not_read_is_lost() -> None:
