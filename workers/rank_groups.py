@@ -110,7 +110,8 @@ def _with(rank: int, groups: list[list[int]]) -> list[int]:
 
 
 def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Sequence[int]) -> Communicator:
-    check = spec.config.resources.check_collectives
+    resources = spec.config.resources
+    check = resources.check_collectives
     return join_group(
         store,
         f"{name}/{members[0]}",
@@ -118,7 +119,9 @@ def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Seq
         spec.global_rank,
         host=spec.host,
         timeout_s=CHECKED_TIMEOUT_S if check else COLLECTIVE_TIMEOUT_S,
-        collectives=spec.config.resources.collectives,
+        collectives=resources.collectives,
         check=check,
-        device=spec.config.resources.device,
+        device=resources.device,
+        # One group of each rank, and the same step of its start on all: torch counts the meetings of a process.
+        symmetric_memory=resources.symmetric_memory and name == GroupName.ATTN_TP,
     )

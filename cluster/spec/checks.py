@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
+from cluster.spec.config import DeployConfig, Device, TransferBackendName, TransferProtocol
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
-from cluster.spec.strategy import CpMode, PassingSetting
+from cluster.spec.strategy import Collectives, CpMode, PassingSetting
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _LAST_PORT = 65535
@@ -100,6 +100,16 @@ def _ring_transfer(config: DeployConfig) -> list[Problem]:
         message = f"got {transfer.page_filter} {why}; allowed: modular, since a page is sent by the rank that holds it"
         problems.append(Problem("transfer.page_filter", message))
     return problems
+
+
+def _symmetric_memory(config: DeployConfig) -> list[Problem]:
+    resources = config.resources
+    is_nccl = resources.device is Device.CUDA and resources.collectives is Collectives.AUTO
+    if is_nccl or not resources.symmetric_memory:
+        return []
+    given = f"resources.device = {resources.device} and resources.collectives = {resources.collectives}"
+    message = f"got true with {given}; allowed: false, or cuda and auto, since GPUs share it"
+    return [Problem("resources.symmetric_memory", message)]
 
 
 def _lease(config: DeployConfig) -> list[Problem]:
@@ -196,6 +206,11 @@ CHECKS = (
         _ring_transfer,
     ),
     Check("mooncake alone talks RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
+    Check(
+        "GPUs alone share symmetric memory",
+        ("resources.symmetric_memory", "resources.device", "resources.collectives"),
+        _symmetric_memory,
+    ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
     Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),
     Check(

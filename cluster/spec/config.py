@@ -286,6 +286,8 @@ class ResourcesConfig(Node):
     """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
     collectives: Collectives = Collectives.AUTO
     """How the ranks of a replica exchange tensors: in shared memory where they share a host, or always over TCP."""
+    symmetric_memory: Annotated[bool, Field(strict=True)] = False
+    """Add small sums of tensor parallelism up in memory that GPUs of one host share over NVLink; not yet measured."""
     check_collectives: Annotated[bool, Field(strict=True)] = False
     """Compare every collective over its ranks before it runs, and name the first that differs; slow, for debugging."""
     start_timeout_s: PositiveSeconds = 300.0

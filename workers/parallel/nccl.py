@@ -2,23 +2,31 @@
 
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from workers.parallel.collectives import Done, Work
+from workers.parallel.symmetric_memory import SmallSums
 from workers.parallel.torch_group import TorchGroup
 
 
 class NcclBackend(TorchGroup):
     """Torch's process group for tensors on GPUs, one GPU a rank."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, sums: SmallSums | None = None) -> None:
+        """``sums`` are of the same group, which then leaves them too."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        self.device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
+        self._sums = sums
+
+    def allreduce(self, tensor: Tensor, /) -> Work:
+        """See Communicator.all_reduce."""
+        if self._sums is None or not self._sums.holds(tensor):
+            return super().allreduce(tensor)
+        self.received_bytes += self._sums.add_up(tensor)
+        return Done()
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
         """See Communicator.start_shift. Both directions are one call, or two ranks would wait for each other."""
@@ -39,3 +47,6 @@ class NcclBackend(TorchGroup):
         group, self._group = self._group, None
         if group is not None:
             group.abort()
+        sums, self._sums = self._sums, None
+        if sums is not None:
+            sums.leave()

@@ -188,6 +188,20 @@ BAD_FILES = {
             "allowed: 0, or 0.015625 (16 MiB) and more, which Mooncake Store can use"
         ],
     ),
+    "symmetric memory without GPUs": (
+        "resources: {symmetric_memory: true}",
+        [
+            "resources.symmetric_memory: got true with resources.device = cpu and resources.collectives = auto; "
+            "allowed: false, or cuda and auto, since GPUs share it"
+        ],
+    ),
+    "symmetric memory without NCCL": (
+        "resources: {symmetric_memory: true, device: cuda, collectives: tcp}",
+        [
+            "resources.symmetric_memory: got true with resources.device = cuda and resources.collectives = tcp; "
+            "allowed: false, or cuda and auto, since GPUs share it"
+        ],
+    ),
     "lease": (
         "resources: {heartbeat_s: 2, lease_s: 2}",
         ["resources.lease_s: got 2.0; allowed: more than resources.heartbeat_s = 2.0, or every lease runs out"],

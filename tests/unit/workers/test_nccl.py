@@ -1,4 +1,4 @@
-"""Shifts over NCCL, against the binding that torch gives every one of its process groups; no GPU is needed."""
+"""NCCL against the binding that torch gives every one of its process groups; no GPU is needed."""
 
 from datetime import timedelta
 from typing import Any
@@ -43,6 +43,30 @@ class Group:
         assert self.is_open
         self.calls.append(("recv", peer))
         return self._group.recv(tensors, peer, tag)
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        self.calls.append(("allreduce", tensors[0].numel()))
+        return self._group.allreduce(tensors)
+
+    def abort(self) -> None:
+        self.calls.append(("abort", 0))
+
+
+class Sums:
+    """Of up to four elements."""
+
+    def __init__(self, calls: list[tuple[str, int]]) -> None:
+        self.calls = calls
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() <= 4
+
+    def add_up(self, tensor: torch.Tensor) -> int:
+        self.calls.append(("add_up", tensor.numel()))
+        return 7
+
+    def leave(self) -> None:
+        self.calls.append(("leave", 0))
 
 
 @pytest.fixture
@@ -90,3 +114,20 @@ def test_a_shift_that_fails_leaves_no_call_open(group: Group) -> None:
     with pytest.raises(CollectiveError, match="shift in group ring, rank 1 of 3: no route"):
         make_communicator().start_shift(torch.zeros(4), torch.zeros(4))
     assert not group.is_open
+
+
+def test_small_sums_go_another_way_where_there_is_one(group: Group) -> None:
+    sums: Any = Sums(group.calls)
+    nccl = NcclBackend(dist.HashStore(), RANK, SIZE, timedelta(seconds=5), sums)
+    communicator = Communicator("ring", RANK, SIZE, nccl)
+    communicator.all_reduce(torch.zeros(2, 2))
+    assert communicator.received_bytes == 7
+    communicator.all_reduce(torch.zeros(5))
+    assert communicator.received_bytes == 7 + 2 * 2 * 20 // SIZE
+    communicator.destroy()
+    assert group.calls == [("add_up", 4), ("allreduce", 5), ("abort", 0), ("leave", 0)]
+
+
+def test_without_one_all_sums_are_of_nccl(group: Group) -> None:
+    make_communicator().all_reduce(torch.zeros(4))
+    assert group.calls == [("allreduce", 4)]
