@@ -16,7 +16,7 @@ from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
 from transfer.plan import PagePair, PageShare, local_page, make_spans, owned_pages, receivers
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
-from transfer.sender_session import SenderSession
+from transfer.sender_session import SenderSession, SenderState
 from workers.post import Post, send_if_heard
 from workers.timeline import KV_SENDER, Recorder
 
@@ -76,6 +76,8 @@ class KvSender:
         self.num_sent_bytes = 0
         """Of KV, written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
+        self._failed: set[Room] = set()
+        """Rooms of transfers that have failed, until the plans are over that may still compute them."""
         self._targets: dict[ReplicaId, Target] = {}
         """The newest start of each decode replica that we have sent to."""
         self._outbox = outbox
@@ -90,7 +92,7 @@ class KvSender:
         """Hand out the cached pages of requests that start with this step; they travel while it computes."""
         if plan.fill is not None:
             return  # they are not there yet
-        admits = {admit.room: admit for admit in plan.admits if admit.target is not None}
+        admits = {admit.room: admit for admit in plan.admits if self._is_sent(admit)}
         with self._lock:
             for row in plan.rows:
                 if row.room in admits and row.first_position:
@@ -103,12 +105,13 @@ class KvSender:
         with self._lock:
             for row in plan.rows:
                 known = requests[row.room]
-                if known.admit.target is not None:
+                if self._is_sent(known.admit):
                     session = self._session(known.admit)
                     pairs = session.advance(known.pages, row.first_position + len(row.token_ids))
                     if pairs:
                         self._writer.send(self._job(session, pairs))
                     self._end_if_over(session)
+            self._failed.difference_update(plan.releases)
 
     def drop(self, message: DropSend) -> None:
         """Write nothing more for a transfer, and report when that is sure; one never heard of is over already."""
@@ -138,6 +141,10 @@ class KvSender:
         """Stop the writer; what is queued is not written."""
         self._writer.close()
         self._outbox.close()
+
+    def _is_sent(self, admit: Admit) -> bool:
+        """What the leader was told has failed is over: it may not begin again with the next chunk of the prompt."""
+        return admit.target is not None and admit.room not in self._failed
 
     def _session(self, admit: Admit) -> SenderSession:
         assert admit.target is not None
@@ -238,6 +245,8 @@ class KvSender:
         if not session.is_over:
             return
         del self._sessions[session.room, session.target.generation]
+        if session.state is SenderState.FAILED:
+            self._failed.add(session.room)
         if done := session.done():
             send_if_heard(self._outbox, session.target.decode.address, done)
         send_if_heard(self._outbox, self._prefill.address, session.report())

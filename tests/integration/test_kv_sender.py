@@ -17,7 +17,7 @@ from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, ForgetPeer, Row, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, Row, SendReport, StepPlan, Target
 from cluster.spec.strategy import Strategy
 from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendState
 from tests.fakes.loopback import Loopback
@@ -152,6 +152,36 @@ def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: In
     assert report.state is SendState.SENT
     written = {page: value for page in range(NUM_PAGES + 1) if (value := page_value(target, NUM_PAGES, page))}
     assert written == {target_page: 1 + page for page, target_page in zip(PAGES[HELD:], TICKETED, strict=True)}
+
+
+def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox, leader: Inbox) -> None:
+    """Its pages may be another's once the leader has heard of it; nothing of it is kept once it was released."""
+    backend = Loopback()
+    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
+    admit = admit_to(decode, target)
+    last = plan_of(admit, PAGES)
+    first = replace(last, rows=[replace(last.rows[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)])
+    known = {ROOM: Known(admit, PAGES)}
+    with closing(sender_of(mine, leader, source, backend)) as sender:
+        backend.failing.add(target.endpoint.session)
+        sender.before_step(first)
+        sender.after_step(first, known)
+        (report,) = messages(leader, 1)
+        assert isinstance(report, SendReport)
+        assert report.state is SendState.FAILED
+        backend.failing.clear()
+        sender.before_step(replace(last, admits=[]))
+        sender.after_step(replace(last, admits=[]), known)
+        assert not leader.receive(0.3), "it began again"
+        sender.drop(DropSend(room=ROOM, generation=1))
+        (report,) = messages(leader, 1)
+        assert isinstance(report, SendReport)
+        assert report.state is SendState.DRAINED
+        sender.after_step(replace(last, admits=[], rows=[], releases=[ROOM]), {})
+    assert not backend.batch_sizes
+    assert not decode.receive(0.0)
+    assert (sender.num_open, sender._failed) == (0, set())
 
 
 @pytest.mark.parametrize(("gone", "is_let_go"), [(0, False), (1, True), (2, True)])
