@@ -30,11 +30,12 @@ class SendJob:
 
     room: Room
     generation: int
-    writes: Sequence[Write]
+    make_writes: Callable[[], Sequence[Write]]
+    """Called on the sender thread when it is the job's turn, since the spans of many pages take a while to make."""
     num_pages: int
-    """Pages that the writes carry together, for the outcome."""
-    digest: Callable[[], list[PageDigests]] = list
-    """Makes the digests of what is to be written, for the outcome; called right before the first write."""
+    """Pages that are whole at their targets after it, for the outcome."""
+    make_ready: Callable[[], list[PageDigests]] = list
+    """Called right before the writes are made; gives the digests of these pages, for the outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +175,22 @@ class SenderThread:
     def _send(self, job: SendJob) -> None:
         start_s = time.monotonic()
         try:
-            digests = job.digest()
-            is_whole = self._write(job)
+            digests = job.make_ready()
+            writes = job.make_writes()
+            is_whole = self._write(job, writes)
         except Exception as error:  # whatever the backend raises, other transfers go on and this one is told why
             self._barred.add((job.room, job.generation))
             self._on_outcome(WriteFailed(job.room, job.generation, str(error) or repr(error)))
             self._queue.put(_EndMark(job.room, job.generation))
             return
         if is_whole:
-            num_bytes = sum(total_bytes(write.spans) for write in job.writes)
+            num_bytes = sum(total_bytes(write.spans) for write in writes)
             end_s = time.monotonic()
             self._on_outcome(Written(job.room, job.generation, job.num_pages, num_bytes, digests, start_s, end_s))
 
-    def _write(self, job: SendJob) -> bool:
+    def _write(self, job: SendJob, writes: Sequence[Write]) -> bool:
         """Whether the whole job was written; it ends early when the transfer is barred."""
-        for write in job.writes:
+        for write in writes:
             for batch in batches(write.spans, self._batch_spans):
                 if self._is_closing or (job.room, job.generation) in self._barred:
                     return False

@@ -16,14 +16,6 @@ from cluster.spec.transfer_messages import Done, PageDigests, SendState
 from transfer.plan import PagePair
 
 
-def fold(states: Collection[SendState]) -> SendState:
-    """The state of a replica's transfer from those of its ranks: the minimum.
-
-    A folded FAILED says that the transfer cannot succeed, not that every rank has stopped: see is_quiet.
-    """
-    return min(states)
-
-
 def is_quiet(states: Collection[SendState]) -> bool:
     """Whether no rank will write again; only then may the leader send Drained or Refused.
 
@@ -124,7 +116,12 @@ class SenderSession:
         fresh = self._owned[self._num_handed : bisect_left(self._owned, complete)]
         self._num_handed += len(fresh)
         self._end_if_written("advance")
-        return [(page_table[page], self.target.pages[page - self.target.held_pages]) for page in fresh]
+        return self._pairs(page_table, fresh)
+
+    def rest(self, page_table: Sequence[int]) -> list[PagePair]:
+        """What the last ``advance`` will give, which is to come next."""
+        pages = self._owned[self._num_handed :] if self.state is SenderState.SENDING else ()
+        return self._pairs(page_table, pages)
 
     def written(
         self, num_pages: int, num_bytes: int, digests: Iterable[PageDigests] = (), seconds: float = 0.0
@@ -180,6 +177,9 @@ class SenderSession:
             num_bytes=self.num_bytes_written,
             digests=self._digests,
         )
+
+    def _pairs(self, page_table: Sequence[int], pages: Sequence[int]) -> list[PagePair]:
+        return [(page_table[page], self.target.pages[page - self.target.held_pages]) for page in pages]
 
     def _end_if_written(self, event: str) -> None:
         if self._saw_last_chunk and self.num_pages_written == self._num_handed:

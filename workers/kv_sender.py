@@ -7,13 +7,14 @@ from typing import Any, Protocol
 
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
-from cluster.spec.kv import pages_for
+from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
-from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, Row, SendReport, StepPlan, Target
 from cluster.spec.timeline import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
+from transfer.layer_groups import early_ends
 from transfer.plan import PagePair, PageShare, local_page, make_spans, owned_pages, receivers
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession, SenderState
@@ -39,7 +40,7 @@ class Staging(Protocol):
     """What brings pages from a GPU to where they are sent from; workers.cache.staging does."""
 
     def mark(self) -> Any: ...
-    def put_out(self, pages: Sequence[int], written: Any) -> None: ...
+    def put_out(self, pages: Sequence[int], layers: slice, written: Any) -> None: ...
 
 
 class KvSender:
@@ -76,6 +77,9 @@ class KvSender:
         self.num_sent_bytes = 0
         """Of KV, written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
+        self._early_ends = early_ends(row.layout)
+        self._num_gone: dict[Transfer, int] = {}
+        """Layers that have left before their step is over, of the pages that it completes."""
         self._failed: set[Room] = set()
         """Rooms of transfers that have failed, until the plans are over that may still compute them."""
         self._targets: dict[ReplicaId, Target] = {}
@@ -100,8 +104,28 @@ class KvSender:
                     if pairs := session.advance(row.new_pages, row.first_position):
                         self._writer.send(self._job(session, pairs))
 
+    def during_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> Callable[[int], None] | None:
+        """What is to be told of every layer that the step has stored, if some leave before it is over.
+
+        Those of prompts that end with it: the pages of others travel while the next step computes.
+        """
+        if plan.fill is not None or not self._early_ends:
+            return None
+        return partial(self._on_stored, plan, requests)
+
+    def _on_stored(self, plan: StepPlan, requests: Mapping[Room, Known], layer: int) -> None:
+        if layer + 1 not in self._early_ends:
+            return
+        with self._lock:
+            for row in plan.rows:
+                known = requests[row.room]
+                if self._is_sent(known.admit) and _ends_prompt(row, known.admit):
+                    session = self._session(known.admit)
+                    if pairs := session.rest(known.pages):
+                        self._writer.send(self._job(session, pairs, layer + 1))
+
     def after_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> None:
-        """Hand out the pages that this step completed."""
+        """Hand out the pages that this step completed, or what of them has not left."""
         with self._lock:
             for row in plan.rows:
                 known = requests[row.room]
@@ -193,31 +217,40 @@ class KvSender:
         for row in target.rows:
             self._writer.forget(row.endpoint)
 
-    def _job(self, session: SenderSession, pairs: list[PagePair]) -> SendJob:
-        """The spans to every decode rank that gets some of the heads and layers we hold from us."""
+    def _job(self, session: SenderSession, pairs: list[PagePair], end: int | None = None) -> SendJob:
+        """The layers of these pages that have not left, to every decode rank that gets some of what we hold from us.
+
+        Up to an end that others follow; without one the pages are whole.
+        """
+        transfer = (session.room, session.target.generation)
+        layers = slice(self._num_gone.pop(transfer, 0), end or self._row.layout.num_layers)
+        if end is not None:
+            self._num_gone[transfer] = end
         local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
         parts = [(target, _sent_to(target, local_pairs)) for target in self._receivers(session.target)]
+        put_out = partial(self._put_out, [page for page, _ in local_pairs], layers, self._mark())
         return SendJob(
             room=session.room,
             generation=session.target.generation,
-            writes=[
-                Write(target.endpoint, make_spans(self._row.layout, target.layout, part)) for target, part in parts
-            ],
-            num_pages=len(pairs),
-            digest=partial(self._make_ready, parts, [page for page, _ in local_pairs], self._mark()),
+            make_writes=partial(_writes, self._row.layout, parts, layers),
+            num_pages=len(pairs) if end is None else 0,
+            make_ready=partial(self._make_ready, put_out, parts if end is None else []),
         )
 
     def _mark(self) -> Any:
         """The moment in which what was computed so far is in the pages, where that is not now."""
         return self._staging.mark() if self._staging is not None else None
 
-    def _make_ready(self, parts: Sequence[_Part], pages: Sequence[int], written: Any) -> list[PageDigests]:
-        """On the sender thread, before it writes."""
+    def _put_out(self, pages: Sequence[int], layers: slice, written: Any) -> None:
         if self._staging is not None:
-            self._staging.put_out(pages, written)
+            self._staging.put_out(pages, layers, written)
+
+    def _make_ready(self, put_out: Callable[[], None], whole: Sequence[_Part]) -> list[PageDigests]:
+        """On the sender thread, before it writes; digests of the pages that are whole then."""
+        put_out()
         if self._config.verify is not Verify.DIGEST:
             return []
-        return [digest_pages(self._pool, self._row.layout, target, part) for target, part in parts]
+        return [digest_pages(self._pool, self._row.layout, target, part) for target, part in whole]
 
     def _on_outcome(self, outcome: Outcome) -> None:
         with self._lock:
@@ -244,7 +277,9 @@ class KvSender:
         """Say the last words; decode first, so that its page counts are there when the leader frees ours."""
         if not session.is_over:
             return
-        del self._sessions[session.room, session.target.generation]
+        transfer = (session.room, session.target.generation)
+        del self._sessions[transfer]
+        self._num_gone.pop(transfer, None)
         if session.state is SenderState.FAILED:
             self._failed.add(session.room)
         if done := session.done():
@@ -255,3 +290,15 @@ class KvSender:
 def _sent_to(target: RankRow, pairs: list[PagePair]) -> list[PagePair]:
     share = PageShare.of([target])
     return pairs if share.is_all else [pair for pair in pairs if share.has(pair[1])]
+
+
+def _ends_prompt(row: Row, admit: Admit) -> bool:
+    return admit.target is not None and row.first_position + len(row.token_ids) == admit.target.num_tokens
+
+
+def _writes(mine: PoolLayout, parts: Sequence[_Part], layers: slice) -> list[Write]:
+    first, last = mine.first_layer + layers.start, mine.first_layer + layers.stop
+    return [
+        Write(target.endpoint, make_spans(mine, target.layout, part, first_layer=first, last_layer=last))
+        for target, part in parts
+    ]

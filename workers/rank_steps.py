@@ -37,13 +37,15 @@ class RankSteps:
         return len(self._begun)
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin this rank's part of a step; the KV that is there leaves."""
+        """Begin this rank's part of a step; the KV that is there leaves, and layers that it stores."""
         start_s = self._clock.now_s()
         self._turns.at(f"in step {plan.step}")
         self._sender.before_step(plan)
         arrivals = self._mover.fill(plan.fill) if plan.fill is not None else None
         with self._rank.step_recorder.step(plan):
-            self._begun.append((plan, self._rank.runner.begin(plan, arrivals), start_s))
+            runner = self._rank.runner
+            on_stored = self._sender.during_step(plan, runner.requests)
+            self._begun.append((plan, runner.begin(plan, arrivals, on_stored), start_s))
         self._turns.at(BETWEEN_STEPS)
 
     def end(self) -> EndedStep:

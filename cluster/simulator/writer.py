@@ -4,7 +4,7 @@ It keeps the promises of ``transfer.sender.SenderThread``, whose place it takes.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,8 @@ from cluster.simulator.timeline import Event
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests
-from transfer.sender import Dropped, Outcome, SendJob, WriteFailed, Written
+from transfer.plan import total_bytes
+from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0
 """How long a write to a machine that is cut off tries."""
@@ -30,6 +31,7 @@ class _Work:
 
     job: SendJob
     digests: list[PageDigests]
+    num_bytes: int
     copies: Iterator[_Copy]
     """Those that are still to be made."""
 
@@ -101,7 +103,9 @@ class VirtualWriter:
         elif (item.room, item.generation) in self._barred:
             self._next()
         else:
-            self._write(_Work(item, item.digest(), self._copies(item)))
+            digests, writes = item.make_ready(), item.make_writes()
+            num_bytes = sum(total_bytes(write.spans) for write in writes)
+            self._write(_Work(item, digests, num_bytes, self._copies(writes)))
 
     def _write(self, work: _Work) -> None:
         """Start the next copy of a job, or end it."""
@@ -113,8 +117,7 @@ class VirtualWriter:
             return
         copy = next(work.copies, None)
         if copy is None:
-            num_bytes = sum(span.num_bytes for write in job.writes for span in write.spans)
-            self._end(Written(job.room, job.generation, job.num_pages, num_bytes, work.digests))
+            self._end(Written(job.room, job.generation, job.num_pages, work.num_bytes, work.digests))
             return
         self._on_way = (job, copy)
         hazards, random = self._around.hazards, self._around.random
@@ -177,10 +180,10 @@ class VirtualWriter:
         arrived[place] ^= 1 << random.randrange(8)
         return bytes(arrived)
 
-    def _copies(self, job: SendJob) -> Iterator[_Copy]:
-        """The pages of a job's spans."""
+    def _copies(self, writes: Sequence[Write]) -> Iterator[_Copy]:
+        """The pages of spans."""
         size = self._page_bytes
-        for write in job.writes:
+        for write in writes:
             for span in write.spans:
                 for offset in range(0, span.num_bytes, size):
                     source, target = span.source_offset + offset, span.target_offset + offset

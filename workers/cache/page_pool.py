@@ -1,6 +1,6 @@
 """The KV memory of one worker: pages of K and V in one tensor. Which request owns a page is known elsewhere."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.row_kernels import row_kernels
+
+OnStored = Callable[[int], None]
+"""Told the number of a layer, of those that the pool has."""
 
 
 class PagePool:
@@ -42,6 +45,7 @@ class PagePool:
         shape = (num_pages + 1, num_kv_heads, num_layers, 2, page_size, head_dim)
         self.data = buffer[:num_bytes].view(dtype).view(shape)
         self._arrivals: LayerArrivals | None = None
+        self._on_stored: OnStored | None = None
 
     @staticmethod
     def page_bytes_for(num_kv_heads: int, num_layers: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -62,14 +66,22 @@ class PagePool:
         return PoolSlots(self, slots)
 
     @contextmanager
-    def filled(self, arrivals: LayerArrivals | None) -> Iterator[None]:
-        """Layers that come meanwhile are waited for when they are read, and all of them at the end."""
-        self._arrivals = arrivals
+    def in_step(self, arrivals: LayerArrivals | None, on_stored: OnStored | None = None) -> Iterator[None]:
+        """Layers that come meanwhile are waited for when they are read, and all of them at the end.
+
+        Of every layer that the step has stored, or will have once its GPU comes to it, ``on_stored`` is told.
+        """
+        self._arrivals, self._on_stored = arrivals, on_stored
         try:
             yield
             self._wait_for(self.data.shape[2] - 1)
         finally:
-            self._arrivals = None
+            self._arrivals = self._on_stored = None
+
+    def note_stored(self, layer: int) -> None:
+        """The step at hand writes no more of this layer."""
+        if self._on_stored is not None:
+            self._on_stored(layer)
 
     def read_pages(self, layer: int, pages: Tensor, out: Tensor) -> None:
         """Copy ``pages [n]`` int64 of one layer, token after token, into ``out [n * page_size, 2, heads, dim]``."""

@@ -17,7 +17,12 @@ class RegisteredPages:
         """On the computing thread: a moment after everything that was started so far."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
-    def put_out(self, pages: Sequence[int], written: torch.cuda.Event | None) -> None:  # noqa: ARG002 - they stay
+    def put_out(
+        self,
+        pages: Sequence[int],  # noqa: ARG002 - they stay where they are
+        layers: slice,  # noqa: ARG002 - as the pages
+        written: torch.cuda.Event | None,
+    ) -> None:
         """On any one thread: returns when ``written`` has come, from which on the pages may be sent."""
         if written is not None:
             written.synchronize()

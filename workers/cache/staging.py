@@ -15,7 +15,7 @@ class Staging:
 
     def __init__(self, pool: PagePool, host: memoryview) -> None:
         """``host`` has at least the bytes of the pool; of a pool on a GPU it is pinned."""
-        self._pages = pool.data.view(len(pool.data), -1).view(torch.uint8)
+        self._pages = pool.data.flatten(3).view(torch.uint8)
         flat = torch.frombuffer(host, dtype=torch.uint8)
         self._host = flat[: self._pages.numel()].view(self._pages.shape)
         self._stream: torch.cuda.Stream | None = None
@@ -26,22 +26,26 @@ class Staging:
         """On the computing thread: a moment after everything that was started so far."""
         return torch.cuda.current_stream(self._pages.device).record_event() if self._stream is not None else None
 
-    def put_out(self, pages: Sequence[int], written: torch.cuda.Event | None) -> None:
-        """On any one thread: copy pages to the host once ``written`` has come; they are there on return."""
+    def put_out(self, pages: Sequence[int], layers: slice, written: torch.cuda.Event | None) -> None:
+        """On any one thread: copy layers of pages to the host once ``written`` has come; they are there on return."""
         if self._stream is None:
-            self._copy(self._host, self._pages, pages)
+            self._copy(self._host, self._pages, pages, layers)
             return
         assert written is not None, "a GPU's pages without the moment in which they were written"
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(written)
-            self._copy(self._host, self._pages, pages)
+            self._copy(self._host, self._pages, pages, layers)
         self._stream.synchronize()
 
     def take_in(self, pages: Sequence[int]) -> None:
         """On the computing thread: copy pages from the host, before what is started from now on."""
-        self._copy(self._pages, self._host, pages)
+        self._copy(self._pages, self._host, pages, slice(None))
 
     @staticmethod
-    def _copy(target: torch.Tensor, source: torch.Tensor, pages: Sequence[int]) -> None:
+    def _copy(target: torch.Tensor, source: torch.Tensor, pages: Sequence[int], layers: slice) -> None:
+        """Only what is one piece on both sides can the GPU copy by itself: a page, or some layers of a head."""
+        is_whole = layers.indices(source.shape[2]) == (0, source.shape[2], 1)
+        heads: Sequence[int | slice] = [slice(None)] if is_whole else range(source.shape[1])
         for page in pages:
-            target[page].copy_(source[page], non_blocking=True)
+            for head in heads:
+                target[page, head, layers].copy_(source[page, head, layers], non_blocking=True)

@@ -51,8 +51,14 @@ class StepContext(ABC):
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Begin to exchange this rank's ``k`` and ``v [tokens, kv_heads, dim]`` over the group."""
 
-    @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:
+        """See AttentionContext."""
+        out = self.attend_storing(layer, q)
+        self.pool.note_stored(layer)
+        return out
+
+    @abstractmethod
+    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
         """Causal attention of ``q [wanted, heads, dim]`` over cached prefix and new tokens, and store the new KV."""
 
     def join_last(self, hidden: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class PagedContext(StepContext):
         """See StepContext."""
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
         """See StepContext."""
         assert self._gathered is not None, "attend before put"
         self._slots.write(layer, self._gathered.wait())
@@ -52,7 +52,7 @@ class OverlappedContext(StepContext):
         self._k, self._v = k, v
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
         """See StepContext."""
         partials = []
         if self._prefix is not None:

@@ -49,7 +49,7 @@ class PassKvContext(StepContext):
         torch.stack((k, v), dim=1, out=self._block[prefix_len:])
         ring.start()
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
         """See StepContext."""
         return self.joined(q, list(self._partials(layer, q)))
 

@@ -46,7 +46,7 @@ class PassQContext(StepContext):
         self._k, self._v = k, v
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
         """See StepContext."""
         queries = self.exchange.query_gather.start(self.batch.plan, q) if self._has_prefix else None
         partials = [] if self._own is None else [self._own.attend(q, self._k, self._v)]

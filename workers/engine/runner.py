@@ -17,7 +17,7 @@ from workers.attention.interface import AttentionBackend
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_pool import PagePool
+from workers.cache.page_pool import OnStored, PagePool
 from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
@@ -156,10 +156,13 @@ class ModelRunner:
         """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         return self.begin(plan).wait()
 
-    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None = None) -> BegunStep:
+    def begin(
+        self, plan: StepPlan, arrivals: LayerArrivals | None = None, on_stored: OnStored | None = None
+    ) -> BegunStep:
         """Begin a step, which may follow tokens that the step begun before has yet to draw.
 
-        ``arrivals`` are those of the plan's ``fill``.
+        ``arrivals`` are those of the plan's ``fill``. Unless the step was recorded, ``on_stored`` is told of layers as
+        by ``PagePool.in_step``.
         """
         self._take_notice(plan)
         if self._staging is not None:
@@ -172,7 +175,7 @@ class ModelRunner:
             if not any(row.samples for row in plan.rows):
                 self._host_pages.finish()
         has_tokens = bool(plan.rows) or any(plan.shard_lens)
-        with torch.inference_mode(), self._pool.filled(arrivals):
+        with torch.inference_mode(), self._pool.in_step(arrivals, on_stored):
             drawn = self._forward(plan) if has_tokens else Drawn()
         return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn)
 

@@ -8,7 +8,7 @@ from cluster.spec.errors import IllegalTransitionError
 from cluster.spec.step_messages import Target
 from cluster.spec.transfer_messages import SendState
 from tests.unit.transfer.samples import DECODE, PREFILL, ROOM
-from transfer.sender_session import SenderSession, SenderState, fold, is_quiet
+from transfer.sender_session import SenderSession, SenderState, is_quiet
 
 PAGE = 4
 
@@ -138,11 +138,7 @@ def test_our_own_bugs_are_caught() -> None:
         session._move(SenderState.DRAINING, "test")
 
 
-def test_fold_takes_the_minimum_and_quiet_means_that_nobody_sends() -> None:
+def test_quiet_means_that_nobody_sends() -> None:
     sent, sending, failed, drained = SendState.SENT, SendState.SENDING, SendState.FAILED, SendState.DRAINED
-    assert fold([sent, sending]) is sending
-    assert fold([sent, drained]) is drained
-    assert fold([sending, failed]) is failed
-    assert fold([sent, sent]) is sent
     assert not is_quiet([failed, sending])
     assert is_quiet([failed, drained, sent])

@@ -67,7 +67,7 @@ def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str)
             grown.notify_all()
 
     def compute() -> None:
-        with pool.filled(arrivals):
+        with pool.in_step(arrivals):
             for layer in range(2):
                 if reads == "layer_view":
                     pool.layer_view(layer)
@@ -93,6 +93,6 @@ def test_a_copy_that_failed_ends_the_step_with_its_error() -> None:
     pool, arrivals = PagePool(3, 1, 2, 4, 1, torch.float32), LayerArrivals()
     arrivals.note(1, None)
     arrivals.fail(OSError("the memory is gone"))
-    with pytest.raises(OSError, match="the memory is gone"), pool.filled(arrivals):
+    with pytest.raises(OSError, match="the memory is gone"), pool.in_step(arrivals):
         pool.layer_view(1)
     pool.layer_view(1)

@@ -71,7 +71,7 @@ def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptur
     ], "host memory in between"
     before = theirs.pool.data.clone()
     assert ours.staging is not None
-    ours.staging.put_out([1, 2], ours.staging.mark())
+    ours.staging.put_out([1, 2], slice(None), ours.staging.mark())
     backends[0].write(ours.region, theirs.region.endpoint, [Span(PAGE, 3 * PAGE, 2 * PAGE)])
     assert fabric.moved == [(ours.pool.data[1].data_ptr(), theirs.pool.data[3].data_ptr(), 2 * PAGE)]
     assert torch.equal(theirs.pool.data[3:5], ours.pool.data[1:3])
@@ -85,7 +85,7 @@ def test_nothing_is_sent_before_it_is_written() -> None:
     events = []
     written: Any = SimpleNamespace(synchronize=lambda: events.append("written"))
     pool: Any = SimpleNamespace(data=torch.zeros(1))
-    RegisteredPages(pool).put_out([0], written)
+    RegisteredPages(pool).put_out([0], slice(None), written)
     assert events == ["written"]
 
 
@@ -119,7 +119,7 @@ def test_pages_go_by_way_of_the_host_and_why(
     (engine,) = fabric.engines.values()
     assert engine.registered == {made.region.endpoint.base_address: LAYOUT.pool_bytes}
     assert made.region.endpoint.base_address != made.pool.data.data_ptr()
-    made.staging.put_out([2], made.staging.mark())
+    made.staging.put_out([2], slice(None), made.staging.mark())
     assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.data[2].numpy().tobytes()
 
 

@@ -18,7 +18,7 @@ def make_staging() -> tuple[PagePool, torch.Tensor, Staging]:
 @given(st.lists(st.integers(0, 4), unique=True))
 def test_pages_go_out(pages: list[int]) -> None:
     pool, host, staging = make_staging()
-    staging.put_out(pages, staging.mark())
+    staging.put_out(pages, slice(None), staging.mark())
     by_page = host[: 6 * pool.page_bytes].view(torch.bfloat16).view(pool.data.shape)
     for page in range(6):
         expected = pool.data[page] if page in pages else torch.zeros_like(pool.data[page])

@@ -1,0 +1,165 @@
+"""Layers of a prompt's last pages travel while the step goes on, each once, and what arrives is what was computed."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from msgspec.structs import replace
+
+from cluster.channel import Inbox
+from cluster.spec.kv import PoolLayout
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import RankRow, Verify
+from cluster.spec.step_messages import Admit, SendReport, StepPlan
+from cluster.spec.transfer_messages import Done, SendState
+from tests.fakes.loopback import Loopback
+from tests.fakes.paged_ranks import PAGE_SIZE, row
+from tests.integration.test_kv_sender import (
+    HELD,
+    NUM_PAGES,
+    PAGES,
+    ROOM,
+    TICKETED,
+    Known,
+    admit_to,
+    messages,
+    plan_of,
+    sender_of,
+)
+from transfer import layer_groups
+from transfer.backends.interface import Region
+from transfer.digests import coverage_problem
+from workers.kv_sender import KvSender
+
+pytestmark = pytest.mark.integration
+
+NUM_LAYERS, NUM_HEADS = 8, 2
+ENDS = [2, 4, 6]
+
+
+def deep(of: RankRow) -> RankRow:
+    """The same with several layers and heads."""
+    return replace(of, layout=replace(of.layout, num_layers=NUM_LAYERS, num_heads=NUM_HEADS))
+
+
+def pages_of(region: Region, layout: PoolLayout) -> npt.NDArray[np.uint8]:
+    """``[page, head, layer, byte]``."""
+    shape = (-1, layout.num_heads, layout.num_layers, layout.layer_bytes)
+    return np.frombuffer(region.buffer, dtype=np.uint8).reshape(shape)
+
+
+@dataclass
+class Case:
+    sender: KvSender
+    backend: Loopback
+    admit: Admit
+    layout: PoolLayout
+    source: npt.NDArray[np.uint8]
+    target: npt.NDArray[np.uint8]
+    decode: Inbox
+    leader: Inbox
+
+    @property
+    def known(self) -> dict[int, Known]:
+        return {ROOM: Known(self.admit, PAGES)}
+
+    def compute(self, layer: int) -> None:
+        """Write what only now is known."""
+        self.source[PAGES, :, layer] = np.random.default_rng(layer).integers(1, 256, self.source[PAGES, :, layer].shape)
+
+    def is_there(self, layers: slice) -> bool:
+        sent = self.source[PAGES[HELD:], :, layers]
+        return np.array_equal(self.target[TICKETED, :, layers], sent) and bool(sent.all())
+
+
+@pytest.fixture
+def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    monkeypatch.setattr(layer_groups, "LEAST_SPAN_BYTES", 1)
+    backend = Loopback()
+    mine = deep(row(Role.PREFILL, 0, 1, NUM_PAGES))
+    source, target = backend.allocate(mine.layout.pool_bytes), backend.allocate(mine.layout.pool_bytes)
+    with closing(Inbox("127.0.0.1")) as decode, closing(Inbox("127.0.0.1")) as leader:
+        admit = admit_to(decode, target)
+        assert admit.target is not None
+        admit = replace(admit, target=replace(admit.target, rows=[deep(admit.target.rows[0])]))
+        with closing(sender_of(mine, leader, source, backend, Verify.DIGEST)) as sender:
+            pools = pages_of(source, mine.layout), pages_of(target, mine.layout)
+            yield Case(sender, backend, admit, mine.layout, *pools, decode, leader)
+
+
+def chunk(admit: Admit, first_page: int, num_pages: int) -> StepPlan:
+    plan = plan_of(admit, PAGES)
+    tokens = [1] * num_pages * PAGE_SIZE
+    return replace(plan, rows=[replace(plan.rows[0], first_position=first_page * PAGE_SIZE, token_ids=tokens)])
+
+
+@contextmanager
+def step(case: Case, plan: StepPlan) -> Iterator[Callable[[int], None]]:
+    case.sender.before_step(plan)
+    told = case.sender.during_step(plan, case.known)
+    assert told is not None
+    yield told
+    case.sender.after_step(plan, case.known)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_layers_leave_while_later_ones_are_computed(case: Case) -> None:
+    with step(case, chunk(case.admit, 0, 4)) as told:
+        for layer in range(NUM_LAYERS):
+            case.compute(layer)
+            told(layer)
+            if layer + 1 in ENDS:
+                wait_until(lambda layer=layer: case.is_there(slice(layer + 1)))
+        assert not case.target[:, :, ENDS[-1] :].any()
+        assert not case.leader.receive(0.1), "it is not over"
+    (done,), (report,) = messages(case.decode, 1), messages(case.leader, 1)
+    assert case.is_there(slice(None))
+    assert isinstance(done, Done)
+    assert isinstance(report, SendReport)
+    assert (report.state, done.num_pages, done.num_bytes) == (SendState.SENT, 3, 3 * case.layout.page_bytes)
+    assert coverage_problem(done.digests, TICKETED, done.num_bytes, 1) is None
+    assert sum(case.backend.batch_sizes) == 3 * NUM_HEADS * (len(ENDS) + 1)
+    assert not case.target[[page for page in range(NUM_PAGES + 1) if page not in TICKETED]].any()
+
+
+def test_a_prompt_that_goes_on_leaves_in_whole_pages(case: Case) -> None:
+    for layer in range(NUM_LAYERS):
+        case.compute(layer)
+    with step(case, chunk(case.admit, 0, 2)) as told:
+        for layer in range(NUM_LAYERS):
+            told(layer)
+        assert not case.backend.is_writing.wait(0.1)
+    wait_until(lambda: case.backend.batch_sizes == [1])
+    with step(case, replace(chunk(case.admit, 2, 2), admits=[])) as told:
+        for layer in range(NUM_LAYERS):
+            told(layer)
+    (done,) = messages(case.decode, 1)
+    assert case.is_there(slice(None))
+    assert isinstance(done, Done)
+    assert (done.num_pages, done.num_bytes) == (3, 3 * case.layout.page_bytes)
+
+
+def test_layers_that_cannot_be_written_end_the_transfer(case: Case) -> None:
+    assert case.admit.target is not None
+    case.backend.failing.add(case.admit.target.rows[0].endpoint.session)
+    with step(case, chunk(case.admit, 0, 4)) as told:
+        for layer in range(NUM_LAYERS):
+            case.compute(layer)
+            told(layer)
+        (report,) = messages(case.leader, 1)
+        case.backend.failing.clear()
+    assert isinstance(report, SendReport)
+    assert report.state is SendState.FAILED
+    assert not case.decode.receive(0.2)
+    assert not case.target.any()
+    assert not case.sender._num_gone
