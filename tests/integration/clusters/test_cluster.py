@@ -159,6 +159,9 @@ def test_a_timeline_shows_what_every_rank_did_for_one_request(cluster: RunningCl
         assert _lane(did[rank], "collectives")
     pages = sum(_total(did[f"prefill-0 rank {rank}"], "write", "pages") for rank in (0, 1))
     assert pages == -(-9000 // PAGE_SIZE)
+    for rank in ("prefill-0 rank 0", "prefill-0 rank 1"):
+        writes = [event["args"]["pages"] for event in did[rank] if event["name"] == "write"]
+        assert writes[-2] == 0, "the last pages left all at once, not the layers that were there before the others"
     assert _total(did["decode-0 rank 0"], "step", "tokens") == 3
     assert [event["name"] for event in _lane(did["prefill-0 rank 0"], "request")] == ["queued", "scheduled", "sending"]
     states = [event["name"] for event in _lane(did["decode-0 rank 0"], "request")]
