@@ -24,9 +24,22 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 _left_out = pytest.StashKey[dict[str, int]]()
 _LEFT_OUT = "left_out"
+_OPTIONS_OF_PLUGINS = {
+    "asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+    "timeout": ("timeout",),
+}
+"""In pyproject.toml, of plugins that GPU tests do without."""
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    for plugin, options in _OPTIONS_OF_PLUGINS.items():
+        for option in options if not pluginmanager.has_plugin(plugin) else ():
+            parser.addini(option, f"of the plugin {plugin}, which is not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout: of a plugin that is not installed")
     # Read when a kernel is first imported: either all of this process's run on a GPU, or none.
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
