@@ -50,6 +50,8 @@ class RotaryEmbedding(nn.Module):
         self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
         # A plain attribute, made on the CPU: stays fp32 and real where parameters are cast or not yet allocated.
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
+        # Beside them, since nothing can be copied to a GPU while a step is recorded.
+        self._exponents = _exponents(head_dim).to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """positions [num_tokens] int64 -> the rotation of each, in `dtype`."""
@@ -66,7 +68,7 @@ class RotaryEmbedding(nn.Module):
         length = (positions[:, None] + 1).clamp(min=max_len)
         growth = self.rope.factor * length / max_len - (self.rope.factor - 1)
         base = self.rope.theta * growth ** (head_dim / (head_dim - 2))
-        scaled = 1.0 / base ** _exponents(head_dim).to(base.device)
+        scaled = 1.0 / base**self._exponents
         return torch.where(length > max_len, scaled, self.inv_freq)
 
 
