@@ -51,9 +51,11 @@ class Arriving:
 
 def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same there; the host goes on at once, whatever a GPU is at. Torch keeps the pinned copy until then."""
-    return on_cpu if device.type == "cpu" else on_cpu.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return on_cpu
+    return on_cpu.pin_memory().to(device, non_blocking=True) if on_cpu.numel() else on_cpu.to(device)
 
 
 def index_on(rows: Sequence[int], device: torch.device) -> torch.Tensor:
     """Rows of a tensor there, as an index: a list would be copied while the host waits."""
-    return on_device(torch.tensor(rows, dtype=torch.int64), device)
+    return on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
