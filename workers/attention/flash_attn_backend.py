@@ -13,6 +13,7 @@ from workers.attention.interface import RowAttention, StepAttention
 from workers.attention.triton.backend import TritonAttention, row_items
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
+from workers.device import on_device
 
 PAGE_MULTIPLE = 256
 """Page sizes that the package's paged kernels take are multiples of this."""
@@ -67,7 +68,7 @@ class _Ranges:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, tables: Tensor | None = None) -> Partial:
         ends = [
-            torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=query.device)
+            on_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), query.device)
             for lens in (self.num_queries, self.num_keys)
         ]
         out, lse, _ = flash_attn_varlen_func(

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from workers.cache.page_pool import PagePool
+from workers.device import index_on
 from workers.parallel.collectives import Communicator
 
 MOST_BYTES = 64 << 20
@@ -27,7 +26,7 @@ class HeadCopies:
         """
         for member in range(self._group.size if self._group.size > 1 else 0):
             for part in self._parts([page for page in pages if page % self._group.size == member]):
-                places = torch.tensor(part, device=self._pages.device)
+                places = index_on(part, self._pages.device)
                 content = self._pages[places]
                 self._group.broadcast(content, member)
                 if member != self._group.rank:

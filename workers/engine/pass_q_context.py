@@ -11,6 +11,7 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.pass_q import HomewardPartials
 from workers.context_parallel.runs import Run
+from workers.device import on_device
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
 
@@ -29,8 +30,8 @@ class PassQContext(StepContext):
         self._has_prefix = any(plan.prefix_lens)
         self._prefix = backend.prepare(everything, batch.page_tables, batch.page_size, batch.prefix_share)
         device = batch.slots.device
-        self._inverse = torch.from_numpy(plan.inverse).to(device)
-        self._homes = [torch.from_numpy(plan.local(rank)).to(device) for rank in range(plan.cp)]
+        self._inverse = on_device(torch.from_numpy(plan.inverse), device)
+        self._homes = [on_device(torch.from_numpy(plan.local(rank)), device) for rank in range(plan.cp)]
         self._own = self.prepare_rows(batch.runs)
         self._own_stored = self.owned_rows(batch.cp_rank)
         others = [] if plan.replicated else [rank for rank in range(plan.cp) if rank != batch.cp_rank]

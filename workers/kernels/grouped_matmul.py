@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.device import on_device
 from workers.kernels.launch import operand_type
 
 _TILE_FIELDS = tl.constexpr(3)
@@ -23,7 +24,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
     out = x.new_empty((len(x), weights.shape[1]))
     is_wide = x.itemsize > 2
     block_rows = 16 if len(x) <= 16 * len(counts) else 32 if is_wide else 64
-    tiles = torch.tensor(_tiles(counts, block_rows), dtype=torch.int32).view(-1, 3).to(x.device)
+    tiles = on_device(torch.tensor(_tiles(counts, block_rows), dtype=torch.int32, device="cpu").view(-1, 3), x.device)
     block_cols, block_inner = (32, 32) if is_wide else (128, 64)
     if len(tiles):
         _grouped_matmul_kernel[(triton.cdiv(out.shape[1], block_cols), len(tiles))](

@@ -28,7 +28,8 @@ class ExpertRouter(nn.Module):
         weights, experts = likelihoods.topk(self._moe.num_chosen, dim=-1)
         if self._moe.sum_to_one:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return Routed(hidden, self._physical.to(hidden.device)[experts], weights)
+        self._physical = self._physical.to(hidden.device)  # once: each copy would wait for the GPU
+        return Routed(hidden, self._physical[experts], weights)
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
         """The table under its checkpoint name."""
