@@ -68,7 +68,7 @@ def on_thread_ranks(size: int, function: Callable[[Communicator], T], *, in_back
     """Call a function as every rank of a group at once; the results by rank. The group may say it is in background."""
     if size == 1:
         return [function(Communicator("threads"))]
-    barrier, board = Barrier(size, timeout=60), [torch.empty(0)] * size
+    barrier, board = Barrier(size, timeout=240), [torch.empty(0)] * size
 
     def call(rank: int) -> T:
         try:

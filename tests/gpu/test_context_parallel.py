@@ -5,20 +5,32 @@ from itertools import product
 import pytest
 import torch
 
+from cluster.spec.config import Device
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
+from tests.fakes.gloo_ranks import on_gloo_ranks
 from tests.fakes.thread_group import on_thread_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
+
+CHUNKS = ((50, 3, 0), (4, 0, 70), (1, 60, 1))
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mode(cp: int, dtype: torch.dtype) -> None:
     for strategy, passing, in_background in product(Strategy, [None, *Passing], [True, False]):
-        chunks = ((50, 3, 0), (4, 0, 70), (1, 60, 1))
-        scenario = Scenario(chunks=chunks, strategy=strategy, cp=cp, passing=passing, dtype=dtype)
+        scenario = Scenario(chunks=CHUNKS, strategy=strategy, cp=cp, passing=passing, dtype=dtype)
         results = on_thread_ranks(
             cp, lambda group, of=scenario: ScenarioRun(of, group, device="cuda").run(), in_background=in_background
         )
+        check_scenario(scenario, results)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ranks_that_meet_over_tcp(cp: int) -> None:
+    """What they exchange goes through the host."""
+    for strategy, passing in product(Strategy, [None, *Passing]):
+        scenario = Scenario(chunks=CHUNKS, strategy=strategy, cp=cp, passing=passing, dtype=torch.bfloat16)
+        results = on_gloo_ranks(cp, lambda group, of=scenario: ScenarioRun(of, group, device="cuda").run(), Device.CUDA)
         check_scenario(scenario, results)

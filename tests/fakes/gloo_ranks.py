@@ -1,0 +1,41 @@
+"""A group of ranks inside one process that meet over TCP: each rank is a thread."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from cluster.spec.config import Device
+from cluster.spec.strategy import Collectives
+from workers.parallel.collectives import Communicator
+from workers.parallel.groups import join_group
+
+T = TypeVar("T")
+_TIMEOUT_S = 240.0
+
+
+def on_gloo_ranks(size: int, function: Callable[[Communicator], T], device: Device) -> list[T]:
+    """Call a function as every rank of a group at once; the results by rank. Tensors of a GPU go through the host."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=_TIMEOUT_S))
+
+    def call(rank: int) -> T:
+        group = join_group(
+            store,
+            "cp",
+            range(size),
+            rank,
+            host="127.0.0.1",
+            timeout_s=_TIMEOUT_S,
+            collectives=Collectives.TCP,
+            device=device,
+        )
+        try:
+            return function(group)
+        finally:
+            group.destroy()
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(call, range(size)))
