@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from workers.layers import rotary
 from workers.layers.rotary import RotaryEmbedding
 from workers.models.rope_config import UnsupportedModelError, read_rope_config
 
@@ -60,6 +61,14 @@ def transformers_rotary(parameters: dict[str, Any]) -> LlamaRotaryEmbedding:
 def our_rotary(parameters: dict[str, Any]) -> RotaryEmbedding:
     rope = read_rope_config({"rope_parameters": parameters}, MAX_LEN)
     return RotaryEmbedding(rope, HEAD_DIM, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_makes_nothing_on_the_host(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that records it could not copy it."""
+    ours = our_rotary(VARIANTS[variant])
+    monkeypatch.setattr(rotary, "_exponents", lambda _: pytest.fail("made in a step"))
+    ours(torch.arange(2 * MAX_LEN), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
