@@ -45,6 +45,26 @@ def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> No
     assert max(others) - min(others) <= 32 << 20, "whatever the pool holds"
 
 
+def test_after_a_failure_steps_run_as_usual() -> None:
+    """Torch leaves its stream and its allocator as they were in the recording."""
+    device = torch.device("cuda", 0)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    record, usual, ones = GpuRecorder(stream), torch.cuda.current_stream(), torch.ones(1000, device=device)
+
+    def wait() -> torch.Tensor:
+        (ones + 1).sum().item()
+        return ones
+
+    with pytest.raises(RuntimeError):
+        record(wait)
+    assert torch.cuda.current_stream() == usual
+    torch.cuda.empty_cache()
+    doubled, replay = GpuRecorder(stream)(lambda: ones * 2)
+    ones.fill_(3)
+    replay()
+    assert doubled.eq(6).all()
+
+
 def test_the_bench_replays_graphs_beside_transformers() -> None:
     bench = EngineBench("tiny", Device.CUDA, most_tokens=200, chunk_tokens=50)
     result = bench.measure(130, 6, 2)

@@ -1,6 +1,7 @@
 """Records what a GPU does, to be replayed. Imports no Triton."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -31,8 +32,21 @@ class GpuRecorder:
             for _ in range(2):
                 compute()
         torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads copy pages and watch collectives meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-            out = compute()
+        graph, usual = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads copy pages and watch collectives meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+                out = compute()
+        except RuntimeError:
+            self._give_up(usual)
+            raise
         return out, graph.replay
+
+    def _give_up(self, usual: torch.cuda.Stream) -> None:
+        """Undo what torch leaves behind where a recording fails, so that steps can run as usual.
+
+        Its stream is still the current one, and its allocator, which then asserts that it is not, may be recording.
+        """
+        torch.cuda.set_stream(usual)
+        with suppress(RuntimeError):  # it has ended that itself
+            torch._C._cuda_endAllocateToPool(usual.device_index, self._memory)
