@@ -73,9 +73,19 @@ def test_pages_leave_when_they_are_written(world: World) -> None:
     expected = world.write_late([5, 1, 3])
     moment = world.staging.mark()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(world.staging.put_out, [5, 1, 3], moment).result()
+        thread.submit(world.staging.put_out, [5, 1, 3], slice(None), moment).result()
     assert torch.equal(world.staged[[5, 1, 3]], expected)
     assert not world.staged[[0, 2, 4, 6, 7]].any()
+
+
+def test_layers_leave_when_they_are_written(world: World) -> None:
+    expected = world.write_late([5, 1])
+    moment = world.staging.mark()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(world.staging.put_out, [5, 1], slice(2, 6), moment).result()
+    assert torch.equal(world.staged[[5, 1], :, 2:6], expected[:, :, 2:6])
+    assert not world.staged[:, :, :2].any()
+    assert not world.staged[:, :, 6:].any()
 
 
 def test_pages_are_there_for_what_is_started_next(world: World) -> None:
@@ -100,7 +110,7 @@ def test_layers_are_read_while_others_come(world: World) -> None:
     world.host.copy_(torch.randn(world.host.shape))
     world.staged[7] = 3.0
     arrivals, moment = LayerArrivals(), world.pages.mark()
-    with ThreadPoolExecutor(1) as thread, world.pool.filled(arrivals):
+    with ThreadPoolExecutor(1) as thread, world.pool.in_step(arrivals):
         filled = thread.submit(world.pages.fill, [(0, 1), (4, 3)], [7], lambda _: None, moment, arrivals)
         seen = [torch.stack(world.pool.layer_view(layer), dim=2)[[0, 4, 7]].cpu() for layer in range(LAYOUT.num_layers)]
         filled.result()

@@ -25,6 +25,15 @@ def test_pages_go_out(pages: list[int]) -> None:
         assert torch.equal(by_page[page], expected)
 
 
+@given(st.lists(st.integers(0, 4), unique=True), st.integers(0, 2), st.integers(0, 3))
+def test_layers_go_out(pages: list[int], first: int, last: int) -> None:
+    pool, host, staging = make_staging()
+    staging.put_out(pages, slice(first, last), staging.mark())
+    expected = torch.zeros_like(pool.data)
+    expected[pages, :, first:last] = pool.data[pages, :, first:last]
+    assert torch.equal(host[: 6 * pool.page_bytes].view(torch.bfloat16).view(pool.data.shape), expected)
+
+
 @given(st.lists(st.integers(0, 4), unique=True))
 def test_pages_come_in(pages: list[int]) -> None:
     pool, host, staging = make_staging()
