@@ -65,7 +65,7 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     torch_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     torch.random.set_rng_state(torch_state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -49,7 +49,6 @@ from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.keeping import HostKeeper
-from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -131,7 +130,7 @@ class World:
         }
         prefill, decode = prefill_settings(self.prefill_rows), decode_settings(self.decode_row, verify)
         self.prefill_peer, self.decode_peer = prefill.me, decode.me
-        self.leaders: dict[str, Leader] = {
+        self.leaders: dict[str, PrefillLeader | DecodeLeader] = {
             "prefill/0": PrefillLeader(prefill, steps[Role.PREFILL], allocators[Role.PREFILL]),
             "decode/0": DecodeLeader(decode, steps[Role.DECODE], allocators[Role.DECODE]),
         }

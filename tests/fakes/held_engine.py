@@ -24,6 +24,7 @@ from tests.fakes.bootstrap import FakeTable
 from tests.fakes.router_cluster import wait_ready
 from tests.fakes.worker_specs import lone_worker
 from workers import worker as worker_module
+from workers.build import make_kv_sender, make_leader
 from workers.kv_sender import KvSender
 from workers.scheduler.leader import Leader
 from workers.worker import Worker
@@ -120,16 +121,15 @@ class HeldEngine:
     @contextmanager
     def running(self) -> Iterator["HeldEngine"]:
         """Both workers work, and each knows the other."""
-        make, make_sender = worker_module.make_leader, worker_module.make_kv_sender
         come = threading.Semaphore(0)
 
         def make_held(spec: WorkerSpec, *args: Any) -> Leader:
-            held = self.leaders[spec.role] = HeldLeader(make(spec, *args))
+            held = self.leaders[spec.role] = HeldLeader(make_leader(spec, *args))
             come.release()
             return held
 
         def make_known(spec: WorkerSpec, *args: Any) -> KvSender:
-            sender = self._senders[spec.role] = make_sender(spec, *args)
+            sender = self._senders[spec.role] = make_kv_sender(spec, *args)
             return sender
 
         with (

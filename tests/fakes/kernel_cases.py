@@ -87,7 +87,7 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     counts = [-(-length // case.page_size) for length in case.lengths]
     pool = PagePool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
     pool.data.fill_(torch.nan)
-    tables = torch.randperm(pool.num_pages)[: sum(counts)].split(counts)
+    tables = torch.split(torch.randperm(pool.num_pages)[: sum(counts)], counts)
     kvs = [torch.randn(length, 2, case.kv_heads, case.head_dim).to(case.dtype) for length in case.lengths]
     for table, kv in zip(tables, kvs, strict=True):
         positions = torch.arange(len(kv))
@@ -96,7 +96,7 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     query = torch.randn(num_queries, case.kv_heads * case.groups, case.head_dim).to(case.dtype)
     expected = [
         _of_run(part, kvs[run.request], run, case.key_lens)
-        for run, part in zip(case.runs, query.split([run.count for run in case.runs]), strict=True)
+        for run, part in zip(case.runs, torch.split(query, [run.count for run in case.runs]), strict=True)
     ]
     step = backend.prepare(case.runs, [table.to(device) for table in tables], case.page_size, case.key_lens)
     data = pool.data.to(device)

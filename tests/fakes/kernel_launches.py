@@ -44,23 +44,23 @@ def _bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def _store() -> object:
+def _store() -> None:
     pool = PagePool(4, 8, 2, 64, 128, torch.bfloat16)
-    return store_kv(pool.data[:, :, 0], torch.arange(100), _bf16(100, 2, 8, 128))
+    store_kv(pool.data[:, :, 0], torch.arange(100), _bf16(100, 2, 8, 128))
 
 
-def _copy() -> object:
+def _copy() -> None:
     pool = PagePool(4, 8, 2, 64, 128, torch.bfloat16)
     staged = _bf16(3, *pool.data.shape[1:])
     gather_pages(pool.data, torch.arange(3), staged)
-    return scatter_pages(staged, torch.arange(3), pool.data)
+    scatter_pages(staged, torch.arange(3), pool.data)
 
 
-def _copy_most() -> object:
+def _copy_most() -> None:
     """Of tiny pages, a whole pool."""
     pool = PagePool(MANY, 1, 1, 16, 64, torch.bfloat16)
     pages = torch.arange(MANY)
-    return gather_pages(pool.data, pages, torch.empty_like(pool.data[:MANY]))
+    gather_pages(pool.data, pages, torch.empty_like(pool.data[:MANY]))
 
 
 def _norms() -> object:
@@ -85,20 +85,19 @@ def _merge() -> object:
     return merge_partials([out] * 3, [lse] * 3)
 
 
-def _merge_any() -> object:
+def _merge_any() -> None:
     """A row, a number of rows that 16 divides, and one that it does not."""
     for num_rows in (1, 16, 33):
         merge_partials([_bf16(num_rows, 1, 128)] * 2, [torch.zeros(num_rows, 1)] * 2)
         joins = torch.zeros(num_rows, 4, dtype=torch.int32)
         found, result = (torch.zeros(3, 1, 128), torch.zeros(3, 1)), (_bf16(num_rows, 1, 128), torch.zeros(num_rows, 1))
         merge_parts(*found, joins, *result)
-    return None
 
 
-def _merge_parts() -> object:
+def _merge_parts() -> None:
     """A token of a long request, alone: as many parts as there are programs."""
     joins = torch.tensor([[0, 0, 1, 264]], dtype=torch.int32)
-    return merge_parts(torch.zeros(264, 8, 256), torch.zeros(264, 8), joins, _bf16(1, 8, 256), torch.zeros(1, 8))
+    merge_parts(torch.zeros(264, 8, 256), torch.zeros(264, 8), joins, _bf16(1, 8, 256), torch.zeros(1, 8))
 
 
 LAUNCHES: Mapping[str, Callable[[], object]] = {

@@ -77,10 +77,10 @@ def check_rotate(data: st.DataObject, device: str) -> None:
     cos, sin = (torch.randn(num_tokens, 1, dim).to(dtype) for _ in range(2))
     norm = RMSNorm(dim, 1e-6)
     norm.weight.data = torch.randn(dim).to(dtype)
-    on_device = [tensor.to(device) for tensor in (x, cos, sin, norm.weight)]
+    x_, cos_, sin_, weight_ = (tensor.to(device) for tensor in (x, cos, sin, norm.weight))
     rotation = Rotation(cos.double(), sin.double())
-    near(rotate(*on_device[:3]), rotation.apply(x.double()))
-    near(rotate(*on_device, norm.eps), rotation.apply(norm.double()(x.double())))
+    near(rotate(x_, cos_, sin_), rotation.apply(x.double()))
+    near(rotate(x_, cos_, sin_, weight_, norm.eps), rotation.apply(norm.double()(x.double())))
 
 
 def check_swiglu(data: st.DataObject, device: str) -> None:
@@ -93,7 +93,7 @@ def check_grouped(data: st.DataObject, device: str) -> None:
     counts = data.draw(st.lists(st.sampled_from([0, 1, 3, 16, 70]), min_size=1, max_size=4))
     inner, cols, dtype = data.draw(st.sampled_from([8, 100])), data.draw(st.sampled_from([16, 130])), data.draw(DTYPES)
     x, weights = torch.randn(sum(counts), inner).to(dtype), torch.randn(len(counts), cols, inner).to(dtype)
-    parts = [rows.double() @ matrix.double().T for rows, matrix in zip(x.split(counts), weights, strict=True)]
+    parts = [rows.double() @ matrix.double().T for rows, matrix in zip(torch.split(x, counts), weights, strict=True)]
     near(grouped_matmul(x.to(device), weights.to(device), counts), torch.cat(parts))
 
 

@@ -74,7 +74,7 @@ def _stream(body: dict[str, Any], text: str, num_cached: int) -> Iterator[str]:
             return
         choice = {"delta": {"content": piece + " "}} if "messages" in body else {"text": piece + " "}
         yield _event({"choices": [choice | {"index": 0, "finish_reason": None}]})
-    last = {"delta": {}} if "messages" in body else {"text": ""}
+    last: dict[str, object] = {"delta": {}} if "messages" in body else {"text": ""}
     yield _event({"choices": [last | {"index": 0, "finish_reason": "length"}]})
     if body.get("stream_options"):
         usage = {

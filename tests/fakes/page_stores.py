@@ -89,7 +89,7 @@ class RankStore:
         """Store the pages that this rank owns."""
         owned = [page for page in pages if page.place % self.row.sizes.cp == self.row.coords.cp]
         for page in owned:
-            self.buffer(page)[:] = memoryview(part_of(page, self.row)).cast("B")
+            self.buffer(page)[:] = part_of(page, self.row).data.cast("B")
         return self.store.store(owned, self.buffer, FOREVER_S, self.failures)
 
     def read(self, pages: Sequence[TierPage]) -> list[bool]:

@@ -4,6 +4,7 @@ Mooncake over TCP moves its bytes, which it can since the pool is the CPU's afte
 """
 
 from typing import Any
+from unittest.mock import patch
 
 from cluster.spec.config import TransferBackendName, TransferProtocol
 from transfer.backends.interface import TransferBackend, make_backend
@@ -26,10 +27,13 @@ class WorkerWithRegisteredPool(Worker):
 
 
 def _make(name: TransferBackendName, host: str, _: TransferProtocol) -> TransferBackend:
-    backend: Any = make_backend(name, host)
+    from transfer.backends.mooncake import MooncakeBackend
+
+    backend = make_backend(name, host)
+    assert isinstance(backend, MooncakeBackend)
     backend._protocol = TransferProtocol.RDMA
-    return backend  # type: ignore[no-any-return]
+    return backend
 
 
-rank.open_pool = open_apart
-rank.make_backend = _make
+patch.object(rank, "open_pool", open_apart).start()
+patch.object(rank, "make_backend", _make).start()

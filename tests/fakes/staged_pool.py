@@ -1,5 +1,7 @@
 """A worker whose pool is apart from the memory that peers reach, as a GPU's is, on the CPU."""
 
+from unittest.mock import patch
+
 from workers import rank
 from workers.cache.open_pool import open_apart
 from workers.worker import Worker
@@ -9,4 +11,4 @@ class WorkerWithStagedPool(Worker):
     """Its module, which only its process imports, puts the pool in place."""
 
 
-rank.open_pool = open_apart
+patch.object(rank, "open_pool", open_apart).start()
