@@ -1,6 +1,7 @@
 """``baton`` with workers that can be made to transfer badly: ``python -m tests.chaos.faulty_up up FILE ...``."""
 
 from functools import partial
+from unittest.mock import patch
 
 import cluster.launch.tools
 from cluster.cli.main import main
@@ -9,5 +10,5 @@ from tests.chaos.faulty_worker import FaultyWorker
 
 if __name__ == "__main__":
     faulty = partial(cluster.launch.tools.Tools, kinds=ActorKinds(worker=FaultyWorker))
-    cluster.launch.tools.Tools = faulty
+    patch.object(cluster.launch.tools, "Tools", faulty).start()
     main()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from unittest.mock import patch
 
 from cluster.channel import Outbox
 from cluster.launch.kinds import WorkerActor
@@ -87,7 +88,7 @@ class _Saboteur:
         def write(backend: SharedMemoryBackend, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
             self._write(real.__get__(backend), source, target, spans)
 
-        SharedMemoryBackend.write = write
+        patch.object(SharedMemoryBackend, "write", write).start()
 
     def spoil_notifications(self) -> None:
         """Put the faults between the sender and its channel."""
@@ -99,7 +100,7 @@ class _Saboteur:
             elif not self._mutes(message):
                 real(outbox, address, message)
 
-        Outbox.send = send
+        patch.object(Outbox, "send", send).start()
 
     def spoil_steps(self) -> None:
         """Put the faults into the rank's part of a step."""
@@ -112,7 +113,7 @@ class _Saboteur:
                 threading.Event().wait()
             return real(step)
 
-        BegunStep.wait = wait  # type: ignore[method-assign]
+        patch.object(BegunStep, "wait", wait).start()
 
     def _write(self, write: Write, source: Region, target: Endpoint, spans: Sequence[Span]) -> None:
         what = f"a write of {len(spans)} spans, {total_bytes(spans)} bytes"

@@ -9,7 +9,7 @@ import atexit
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from cluster.channel import AsyncInbox, Outbox
 from cluster.spec.messages import Command, CommandTaken, Message
 from router.app import create_app
 from router.http_protocol import HttpProtocol
@@ -36,13 +37,24 @@ PEERS = (peer_of("prefill-0"), peer_of("decode-0"))
 _END = b"\r\n\r\n"
 
 
-class _Nowhere:
-    """An inbox that gets nothing, and an outbox whose messages are lost, but for commands."""
+class _SilentInbox(AsyncInbox):
+    """Gets nothing; without a socket."""
 
     address = "tcp://nowhere:1"
 
     def __init__(self) -> None:
-        self.dropped = Counter[str]()
+        pass
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Nothing."""
+        return Counter()
+
+
+class _LosingOutbox(Outbox):
+    """Its messages are lost, but for commands; without sockets."""
+
+    def __init__(self) -> None:
         self.on_taken: Callable[[CommandTaken], None] | None = None
 
     def send(self, address: str, message: Message) -> None:
@@ -52,7 +64,7 @@ class _Nowhere:
             taken = CommandTaken(number=message.number, replica=peer.replica, incarnation=peer.incarnation)
             asyncio.get_running_loop().call_soon(self.on_taken, taken)
 
-    def broadcast(self, addresses: list[str], message: Message) -> None:
+    def broadcast(self, addresses: Iterable[str], message: Message) -> None:
         """Lose it."""
 
     def forget(self, address: str) -> None:
@@ -107,11 +119,11 @@ class HttpSurface:
     async def _build(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             server = make_server(write_model_folder(Path(folder)), FakeTable(), max_body_mib=1)
-            nowhere = _Nowhere()
-            service = server.service(nowhere, nowhere)
+            outbox = _LosingOutbox()
+            service = server.service(_SilentInbox(), outbox)
         service = replace(service, keys=read_keys(config_of().router, {"BATON_ADMIN_KEY": ADMIN}))
         service.relay.on_table(table_of(*map(entry_of, PEERS)))
-        nowhere.on_taken = service.relay.commands.on_taken
+        outbox.on_taken = service.relay.commands.on_taken
         self._service = service
         self._config = uvicorn.Config(create_app(service), lifespan="off", log_config=None, log_level="critical")
         self._config.load()
