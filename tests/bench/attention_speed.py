@@ -5,6 +5,7 @@ Run as `python -m tests.bench.attention_speed`; a ratio of 2 means that half of 
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -82,7 +83,7 @@ def decode(num_keys: int, groups: int, with_native: bool) -> str:
         pages = pool.layer_view(layer)
         return {
             "torch": lambda: _flash_over_pages(query, tables[0], *pages),
-            **{name: lambda step=step: step.attend(query, *pages) for name, step in steps.items()},
+            **{name: partial(step.attend, query, *pages) for name, step in steps.items()},
             "read": lambda: flat[layer * quarter : (layer + 1) * quarter].view(torch.float32).sum(),
         }
 

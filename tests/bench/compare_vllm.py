@@ -29,7 +29,7 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.model_folder import write_json, write_model_folder
 
 VOCAB_SIZE = 4096
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 8,

@@ -79,7 +79,7 @@ class SleepingWorker(Worker):
     def replace_model(self, forward_s: float, vocab_size: int) -> None:
         assert self._rank is not None
         self._model = FixedTimeModel(self._rank.runner._model, forward_s, vocab_size)
-        self._rank.runner._model = self._model
+        self._rank.runner._model = self._model  # type: ignore[assignment]  # stands before the real one
 
     def gaps(self, batch: int) -> list[Moment]:
         """Between each two full steps; forgets them."""
@@ -136,7 +136,8 @@ class Bench:
                 num_open -= sum(output.finish is not None for output in outputs)
         self._outbox.send(decode.address, Shutdown(reason="measured"))
         self._worker.result()
-        return self._call("gaps", batch)
+        gaps: list[Moment] = self._call("gaps", batch)
+        return gaps
 
     def close(self) -> None:
         self._worker.close()

@@ -1,5 +1,6 @@
 """Context parallelism in every mode, with several ranks on one GPU, against the oracle: `pytest -m gpu tests/gpu`."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 
 from cluster.spec.config import Device
 from cluster.spec.strategy import Passing, Strategy
-from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
+from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario
 from tests.fakes.gloo_ranks import on_gloo_ranks
 from tests.fakes.thread_group import on_thread_ranks
+from workers.parallel.collectives import Communicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
 
@@ -21,9 +23,7 @@ CHUNKS = ((50, 3, 0), (4, 0, 70), (1, 60, 1))
 def test_every_mode(cp: int, dtype: torch.dtype) -> None:
     for strategy, passing, in_background in product(Strategy, [None, *Passing], [True, False]):
         scenario = Scenario(chunks=CHUNKS, strategy=strategy, cp=cp, passing=passing, dtype=dtype)
-        results = on_thread_ranks(
-            cp, lambda group, of=scenario: ScenarioRun(of, group, device="cuda").run(), in_background=in_background
-        )
+        results = on_thread_ranks(cp, partial(_run, scenario), in_background=in_background)
         check_scenario(scenario, results)
 
 
@@ -32,5 +32,8 @@ def test_ranks_that_meet_over_tcp(cp: int) -> None:
     """What they exchange goes through the host."""
     for strategy, passing in product(Strategy, [None, *Passing]):
         scenario = Scenario(chunks=CHUNKS, strategy=strategy, cp=cp, passing=passing, dtype=torch.bfloat16)
-        results = on_gloo_ranks(cp, lambda group, of=scenario: ScenarioRun(of, group, device="cuda").run(), Device.CUDA)
-        check_scenario(scenario, results)
+        check_scenario(scenario, on_gloo_ranks(cp, partial(_run, scenario), Device.CUDA))
+
+
+def _run(scenario: Scenario, group: Communicator) -> list[StepResult]:
+    return ScenarioRun(scenario, group, device="cuda").run()

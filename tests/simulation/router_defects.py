@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room
 from cluster.spec.messages import PageNews, Submit
 from cluster.spec.peer import Peer
 from router.actions import Action
 from router.attempts import Attempts
+from router.breaker import Breakers
 from router.dispatch import Dispatch
-from router.flight import Attempt, Flight, Pair
+from router.flight import Attempt, Flight, Pair, Pick
 from router.inquiries import Inquiries
+from router.load import LoadBook
 from router.page_index import PageIndex
 
 Patch = pytest.MonkeyPatch
@@ -24,11 +27,13 @@ def reuse_a_room(patch: Patch) -> None:
     """The router numbers its open requests, and gives the numbers of those that have ended to others."""
     make = Dispatch.__init__
 
-    def make_with_numbers(self: Dispatch, *given: Any) -> None:
+    def make_with_numbers(
+        self: Dispatch, me: Peer, config: RouterConfig, load: LoadBook, breakers: Breakers, pick: Pick, _: object
+    ) -> None:
         def draw() -> Room:
             return next(room for room in map(Room, count(1)) if not (self.is_open(room) or self.is_under_way(room)))
 
-        make(self, *given[:-1], draw)
+        make(self, me, config, load, breakers, pick, draw)
 
     patch.setattr(Dispatch, "__init__", make_with_numbers)
 

@@ -63,8 +63,8 @@ def dying_streams(scenario: Scenario) -> Scenario:
     """Decode replicas die, one after the other, while tokens come."""
     shape = scenario.shape
     # Room for the longer answers.
-    pages = {"prefill_pages": shape.prefill_pages + 4 * shape.cp, "decode_pages": shape.decode_pages + 4}
-    shape = replace(shape, num_prefill=2, num_decode=2, **pages)
+    prefill_pages, decode_pages = shape.prefill_pages + 4 * shape.cp, shape.decode_pages + 4
+    shape = replace(shape, num_prefill=2, num_decode=2, prefill_pages=prefill_pages, decode_pages=decode_pages)
     asks = tuple(replace(ask, max_tokens=12, patience_s=None) for ask in scenario.asks)
     faults = tuple(Fault(kind=FaultKind.KILL, at_s=at_s, member=f"decode-{at_s % 2}") for at_s in (2, 5, 8))
     return replace(scenario, shape=shape, asks=asks, faults=faults, hazards=Hazards(slowness=10.0))
