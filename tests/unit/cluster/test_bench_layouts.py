@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import cluster.bench.layouts
-from cluster.bench.layouts import LAYOUTS, Layout, LayoutBytes, run_layouts
+from cluster.bench.layout_formulas import Layout
+from cluster.bench.layouts import LAYOUTS, LayoutBytes, run_layouts
 from cluster.cli.bench_layouts import _json, _line
 from cluster.spec.config import ParallelConfig
 from cluster.spec.lifecycle import Role

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from cluster.bench.sse import error_message, parse_line
 from cluster.bench.statistics import Quantiles, RequestRecord, quantiles_ms, summarize
 from cluster.bench.workload import RandomWorkload
 from cluster.spec.errors import UserError
+
+_workload = partial(RandomWorkload, num_requests=2, input_len=4, output_len=2, concurrency=1)
 
 TWO_ANSWERS_AND_A_FAILURE = [
     RequestRecord(sent_s=10.0, ended_s=12.0, arrivals_s=(10.5, 11.0, 12.0), num_prompt_tokens=8, num_output_tokens=4),
@@ -85,21 +89,21 @@ def test_closed_loop_sends_everything_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("make", "message"),
     [
-        ({"num_requests": 0}, "num_requests is 0, must be at least 1"),
-        ({"input_len": -1}, "input_len is -1, must be at least 1"),
-        ({"output_len": 0}, "output_len is 0, must be at least 1"),
-        ({"concurrency": 0}, "concurrency is 0, must be at least 1"),
-        ({"concurrency": None}, "a closed loop needs a concurrency"),
-        ({"request_rate": 0.0}, "request_rate is 0.0, must be more than 0"),
-        ({"request_rate": math.nan}, "request_rate is nan, must be more than 0"),
-        ({"vocab_size": 10}, "vocab_size is 10, must be at least 11"),
+        (partial(_workload, num_requests=0), "num_requests is 0, must be at least 1"),
+        (partial(_workload, input_len=-1), "input_len is -1, must be at least 1"),
+        (partial(_workload, output_len=0), "output_len is 0, must be at least 1"),
+        (partial(_workload, concurrency=0), "concurrency is 0, must be at least 1"),
+        (partial(_workload, concurrency=None), "a closed loop needs a concurrency"),
+        (partial(_workload, request_rate=0.0), "request_rate is 0.0, must be more than 0"),
+        (partial(_workload, request_rate=math.nan), "request_rate is nan, must be more than 0"),
+        (partial(_workload, vocab_size=10), "vocab_size is 10, must be at least 11"),
     ],
 )
-def test_senseless_workloads_are_refused(wrong: dict[str, float | None], message: str) -> None:
+def test_senseless_workloads_are_refused(make: Callable[[], RandomWorkload], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _workload(**wrong)
+        make()
 
 
 def test_stream_lines() -> None:
@@ -127,8 +131,3 @@ def test_error_messages(body: str, message: str) -> None:
 def _values(quantiles: Quantiles | None) -> tuple[float, ...]:
     assert quantiles is not None
     return dataclasses.astuple(quantiles)
-
-
-def _workload(**changes: object) -> RandomWorkload:
-    values: dict[str, object] = {"num_requests": 2, "input_len": 4, "output_len": 2, "concurrency": 1}
-    return RandomWorkload(**(values | changes))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Replayed traces: equal ids are equal tokens, lengths and arrivals are kept, hits are those of an endless cache."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,13 @@ def test_a_missing_file_and_senseless_values_are_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"trace\.jsonl: No such file"):
         read_trace(tmp_path / "trace.jsonl")
     entries = [TraceEntry(0, 1, 1, [1])]
-    for wrong, message in [
-        ({"scale": 0.0}, "--trace-scale: got 0.0"),
-        ({"speed": -1.0}, "--trace-speed: got -1"),
-        ({"entries": []}, "0"),
+    for make, message in [
+        (partial(TraceWorkload, entries, scale=0.0), "--trace-scale: got 0.0"),
+        (partial(TraceWorkload, entries, speed=-1.0), "--trace-speed: got -1"),
+        (partial(TraceWorkload, []), "0"),
     ]:
         with pytest.raises(UserError, match=message):
-            TraceWorkload(**({"entries": entries} | wrong))  # type: ignore[arg-type]
+            make()
 
 
 def _common(one: list[int], other: list[int]) -> int:

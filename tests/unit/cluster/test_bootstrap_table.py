@@ -111,7 +111,7 @@ def test_a_silent_rank_makes_its_replica_not_ready_until_it_shows_life() -> None
 
 def test_ranks_of_an_earlier_start_and_unknown_ones_are_refused() -> None:
     table = BootstrapTable(LEASE_S)
-    codes = []
+    codes: list[RefusalCode | None] = []
     for rows in (None, make_rows(P0, CP2, incarnation=3)):
         for row in rows or ():
             table.register(row)

@@ -11,7 +11,7 @@ from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import ConfigError
 from cluster.spec.loader import load_config, parse_config
 from cluster.spec.registry import KvOwnership, TransferMode
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import StrategySetting
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 TOPOLOGIES = sorted(file for file in DEPLOY.glob("*.yaml") if file.stem != "job")
@@ -283,7 +283,7 @@ def test_defaults_and_values_are_read() -> None:
         "f.yaml",
     )
     assert config.model.name == "Qwen3-8B"
-    assert (config.prefill.parallel.cp, config.prefill.strategy) == (4, Strategy.INTERLEAVE)
+    assert (config.prefill.parallel.cp, config.prefill.strategy) == (4, StrategySetting.INTERLEAVE)
     assert (config.transfer.backend, config.transfer.mode) == (TransferBackendName.MOONCAKE, TransferMode.RANK0)
     assert (config.resources.device, config.resources.cpus_per_worker) == (Device.CUDA, 0.0)
     assert config.decode == DeployConfig().decode

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cluster.cli import check_install, check_machine, doctor
 from cluster.cli.finding import Finding, Status

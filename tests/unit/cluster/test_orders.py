@@ -1,5 +1,7 @@
 """What an operator orders, event by event: who is drained, ended and started when; what is refused; that all ends."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -309,7 +311,7 @@ ORDERS = st.one_of(
 
 @given(st.lists(ORDERS | st.sampled_from(TWO_OF_EACH), max_size=8), st.randoms(use_true_random=False))
 def test_whatever_is_ordered_and_fails_every_order_has_one_last_answer_and_no_member_lives_twice(
-    what: list[Order | str], random: object
+    what: list[Order | str], random: Random
 ) -> None:
     run = Run(TWO_OF_EACH).serve()
     alive = {(name, run.incarnation(name)) for name in TWO_OF_EACH}
@@ -330,7 +332,7 @@ def test_whatever_is_ordered_and_fails_every_order_has_one_last_answer_and_no_me
     def settle(number: int) -> None:
         for _ in range(number):
             if pending:
-                take(go_on(run, pending.pop(random.randrange(len(pending)))))  # type: ignore[attr-defined]
+                take(go_on(run, pending.pop(random.randrange(len(pending)))))
             run.now_s += 1.0
             take(run.step(Tick()))
 
@@ -340,7 +342,7 @@ def test_whatever_is_ordered_and_fails_every_order_has_one_last_answer_and_no_me
             take(run.step(Failed(name, run.incarnation(name), ERROR)))
         else:
             take(run.order(item))
-        settle(random.randrange(4))  # type: ignore[attr-defined]
+        settle(random.randrange(4))
     settle(400)
     assert run.cluster.order is None
     assert last_answers == sum(not isinstance(item, str) for item in what)

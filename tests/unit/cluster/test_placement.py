@@ -81,7 +81,7 @@ def test_workers_that_reserve_nothing_fit_anywhere() -> None:
 
 def test_one_replica_is_placed_again_on_what_is_left() -> None:
     config = deployment((2, 2), (1, 1))
-    assert nodes_of(place(config, machines(1, 2), only={replica_id("prefill", 1)})) == {"prefill-1": ["n1", "n1"]}
+    assert nodes_of(place(config, machines(1, 2), only=[replica_id("prefill", 1)])) == {"prefill-1": ["n1", "n1"]}
 
 
 def test_shared_memory_keeps_everything_on_the_first_machine_that_holds_it() -> None:

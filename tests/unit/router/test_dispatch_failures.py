@@ -26,6 +26,7 @@ from tests.fakes.dispatching import (
     output,
     sends_of,
 )
+from tests.fakes.kinds import all_of
 
 
 class TestFailures:
@@ -106,7 +107,8 @@ class TestAnotherAttempt:
         first, place, *submits = dispatch.on_failure(failure(room, PREFILL), NOW)
         assert first == cancel(room, DECODE)
         assert place == Place(room=room, attempt=Room(2), pair=Pair(prefill=PREFILL, decode=DECODE))
-        assert [(send.message.room, send.message.num_given) for send in sends_of(submits)] == [(2, 0), (2, 0)]
+        messages = all_of(Submit, [send.message for send in sends_of(submits)])
+        assert [(message.room, message.num_given) for message in messages] == [(2, 0), (2, 0)]
         assert avoided == [frozenset(), {PREFILL}]
         assert (dispatch.num_retries, dispatch.num_continuations) == (1, 0)
         dispatch.check_integrity()

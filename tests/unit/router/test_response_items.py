@@ -34,7 +34,8 @@ def told_by(events: list[Event]) -> list[Any]:
     growing: dict[int, Any] = {}
     ended: list[Any] = []
     for kind, fields in events:
-        index, item = fields["output_index"], growing.get(fields["output_index"])
+        index: int = fields["output_index"]
+        item: Any = growing.get(index)
         match kind.removeprefix("response."):
             case "output_item.added":
                 assert index == len(growing), "items follow each other"

@@ -96,7 +96,7 @@ def test_every_rank_has_its_own_lines() -> None:
     assert f'baton_tier_failures_total{{{ranks},why="corrupt"}} 2.0' in lines
     snapshot = snapshot_of(state)
     page_bytes = snapshot.replicas[0].rows[1].layout.page_bytes
-    rank = ranks.replace('order="fetch",', "")
+    labels = ranks.replace('order="fetch",', "")
     for name, value in {
         "baton_host_bytes": 4 * page_bytes,
         "baton_host_used_bytes": page_bytes,
@@ -105,7 +105,7 @@ def test_every_rank_has_its_own_lines() -> None:
         "baton_storage_evicted_objects_total": 3,
         "baton_storage_evicted_bytes_total": 300,
     }.items():
-        assert f"{name}{{{rank}}} {float(value)}" in lines
+        assert f"{name}{{{labels}}} {float(value)}" in lines
     assert sum(line.startswith("baton_storage_used_bytes{") for line in lines) == 1
     assert 'baton_host_pages{replica="prefill-0"} 8.0' in lines
     assert 'baton_host_pinned_pages{replica="prefill-0"} 2.0' in lines

@@ -1,5 +1,6 @@
 """What is told of a prompt fits into one message, with as much again to spare."""
 
+import msgspec
 import pytest
 
 from cluster.channel import MAX_FRAME_BYTES, encode
@@ -13,10 +14,8 @@ from router.api.intake import _TOLD_BYTES, _TOLD_TOP_BYTES, _check_told
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_no_token_takes_more_than_is_reckoned_with(num_top: int) -> None:
     told = TokenLogprobs(logprob=-1 / 3, rank=2**20, top_ids=[2**20] * num_top, top_logprobs=[-1 / 3] * num_top)
-    who = {"room": Room(1), "replica": ReplicaId("decode-0"), "incarnation": Incarnation(1)}
-    frames = [
-        len(encode(Output(**who, first_index=0, token_ids=[], prompt_logprobs=[told] * num))) for num in (100, 200)
-    ]
+    empty = Output(room=Room(1), replica=ReplicaId("decode-0"), incarnation=Incarnation(1), first_index=0, token_ids=[])
+    frames = [len(encode(msgspec.structs.replace(empty, prompt_logprobs=[told] * num))) for num in (100, 200)]
     assert frames[1] - frames[0] <= 100 * (_TOLD_BYTES + num_top * _TOLD_TOP_BYTES)
 
 

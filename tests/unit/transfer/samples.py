@@ -1,5 +1,7 @@
 """Small values that the transfer tests share."""
 
+import msgspec
+
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.peer import Peer
@@ -12,15 +14,8 @@ ROOM = Room(41)
 
 def geometry(**changes: object) -> KvGeometry:
     """The KV of a two-layer model."""
-    values: dict[str, object] = {
-        "model": "tiny",
-        "num_layers": 2,
-        "num_kv_heads": 4,
-        "head_dim": 3,
-        "dtype": "float32",
-        "page_size": 4,
-    }
-    return KvGeometry(**(values | changes))  # type: ignore[arg-type]
+    tiny = KvGeometry(model="tiny", num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", page_size=4)
+    return msgspec.structs.replace(tiny, **changes)
 
 
 def ticket(pages: list[int], held_pages: int = 0) -> Ticket:

@@ -92,8 +92,8 @@ def test_sharded_prefill_fits_whole_decode() -> None:
 
 def test_sharded_kv_that_cannot_be_sent_is_refused() -> None:
     sharded = _row("prefill-0", cp=2, ownership=KvOwnership.SHARDED)
-    rank0 = {"transfer_mode": TransferMode.RANK0}
-    assert refusal(msgspec.structs.replace(sharded, **rank0), _row("decode-1", **rank0)) == (
+    rank0 = TransferMode.RANK0
+    assert refusal(msgspec.structs.replace(sharded, transfer_mode=rank0), _row("decode-1", transfer_mode=rank0)) == (
         "prefill-0 has transfer mode rank0 and sharded KV, which only all_ranks can send"
     )
     assert refusal(msgspec.structs.replace(sharded, page_filter=PageFilter.CONTIGUOUS), _row("decode-1")) == (

@@ -1,6 +1,7 @@
 """Digests of pages: whatever two layouts are, a flipped bit that was sent is found, and nothing else is."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -108,10 +109,12 @@ def test_pages_that_changed_places_are_wrong() -> None:
         (lambda told: [replace(told[0], digests=[]), *told[1:]], "their number is not that of their pages"),
     ],
 )
-def test_digests_that_do_not_speak_for_every_byte_once_are_refused(change: object, reason: str) -> None:
+def test_digests_that_do_not_speak_for_every_byte_once_are_refused(
+    change: Callable[[list[PageDigests]], list[PageDigests]], reason: str
+) -> None:
     pair = SIMPLE
     _, told = handoff(pair, seed=1)
     num_bytes = NUM_PAGES * pair.decode[0].layout.page_bytes
-    problem = coverage_problem(change(told), PAGES, num_bytes, len(pair.decode))  # type: ignore[operator]
+    problem = coverage_problem(change(told), PAGES, num_bytes, len(pair.decode))
     assert problem is not None
     assert problem.startswith(reason)

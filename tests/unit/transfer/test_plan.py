@@ -63,7 +63,7 @@ def test_each_rank_of_a_ring_sends_the_pages_it_holds_and_all_are_sent(
     """Through the allocator: pages by id, where they lie, and the counts that the ranks tell decode."""
     allocator = PageAllocator(200, num_owners=cp)
     table = allocator.allocate(total, first_owner=base)
-    sent = []
+    sent: list[int] = []
     for rank in range(cp):
         row = make_row("prefill-0", rank, sizes(cp=cp), ownership=KvOwnership.SHARDED)
         places = owned_pages(

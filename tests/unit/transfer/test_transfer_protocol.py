@@ -273,8 +273,8 @@ class TransferProtocol(RuleBasedStateMachine):
                 for rank, jobs in enumerate(self.prefill.queued):
                     if jobs:
                         self.to_decode += self.prefill.end_write(rank)
-                for message in self.to_prefill:
-                    self._at_prefill(message)
+                for order in self.to_prefill:
+                    self._at_prefill(order)
                 self.to_decode += self.prefill.compute(9) if self.prefill.sessions else []
                 self.to_decode += self.prefill.answer(self.now_s)
             else:

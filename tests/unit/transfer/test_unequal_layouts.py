@@ -58,18 +58,24 @@ def pairs(draw: st.DrawFn) -> Pair:
     )
     ownership, cp = draw(st.sampled_from(KvOwnership)), draw(st.integers(1, 3))
     is_free = ownership is KvOwnership.REPLICATED
-    changes = {
-        "transfer_mode": draw(st.sampled_from(TransferMode)) if is_free else TransferMode.ALL_RANKS,
-        "page_filter": draw(st.sampled_from(PageFilter)) if is_free else PageFilter.MODULAR,
-        "geometry": geometry,
-    }
+    transfer_mode = draw(st.sampled_from(TransferMode)) if is_free else TransferMode.ALL_RANKS
+    page_filter = draw(st.sampled_from(PageFilter)) if is_free else PageFilter.MODULAR
 
     def rows(replica: str, cp: int, ownership: KvOwnership) -> list[RankRow]:
         pp = draw(st.integers(1, min(3, geometry.num_layers)))
         dp = draw(st.integers(1, 3))
         sizes_of = RankCoords(dp=dp, cp=cp, tp=draw(st.sampled_from(sizes)), pp=pp)
         every = [
-            make_row(replica, rank, sizes_of, layout=_layout(geometry, sizes_of, rank), ownership=ownership, **changes)
+            make_row(
+                replica,
+                rank,
+                sizes_of,
+                layout=_layout(geometry, sizes_of, rank),
+                ownership=ownership,
+                transfer_mode=transfer_mode,
+                page_filter=page_filter,
+                geometry=geometry,
+            )
             for rank in range(world_size(sizes_of))
         ]
         dp_rank = draw(st.integers(0, dp - 1))
