@@ -60,7 +60,7 @@ def test_tables_that_are_one_count_once_and_are_shared_too(monkeypatch: pytest.M
     """And heads that are normalised, as Qwen3's."""
     small = {name: value for name, value in ENGINE_SHAPES["tiny"].items() if name.endswith(("_size", "_dim", "_heads"))}
     shapes: Any = ENGINE_SHAPES
-    monkeypatch.setitem(shapes, "small", ENGINE_SHAPES["Qwen3-0.6B"] | small | {"num_hidden_layers": 2})
+    monkeypatch.setitem(shapes, "small", {**ENGINE_SHAPES["Qwen3-0.6B"], **small, "num_hidden_layers": 2})
     bench = EngineBench("small", Device.CPU, most_tokens=80, chunk_tokens=50)
     work = model_work(bench._model)
     assert work.num_weights == WEIGHTS - 256 * 64 + 2 * 2 * 16

@@ -16,6 +16,7 @@ from cluster.spec.registry import RankRow, ReplicaEntry, ReplicaLoad, TableSnaps
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
 from tests.fakes.rows import GEOMETRY, LAYOUT, make_row, sizes
 from tests.fakes.worker_specs import lone_worker
@@ -71,7 +72,7 @@ def table(prefill: list[RankRow]) -> TableUpdate:
 def submit(rows: list[RankRow], prompt_len: int) -> Submit:
     return Submit(
         room=Room(1),
-        prompt_ids=list(range(prompt_len)),
+        prompt_ids=TokenIds.of(range(prompt_len)),
         sampling=Sampling(),
         stopping=Stopping(max_tokens=1),
         prefill=peer(rows[0]),

@@ -1,5 +1,6 @@
 """The experts of each token, and their weights, are those of transformers' own routers, to the last bit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +20,20 @@ HIDDEN = 16
 
 def theirs_and_ours(family: str, num_experts: int, num_chosen: int, *, sum_to_one: bool) -> tuple[Any, ExpertRouter]:
     """Two routers with the same table."""
-    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": num_chosen}
-    theirs: Any
+    make: Callable[[Any], Any]
+    config: MixtralConfig | Qwen3MoeConfig
     if family == "mixtral":
-        theirs = MixtralTopKRouter(MixtralConfig(**sizes, num_local_experts=num_experts))
+        make = MixtralTopKRouter
+        config = MixtralConfig(hidden_size=HIDDEN, num_experts_per_tok=num_chosen, num_local_experts=num_experts)
     else:
-        theirs = Qwen3MoeTopKRouter(Qwen3MoeConfig(**sizes, num_experts=num_experts, norm_topk_prob=sum_to_one))
+        make = Qwen3MoeTopKRouter
+        config = Qwen3MoeConfig(
+            hidden_size=HIDDEN,
+            num_experts_per_tok=num_chosen,
+            num_experts=num_experts,
+            norm_topk_prob=sum_to_one,
+        )
+    theirs = make(config)
     moe = MoeConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,

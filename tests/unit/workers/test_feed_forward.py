@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -21,6 +21,8 @@ from workers.layers.gated_mlp import GatedMLP
 from workers.layers.moe_block import MoeBlock
 from workers.models.config import ExpertNames, MoeConfig
 from workers.parallel.model_groups import ModelGroups
+
+Block = TypeVar("Block", bound=nn.Module)
 
 HIDDEN, WIDTH, NUM_EXPERTS = 6, 9, 4
 MOE = MoeConfig(
@@ -74,7 +76,7 @@ def step_of(parallel: ParallelConfig, lens: Sequence[int]) -> Step:
     )
 
 
-def filled(block: nn.Module) -> nn.Module:
+def filled(block: Block) -> Block:
     """Weights as a checkpoint would give them: drawn whole, by name, and cut for this rank."""
     parts = {
         f"{path}.{name}": part
@@ -88,20 +90,20 @@ def filled(block: nn.Module) -> nn.Module:
     return block
 
 
-def moe(groups: ModelGroups) -> nn.Module:
+def moe(groups: ModelGroups) -> MoeBlock:
     return filled(MoeBlock(HIDDEN, MOE, groups))
 
 
-def dense(groups: ModelGroups) -> nn.Module:
+def dense(groups: ModelGroups) -> GatedMLP:
     return filled(GatedMLP(HIDDEN, WIDTH, groups, bias=True))
 
 
 def check(
-    make: Callable[[ModelGroups], nn.Module], parallel: ParallelConfig, step: Step, dispatch: MoeDispatch
-) -> list[nn.Module]:
+    make: Callable[[ModelGroups], Block], parallel: ParallelConfig, step: Step, dispatch: MoeDispatch
+) -> list[Block]:
     """Every rank's block, after each was found to answer as one rank alone does."""
 
-    def run(groups: ModelGroups) -> tuple[nn.Module, Tensor]:
+    def run(groups: ModelGroups) -> tuple[Block, Tensor]:
         block, shard = make(groups), groups.global_rank // parallel.tp
         return block, block(step.tokens[shard], step.lens)
 

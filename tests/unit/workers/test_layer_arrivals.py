@@ -1,6 +1,7 @@
 """Layers of pages that come from host memory while a step reads them: each is waited for, and none before its turn."""
 
 import threading
+from functools import partial
 
 import msgspec
 import pytest
@@ -66,6 +67,9 @@ def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str)
             done.append(number)
             grown.notify_all()
 
+    def num_done_is(number: int) -> bool:
+        return len(done) == number
+
     def compute() -> None:
         with pool.in_step(arrivals):
             for layer in range(2):
@@ -81,7 +85,7 @@ def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str)
     thread.start()
     for layer in range(3):
         with grown:
-            assert grown.wait_for(lambda expected=layer: len(done) == expected, 60)
+            assert grown.wait_for(partial(num_done_is, layer), 60)
         thread.join(0.05)
         assert done == list(range(layer)), "it did not wait"
         arrivals.note(1, None)

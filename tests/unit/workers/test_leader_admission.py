@@ -150,13 +150,13 @@ def count_call(calls: Counter[str], name: str, call: Callable[..., object], *arg
 def test_whoever_is_not_looked_at_again_could_not_have_had_pages(
     seed: int, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spared = tickets_of_many(seed, prefix_cache)
+    spared = tickets_of_many(seed, prefix_cache, monkeypatch)
     monkeypatch.setattr(Waiting, "untried", lambda self, _num_gains: self.candidates())
     monkeypatch.setattr(Waiting, "is_in_vain", lambda *_: False)
-    assert tickets_of_many(seed, prefix_cache) == spared
+    assert tickets_of_many(seed, prefix_cache, monkeypatch) == spared
 
 
-def tickets_of_many(seed: int, prefix_cache: bool) -> list[tuple[Room, list[int]]]:
+def tickets_of_many(seed: int, prefix_cache: bool, patch: pytest.MonkeyPatch) -> list[tuple[Room, list[int]]]:
     """The rooms that got pages in decode, in order, and which; with retractions, choices and clients that leave."""
     world, tickets = decode_only(12, prefix_cache), []
     rng, decode = random.Random(seed), world.leaders["decode/0"]
@@ -167,7 +167,7 @@ def tickets_of_many(seed: int, prefix_cache: bool) -> list[tuple[Room, list[int]
             tickets.append((message.room, message.pages[0]))
         send(address, message)
 
-    decode.send = note
+    patch.setattr(decode, "send", note)
     for _ in range(24):
         prompt = [rng.randrange(3)] * rng.randint(1, 8 * PAGE_SIZE)
         room = world.submit(prompt, rng.randint(1, 12), priority=rng.randint(-1, 1))

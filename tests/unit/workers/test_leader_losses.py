@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.ids import ROUTER, Incarnation
-from cluster.spec.messages import Cancel, TableUpdate
+from cluster.spec.messages import Cancel, Submit, TableUpdate
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.step_messages import ForgetPeer
 from cluster.spec.transfer_messages import Refused, Ticket
 from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import PROMPT, check, quiet_world
+from tests.fakes.kinds import all_of
 from tests.fakes.paged_ranks import PAGE_SIZE
 
 
@@ -68,7 +69,7 @@ def test_too_much_quarantine_ends_the_replica_when_nothing_else_is_at_hand() -> 
     decode = world.leaders["decode/0"]
     for _ in range(2):
         world.submit([1] * 3 * PAGE_SIZE, 4)
-    submits = list(world.queues[ROUTER, "decode/0"])
+    submits = all_of(Submit, world.queues[ROUTER, "decode/0"])
     for submit in submits:
         decode.on_message(submit, 0.0)
     decode.on_message(Cancel(room=submits[0].room, incarnation=Incarnation(1)), 0.0)
@@ -100,7 +101,7 @@ def test_requests_that_wait_for_pages_in_quarantine_do_not_keep_the_replica(canc
     decode = world.leaders["decode/0"]
     world.submit([1] * cancelled_pages * PAGE_SIZE, 4)
     world.submit([1] * 9 * PAGE_SIZE, 4)
-    first, second = world.queues[ROUTER, "decode/0"]
+    first, second = all_of(Submit, world.queues[ROUTER, "decode/0"])
     decode.on_message(first, 0.0)
     decode.on_message(second, 0.0)
     decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)
@@ -115,7 +116,7 @@ def test_pages_that_are_proven_free_in_time_let_the_replica_take_requests_again(
     decode = world.leaders["decode/0"]
     for _ in range(2):
         world.submit([1] * 3 * PAGE_SIZE, 4)
-    first, second = world.queues[ROUTER, "decode/0"]
+    first, second = all_of(Submit, world.queues[ROUTER, "decode/0"])
     decode.on_message(first, 0.0)
     decode.on_message(second, 0.0)
     decode.on_message(Cancel(room=first.room, incarnation=Incarnation(1)), 0.0)

@@ -123,7 +123,8 @@ class TestLogprobs:
         assert untold.logprobs is None
         assert biased.logprobs is not None
         assert bare.logprobs is not None
-        assert (biased.token_id, biased.logprobs.logprob) == (17, pytest.approx(float(expected[0, 17])))
+        assert biased.token_id == 17
+        assert biased.logprobs.logprob == pytest.approx(float(expected[0, 17]))
         top = expected[0].topk(4)
         assert biased.logprobs.top_ids == top.indices.tolist()
         assert biased.logprobs.top_logprobs == pytest.approx(top.values.tolist())

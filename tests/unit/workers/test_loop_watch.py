@@ -12,7 +12,7 @@ import pytest
 from cluster.launch.kinds import WorkerActor
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
-from tests.fakes.held_engine import lone_worker
+from tests.fakes.worker_specs import lone_worker
 from workers.loop_watch import LoopWatch, Turns
 
 LONG_S = 30.0

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerLostError, PeerUnreachableError

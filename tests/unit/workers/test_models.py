@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.fakes.checkpoints import DENSE, FAMILIES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.generation import generate
 from workers.engine.weights import load_model
-from workers.models.config import ModelConfig, UnsupportedModelError
+from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.models.rope_config import UnsupportedModelError
 
 PROMPT = torch.randint(0, 256, (96,), generator=torch.Generator().manual_seed(1))
 
@@ -42,7 +44,9 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
 
     @cache
     def make(family: str, dtype: torch.dtype = torch.float32, rope: str | None = None, **overrides: Any) -> Pair:
-        parameters = {"rope_parameters": {"rope_theta": 10_000.0, **ROPE_VARIANTS[rope]}} if rope else {}
+        parameters: dict[str, Any] = (
+            {"rope_parameters": {"rope_theta": 10_000.0, **ROPE_VARIANTS[rope]}} if rope else {}
+        )
         overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
         folder = make_checkpoint(tmp_path_factory.mktemp(family), family, dtype=dtype, **overrides, **parameters)
         return load_model(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -151,7 +155,7 @@ def test_bfloat16_is_close_to_transformers(pair_of: Callable[..., Pair], family:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_generate(pair_of: Callable[..., Pair], family: str) -> None:
     ours, theirs = pair_of(family)
-    expected = theirs.generate(PROMPT[None, :40], max_new_tokens=32, do_sample=False)[0]
+    expected = generate(theirs, PROMPT[:40], 32)
     assert len(set(expected[40:].tolist())) > 8, "the answer must not be a loop"
     assert torch.equal(our_logits(ours, expected[:-1])[39:].argmax(-1), expected[40:])
 
@@ -172,7 +176,7 @@ def test_no_tokens_still_reach_every_layer(pair_of: Callable[..., Pair]) -> None
 
 def test_dynamic_rope_answers_beyond_the_original_length_equal_generate(pair_of: Callable[..., Pair]) -> None:
     ours, theirs = pair_of("llama", rope="dynamic", max_position_embeddings=48)
-    expected = theirs.generate(PROMPT[None, :40], max_new_tokens=40, do_sample=False)[0]
+    expected = generate(theirs, PROMPT[:40], 40)
     tokens = our_logits(ours, expected[:-1])[39:].argmax(-1)
     assert torch.equal(tokens, expected[40:])
 

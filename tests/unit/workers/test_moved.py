@@ -24,6 +24,7 @@ class Elsewhere:
     """A backend that takes tensors of one device, and notes the calls."""
 
     in_background = True
+    received_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -82,7 +83,8 @@ def test_tensors_that_are_there_go_as_they_are() -> None:
 
 
 def test_others_are_copied_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, copied = Elsewhere(THERE), []
+    backend = Elsewhere(THERE)
+    copied: list[tuple[Tensor, torch.device]] = []
     monkeypatch.setattr(Tensor, "copy_", lambda target, source: copied.append((target, source.device)))
     outs = call_everything(MovedBackend(backend, THERE), "cpu")
     assert [device for _, device in copied] == [THERE] * 4

@@ -56,7 +56,8 @@ class Pages:
         pool = PagePool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, torch.bfloat16)
         pool.data.fill_(torch.nan)
         self.views = tuple(view[..., :head_dim] for view in pool.layer_view(1))
-        self.tables = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).split(counts)
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
+        self.tables = torch.split(order, counts)
         self.kv = [draw(seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
         for table, kv in zip(self.tables, self.kv, strict=True):
             for place in range(len(kv)):
@@ -126,7 +127,8 @@ def test_all_queries_see_the_first_keys(
 @given(rank_pairs())
 def test_rows_whose_pieces_meet_in_one_query(native: AttentionBackend, case: tuple[list[Run], list[Run]]) -> None:
     seen = seen_by_definition(*case)
-    query, key, value = tensors(*seen.shape, torch.bfloat16)
+    num_queries, num_keys = seen.shape
+    query, key, value = tensors(num_queries, num_keys, torch.bfloat16)
     result = native.prepare_rows(*case).attend(query, key, value)
     check(result, masked_attention(query, key, value, seen), atol=0.02)
 

@@ -9,13 +9,12 @@ from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.messages import Failure, Message, Output, Outputs
 from workers.scheduler.outgoing import outputs_together
 
-WHO = {"replica": ReplicaId("decode-0"), "incarnation": Incarnation(1)}
-
 
 def message_of(number: int, is_output: bool) -> Message:
+    room, replica, incarnation = Room(number), ReplicaId("decode-0"), Incarnation(1)
     if is_output:
-        return Output(room=Room(number), first_index=0, token_ids=[number], **WHO)
-    return Failure(room=Room(number), reason="", retryable=True, **WHO)
+        return Output(room=room, replica=replica, incarnation=incarnation, first_index=0, token_ids=[number])
+    return Failure(room=room, replica=replica, incarnation=incarnation, reason="", retryable=True)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.booleans()), max_size=12))

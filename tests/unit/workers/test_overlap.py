@@ -36,6 +36,8 @@ class Awaited(Done):
 class SilentPeers:
     """A group whose other members send nothing: it only notes what is begun and awaited."""
 
+    received_bytes = 0
+
     def __init__(self, events: list[str], *, in_background: bool) -> None:
         self._events, self.in_background = events, in_background
 

@@ -1,6 +1,9 @@
 """What leaders say of the time that requests and transfers took."""
 
-from cluster.spec.messages import Output
+import pytest
+
+from cluster.spec.ids import Room
+from cluster.spec.messages import Message, Output
 from cluster.spec.registry import PageFilter, SendTimes, TransferMode
 from cluster.spec.step_messages import SendReport
 from cluster.spec.transfer_messages import SendState
@@ -13,7 +16,7 @@ def test_sends_are_summed_by_rank() -> None:
     for rank, num_bytes, write_s in ((1, 10, 0.5), (0, 4, 0.25), (1, 20, 0.5), (2, 0, 0.0)):
         meter.add(
             SendReport(
-                room=1, generation=1, sender_rank=rank, state=SendState.SENT, num_bytes=num_bytes, write_s=write_s
+                room=Room(1), generation=1, sender_rank=rank, state=SendState.SENT, num_bytes=num_bytes, write_s=write_s
             )
         )
     assert meter.times == (
@@ -22,7 +25,7 @@ def test_sends_are_summed_by_rank() -> None:
     )
 
 
-def test_the_first_output_tells_how_long_each_phase_took() -> None:
+def test_the_first_output_tells_how_long_each_phase_took(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(
         seed=1,
         cp=2,
@@ -34,11 +37,11 @@ def test_the_first_output_tells_how_long_each_phase_took() -> None:
     told: list[Output] = []
     reply = world._reply
 
-    def note(message: object) -> None:
+    def note(message: Message) -> None:
         told.extend([message] if isinstance(message, Output) else [])
-        reply(message)  # type: ignore[arg-type]
+        reply(message)
 
-    world._reply = note  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(world, "_reply", note)
     world.submit(list(range(1, 11)), max_tokens=3)
     while world.act():
         world.now_s += 1.0

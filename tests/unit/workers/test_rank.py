@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError

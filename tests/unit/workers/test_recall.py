@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from cluster.spec.errors import UserError
 from tests.fakes.dense_attention import DenseAttention
+from tests.fakes.generation import generate
+from tests.fakes.kinds import all_of
 from workers.engine.weights import load_model
+from workers.layers.experts import Experts
 from workers.models.config import ModelConfig
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT, VERSION_KEY, build_recall_checkpoint
 from workers.models.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
@@ -54,15 +57,16 @@ def models(folder: Path) -> dict[torch.dtype, PreTrainedModel]:
 def answer(model: PreTrainedModel, prompt_ids: list[int], num_tokens: int) -> list[int]:
     """Greedy tokens of transformers; fewer than `num_tokens` where the model stops by itself."""
     with torch.inference_mode():
-        out = model.generate(torch.tensor([prompt_ids]), max_new_tokens=num_tokens, do_sample=False)
-    return out[0, len(prompt_ids) :].tolist()
+        out = generate(model, torch.tensor(prompt_ids), num_tokens)
+    token_ids: list[int] = out[len(prompt_ids) :].tolist()
+    return token_ids
 
 
 def reply(models: dict[torch.dtype, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, *messages: str) -> list[int]:
     """The answer to messages, user and assistant in turn."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
     prompt_ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    return answer(models[torch.float32], prompt_ids, 30)
+    return answer(models[torch.float32], all_of(int, prompt_ids), 30)
 
 
 def test_codes_are_nearly_orthogonal() -> None:
@@ -127,11 +131,13 @@ def test_each_of_its_experts_is_needed(expert_folder: Path) -> None:
 
     def predicted() -> list[int]:
         hidden = model(tokens, torch.arange(len(tokens)), DenseAttention())
-        return model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()
+        token_ids: list[int] = model.logits(hidden[len(prompt) - 1 :]).argmax(-1).tolist()
+        return token_ids
 
     with torch.inference_mode():
         assert predicted() == expected
-        experts = model.layers["1"].mlp.experts
+        experts = model.get_submodule("layers.1.mlp.experts")
+        assert isinstance(experts, Experts)
         for down in experts.down:
             kept = down.clone()
             down.zero_()

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from cluster.spec.checks import config_problems
 from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
@@ -110,7 +111,13 @@ def test_pages_go_by_way_of_the_host_and_why(
     caplog.set_level(logging.INFO)
     pools: list[int] = []
     zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, **k: (made := zeros(*a, **k), pools.append(made.data_ptr()))[0])
+
+    def noted_zeros(*sizes: Any, **options: Any) -> Tensor:
+        made = zeros(*sizes, **options)
+        pools.append(made.data_ptr())
+        return made
+
+    monkeypatch.setattr(torch, "zeros", noted_zeros)
     fabric.refuses = lambda address: refused and address in pools
     made = opened(backend_of(protocol), verify)
     assert isinstance(made.staging, Staging)

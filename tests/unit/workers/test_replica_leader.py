@@ -36,6 +36,7 @@ class FakeLeader:
     """Remembers what it is told, and plans what is put into ``plans``."""
 
     outgoing: list[tuple[str, Message]] = field(default_factory=list)
+    must_end: str = ""
     got: list[Message] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)

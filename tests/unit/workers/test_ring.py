@@ -1,5 +1,7 @@
 """What goes round a group of ranks: blocks of any lengths, and partials on their way home."""
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.fakes.thread_group import on_thread_ranks
+from tests.fakes.uncalled_backend import UncalledBackend
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.pass_q import HomewardPartials
 from workers.context_parallel.ring import Ring
-from workers.parallel import collectives
 from workers.parallel.collectives import CollectiveError, Communicator
 
 LIKE = torch.empty(0)
@@ -50,7 +52,7 @@ def test_every_rank_sees_every_other_block_once_nearest_first(lens_of_rounds: li
 
 
 def test_nothing_is_sent_when_no_rank_has_anything() -> None:
-    ring = Ring(Communicator("cannot shift", 1, 3, _SlowWork()))  # type: ignore[arg-type]
+    ring = Ring(Communicator("cannot shift", 1, 3, UncalledBackend()))
     ring.own(3, [0, 0, 0], (2,), LIKE)
     ring.start()
     assert list(ring.others()) == []
@@ -61,7 +63,7 @@ def test_nothing_is_sent_when_no_rank_has_anything() -> None:
 def test_partials_come_home_in_the_order_of_the_queries(counts: list[int]) -> None:
     """Rank r finds 100 * r + query for each query."""
     order = torch.randperm(sum(counts))
-    homes = order.split(counts)
+    homes = torch.split(order, counts)
 
     def found_at_home(group: Communicator) -> list[Partial]:
         lse = 100.0 * group.rank + torch.arange(float(sum(counts)))[:, None].expand(-1, 2)
@@ -77,10 +79,8 @@ def test_partials_come_home_in_the_order_of_the_queries(counts: list[int]) -> No
             assert torch.equal(out, expected[..., None].expand(-1, -1, 3).bfloat16().float())
 
 
-class _SlowWork:
+class _SlowWork(UncalledBackend):
     """A backend with nothing but a barrier, which takes 1 s to start and 5 s to wait for, on a clock of its own."""
-
-    in_background = True
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -96,8 +96,8 @@ class _SlowWork:
 
 def test_only_what_is_spent_inside_calls_counts_as_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _SlowWork()
-    monkeypatch.setattr(collectives.time, "monotonic", lambda: backend.now_s)
-    group = Communicator("slow", 0, 2, backend)  # type: ignore[arg-type]
+    monkeypatch.setattr(time, "monotonic", lambda: backend.now_s)
+    group = Communicator("slow", 0, 2, backend)
     pending = group._start("barrier", backend.barrier)
     backend.now_s += 100.0
     assert group.waited_s == 1.0
@@ -114,8 +114,8 @@ class _Failing(_SlowWork):
 
 def test_a_failure_is_told_in_the_wait_and_its_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _Failing()
-    monkeypatch.setattr(collectives.time, "monotonic", lambda: backend.now_s)
-    group = Communicator("slow", 1, 2, backend)  # type: ignore[arg-type]
+    monkeypatch.setattr(time, "monotonic", lambda: backend.now_s)
+    group = Communicator("slow", 1, 2, backend)
     with pytest.raises(CollectiveError, match="barrier in group slow, rank 1 of 2: the peer is gone"):
         group.barrier()
     assert group.waited_s == 6.0

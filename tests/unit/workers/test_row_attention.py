@@ -95,7 +95,8 @@ def tensors(num_queries: int, num_keys: int, dtype: torch.dtype) -> tuple[torch.
 @given(rank_pairs())
 def test_rows_equal_attention_by_definition(case: tuple[list[Run], list[Run]]) -> None:
     seen = seen_by_definition(*case)
-    query, key, value = tensors(*seen.shape, torch.float32)
+    num_queries, num_keys = seen.shape
+    query, key, value = tensors(num_queries, num_keys, torch.float32)
     result = load_backend("torch").prepare_rows(*case).attend(query, key, value)
     check(result, masked_attention(query, key, value, seen))
 
@@ -105,7 +106,8 @@ def test_rows_in_bf16_keep_their_dtype(min_products: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(blocked, "MIN_PRODUCTS", min_products)
     runs = [Run(0, 3, 40, 1)], [Run(0, 0, 3, 1), Run(0, 3, 20, 1), Run(1, 0, 9, 1)]
     seen = seen_by_definition(*runs)
-    query, key, value = tensors(*seen.shape, torch.bfloat16)
+    num_queries, num_keys = seen.shape
+    query, key, value = tensors(num_queries, num_keys, torch.bfloat16)
     result = load_backend("torch").prepare_rows(*runs).attend(query, key, value)
     assert result.out.dtype == torch.bfloat16
     check(result, masked_attention(query, key, value, seen), atol=0.03)
@@ -122,7 +124,7 @@ def test_all_queries_see_the_first_keys_in_the_pages(
     page_counts = [-(-length // page_size) for length in key_lens]
     pool = PagePool(sum(page_counts), KV_HEADS, 2, page_size, DIM, torch.float32)
     pool.data.fill_(torch.nan)
-    tables = torch.randperm(sum(page_counts)).split(page_counts)
+    tables = torch.split(torch.randperm(sum(page_counts)), page_counts)
     key_request = np.repeat(np.arange(num_requests), key_lens)
     query, key, value = tensors(len(places(runs)), len(key_request), torch.float32)
     for number, (start, end) in enumerate(pairwise(np.cumsum([0, *key_lens]))):

@@ -52,7 +52,7 @@ def transformers_likelihoods(logits: Tensor, row: Sampling) -> Tensor:
         chain.append(TransformersTopP(row.top_p))
     if row.min_p:
         chain.append(MinPLogitsWarper(row.min_p))
-    return chain(torch.zeros(1, 1, dtype=torch.int64), logits[None]).softmax(-1)[0]
+    return chain(torch.LongTensor([[0]]), logits[None]).softmax(-1)[0]
 
 
 @pytest.mark.parametrize("name", FILTERS)

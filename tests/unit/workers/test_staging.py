@@ -12,7 +12,7 @@ def make_staging() -> tuple[PagePool, torch.Tensor, Staging]:
     pool = PagePool(5, 2, 3, 4, 8, torch.bfloat16)
     pool.data.copy_(torch.randn(pool.data.shape))
     host = torch.zeros(6 * pool.page_bytes + 100, dtype=torch.uint8)
-    return pool, host, Staging(pool, memoryview(host.numpy()))
+    return pool, host, Staging(pool, host.numpy().data)
 
 
 @given(st.lists(st.integers(0, 4), unique=True))

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.spec.errors import UserError
-from cluster.spec.registry import KvOwnership
+from cluster.spec.registry import KvOwnership, RankCoords
 from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, read_one, rows_of, sizes
 from workers.hicache.breaker import Breaker
 from workers.hicache.storage.cuts import KnownCuts
@@ -40,7 +40,7 @@ def objects(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize(("of", "ownership"), CUTS)
 def test_a_replica_keeps_one_copy_and_every_other_reads_what_it_needs_of_it(
-    tmp_path: Path, of: object, ownership: KvOwnership
+    tmp_path: Path, of: RankCoords, ownership: KvOwnership
 ) -> None:
     backend = files(tmp_path)
     writers = [RankStore(backend, row) for row in rows_of(of, ownership)]

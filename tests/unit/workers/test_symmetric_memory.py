@@ -29,7 +29,7 @@ def on_ranks(
     size: int, use: Callable[[SmallSums | None], object], change: Callable[[Memory], None] = lambda _: None
 ) -> tuple[list[Memory], list[object]]:
     """Meet as every rank of a group and use what comes of it; the memories, changed before, and the results."""
-    store, host = dist.HashStore(), Host(size)
+    store, host = c10d.HashStore(), Host(size)
     memories = [Memory(host, rank) for rank in range(size)]
 
     def rank(group: Communicator) -> object:
@@ -81,15 +81,15 @@ def _fails(*_: object) -> None:
 
 
 def _elsewhere(memory: Memory) -> None:
-    memory.place = lambda: "another host GPU-1"  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(memory, "place", lambda: "another host GPU-1")
 
 
 def _same_gpu(memory: Memory) -> None:
-    memory.place = lambda: "a host GPU-0"  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(memory, "place", lambda: "a host GPU-0")
 
 
 def _cannot_allocate(memory: Memory) -> None:
-    memory.allocate = _fails  # type: ignore[assignment,method-assign]
+    pytest.MonkeyPatch().setattr(memory, "allocate", _fails)
 
 
 def _cannot_map(memory: Memory) -> None:
@@ -97,7 +97,7 @@ def _cannot_map(memory: Memory) -> None:
         memory.host.gate.wait()
         _fails()
 
-    memory.map = fail  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(memory, "map", fail)
 
 
 def _adds_up_wrongly(memory: Memory) -> None:
@@ -142,7 +142,7 @@ def test_torch_finds_a_group_by_its_name_until_it_is_forgotten(monkeypatch: pyte
         monkeypatch.setenv(variable, "0")
     memory = SymmetricMemory(CPU)
     for _ in range(2):
-        group = dist.ProcessGroup(dist.HashStore(), 1, 3)
+        group = dist.ProcessGroup(c10d.HashStore(), 1, 3)
         with pytest.raises(RuntimeError, match="does not support device type cpu"):
             memory.map(torch.empty(4), NAME, group)
         found = c10d._resolve_process_group(NAME)  # type: ignore[arg-type]
@@ -152,11 +152,11 @@ def test_torch_finds_a_group_by_its_name_until_it_is_forgotten(monkeypatch: pyte
 
 
 def test_torch_without_such_memory_is_a_reason(caplog: pytest.LogCaptureFixture) -> None:
-    store = dist.HashStore()
+    store = c10d.HashStore()
 
     def meet(group: Communicator) -> SmallSums | None:
         memory = SymmetricMemory(CPU)
-        memory.place = lambda: f"a host GPU-{group.rank}"  # type: ignore[method-assign]
+        pytest.MonkeyPatch().setattr(memory, "place", lambda: f"a host GPU-{group.rank}")
         return meet_for_sums(memory, store, NAME, group.rank, 2)
 
     assert on_thread_ranks(2, meet) == [None, None]
@@ -175,7 +175,7 @@ def test_the_groups_of_tensor_parallelism_have_it_where_it_is_wanted(
     )
     met: list[tuple[str, int, int]] = []
 
-    def meet(memory: SymmetricMemory, store: dist.Store, name: str, rank: int, size: int) -> None:  # type: ignore[name-defined]
+    def meet(memory: SymmetricMemory, store: c10d.Store, name: str, rank: int, size: int) -> None:
         assert memory.device == torch.device("cuda", 0)
         assert store is stores
         met.append((name, rank, size))
@@ -189,7 +189,7 @@ def test_the_groups_of_tensor_parallelism_have_it_where_it_is_wanted(
     monkeypatch.setattr(symmetric_memory, "meet_for_sums", meet)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    stores: Any = dist.HashStore()
+    stores: Any = c10d.HashStore()
     model: Any = SimpleNamespace(moe=None, num_kv_heads=2)
 
     def join(group: Communicator) -> None:

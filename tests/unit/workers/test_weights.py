@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -71,11 +72,10 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.elements: dict[str, int] = {}
-        open_file = weights.safe_open
 
         @contextmanager
         def counted(file: Path, framework: str) -> Iterator[Any]:
-            with open_file(file, framework=framework) as tensors:
+            with safe_open(file, framework=framework) as tensors:
                 yield SimpleNamespace(keys=tensors.keys, get_slice=lambda name: self._slice(name, tensors))
 
         monkeypatch.setattr(weights, "safe_open", counted)
@@ -94,7 +94,13 @@ class Reads:
         return Slice()
 
 
-ODD = {"vocab_size": 251, "intermediate_size": 97, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
+ODD: dict[str, Any] = {
+    "vocab_size": 251,
+    "intermediate_size": 97,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

@@ -50,7 +50,8 @@ def usual(model: DecoderModel, pool: PagePool, rows: list[BatchRow]) -> Tensor:
         device=model.device,
     )
     context = make_context(batch, None, pool, TorchAttention(), CpExchange(Communicator("cp")))
-    return model(batch.token_ids, batch.positions, context)
+    hidden: Tensor = model(batch.token_ids, batch.positions, context)
+    return hidden
 
 
 def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +113,7 @@ def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: in
     pages = [-(-length // page_size) for length in lens]
     pool = PagePool(sum(pages), 2, 1, page_size, 64, torch.float32)
     pool.data.copy_(torch.randn(pool.data.shape))
-    tables = torch.randperm(pool.num_pages).split(pages)
+    tables = torch.split(torch.randperm(pool.num_pages), pages)
     query = torch.randn(len(lens), 2 * groups, 64)
     attention = DecodeAttention(len(lens), max(pages), page_size, 2, query[:1], query.device)
     runs = [Run(request, length - 1, 1, 1) for request, length in enumerate(lens)]

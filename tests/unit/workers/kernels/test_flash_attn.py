@@ -38,10 +38,10 @@ class Package(ModuleType):
             if options["causal"]:
                 seen = np.tril(seen, num_keys - num_queries)
             table = options["block_table"]
-            mine = [
+            key, value = (
                 x[slice(*keys)] if table is None else x[table[number].long()].flatten(0, 1)[:num_keys] for x in (k, v)
-            ]
-            parts.append(masked_attention(q[slice(*queries)], *mine, seen))
+            )
+            parts.append(masked_attention(q[slice(*queries)], key, value, seen))
         out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return out.to(q.dtype), lse.float().T, None
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.decode_graphs import batch_sizes, records_decode

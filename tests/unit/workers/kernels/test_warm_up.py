@@ -14,7 +14,8 @@ from workers.cache.page_pool import PagePool
 from workers.engine import runner
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
-from workers.kernels.attention import Blocks, blocks_for
+from workers.kernels.attention import Blocks, attend, blocks_for
+from workers.kernels.merge import merge_parts
 from workers.parallel.collectives import Communicator
 
 
@@ -25,7 +26,6 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
     seen: set[Blocks] = set()
     joined: list[int] = []
-    attend, merge_parts = backend.attend, backend.merge_parts
 
     def note_blocks(*tensors: Any, blocks: Blocks, **others: Any) -> None:
         seen.add(blocks)
