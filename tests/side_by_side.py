@@ -5,7 +5,7 @@ from xdist.scheduler import LoadFileScheduling
 _CLUSTERS = ("tests/chaos/", "tests/integration/clusters/")
 
 
-class OneClusterAtATime(LoadFileScheduling):
+class OneClusterAtATime(LoadFileScheduling):  # type: ignore[misc]  # untyped
     """Clusters of one machine see each other, and some have the ports that README names."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -26,8 +26,8 @@ def test_a_line_for_every_length_group_mode_and_strategy() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    ways = [("gather", None), ("ring", "pass_kv"), ("ring", "pass_q")]
-    ways = [(2, *way, strategy) for way in ways for strategy in ("contiguous", "auto")]
+    modes = [("gather", None), ("ring", "pass_kv"), ("ring", "pass_q")]
+    ways = [(2, *mode, strategy) for mode in modes for strategy in ("contiguous", "auto")]
     assert [(line["prompt_len"], line["cp"], line["mode"], line["passing"], line["strategy"]) for line in lines] == [
         (prompt_len, *way) for prompt_len in (5, 130) for way in [(1, "gather", None, "none"), *ways]
     ]

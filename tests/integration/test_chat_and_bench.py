@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cluster.cli.bench import bench
 from cluster.cli.chat import chat

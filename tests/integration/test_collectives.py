@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from workers.parallel import same_host
 from workers.parallel.checked import CheckedBackend, Notes
@@ -110,10 +110,10 @@ def processes(
     target: Callable[..., None], ranks: Sequence[int], address: str
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     context = multiprocessing.get_context("forkserver")
-    started = []
+    started: list[tuple[BaseProcess, Connection]] = []
     for rank in ranks:
         ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(rank, address, theirs), daemon=True)
+        process: BaseProcess = context.Process(target=target, args=(rank, address, theirs), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -173,9 +173,14 @@ def answer_once(rank: int, address: str, pipe: Connection) -> None:
 def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
     number: signal.Signals, kind: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses = []
+    pauses: list[float] = []
     sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
+
+    def noted_sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", noted_sleep)
     _store, port = open_store(HOST, TIMEOUT_S)
     with processes(answer_once, [1], f"{HOST}:{port}") as [(process, pipe)]:
         pid = pipe.recv()
@@ -183,7 +188,9 @@ def test_a_peer_that_goes_while_it_is_waited_for_is_an_error(
         for group in groups:
             group.start_shift(torch.empty(2), torch.zeros(2)).wait()
         if number == signal.SIGSTOP and kind == 0:
-            monkeypatch.setattr(groups[0]._backend._flags, "_timeout_s", 1.0)  # type: ignore[union-attr]
+            backend = groups[0]._backend
+            assert isinstance(backend, SharedMemoryBackend)
+            monkeypatch.setattr(backend._flags, "_timeout_s", 1.0)
         pauses.clear()
         pending = groups[kind].start_shift(torch.empty(2), torch.zeros(2))
         timer = threading.Timer(0.3, os.kill, (pid, number))

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, StepResult, check_scenario

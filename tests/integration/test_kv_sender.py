@@ -129,8 +129,12 @@ def sender_of(
         pool=source.buffer,
         config=TransferConfig(verify=verify),
         outbox=Outbox(),
-        start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans, on_failure=pytest.fail),
+        start_writer=partial(SenderThread, backend, source, TransferConfig().batch_spans, on_failure=_fail),
     )
+
+
+def _fail(error: Exception) -> None:
+    pytest.fail(repr(error))
 
 
 def test_cached_pages_travel_before_the_step_and_held_ones_not_at_all(decode: Inbox, leader: Inbox) -> None:
@@ -192,6 +196,7 @@ def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
     mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     admit = admit_to(decode, target)
+    assert admit.target is not None
     with closing(sender_of(mine, leader, source, backend)) as sender:
         sender.before_step(plan_of(admit, PAGES))
         sender.after_step(plan_of(admit, PAGES), {ROOM: Known(admit, PAGES)})

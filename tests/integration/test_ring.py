@@ -1,6 +1,7 @@
 """Ring mode divides the KV of a prefill replica over its ranks: what that leaves in each pool, and what then fits."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,8 @@ def test_every_mode_says_the_same_of_16k_tokens_as_one_rank(tmp_path: Path, engi
         found[cp, way] = torch.tensor([told.top_logprobs for told in answer.logprobs])
     alone = found.pop((1, KvWay()))
     assert len(found) == 3
-    for way, logprobs in found.items():
-        torch.testing.assert_close(logprobs, alone, atol=1e-5, rtol=0, msg=lambda text, way=way: f"{way}: {text}")
+    for place, logprobs in found.items():
+        torch.testing.assert_close(logprobs, alone, atol=1e-5, rtol=0, msg=partial("{}: {}".format, place))
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -107,11 +108,15 @@ def test_limits_of_a_key_hold_over_both(routers: Routers) -> None:
     routers.decode.flow.clear()
     replies: list[httpx.Response] = []
     threads = []
+
+    def is_there(num_open: int, num_replies: int) -> bool:
+        return routers.decode.num_open == num_open or len(replies) > num_replies
+
     for number in range(3 * LIMIT):
         threads.append(thread := threading.Thread(target=lambda: replies.append(routers.ask())))
         num_replies = len(replies)
         thread.start()
-        wait_until(lambda n=number + 1, m=num_replies: routers.decode.num_open == n or len(replies) > m)  # type: ignore[misc]
+        wait_until(partial(is_there, number + 1, num_replies))
     assert routers.decode.num_open == LIMIT
     routers.decode.flow.set()
     for thread in threads:

@@ -139,9 +139,12 @@ def test_the_main_thread_runs_while_a_write_does(
 ) -> None:
     with _peer(name) as peer:
         backend.write(source, peer.endpoint, [Span(0, 0, SIZE)])
-        writer = threading.Thread(
-            target=lambda: [backend.write(source, peer.endpoint, [Span(0, 0, SIZE)]) for _ in range(20)]
-        )
+
+        def write_often() -> None:
+            for _ in range(20):
+                backend.write(source, peer.endpoint, [Span(0, 0, SIZE)])
+
+        writer = threading.Thread(target=write_often)
         gaps_s, last_s = [], time.perf_counter()
         writer.start()
         while writer.is_alive():

@@ -67,7 +67,8 @@ async def test_every_form_of_the_openai_client(cluster: RunningCluster, half: An
 @pytest.mark.parametrize(("replica", "rank"), [("decode-0", 0), ("prefill-0", 1)])
 def test_strangers_at_a_rank_are_counted(cluster: RunningCluster, replica: str, rank: int) -> None:
     def is_counted() -> bool:
-        return cluster.replicas()[replica]["load"]["dropped"].get("stranger", 0) > 0
+        dropped: dict[str, int] = cluster.replicas()[replica]["load"]["dropped"]
+        return dropped.get("stranger", 0) > 0
 
     with closing(Outbox(draw_key())) as outbox:
         outbox.send(cluster.replicas()[replica]["rows"][rank]["address"], Drain())
@@ -78,8 +79,12 @@ def test_strangers_at_a_rank_are_counted(cluster: RunningCluster, replica: str, 
 
 def test_an_answer_of_a_given_form(cluster: RunningCluster) -> None:
     client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused")
-    schema = {"properties": {"code": {"enum": ["tango", "zulu"]}, "sure": {"type": "boolean"}}, "type": "object"}
-    schema |= {"required": ["code", "sure"], "additionalProperties": False}
+    schema: dict[str, object] = {
+        "properties": {"code": {"enum": ["tango", "zulu"]}, "sure": {"type": "boolean"}},
+        "type": "object",
+        "required": ["code", "sure"],
+        "additionalProperties": False,
+    }
     answer = client.chat.completions.create(
         model="recall",
         messages=[{"role": "user", "content": DEMO_PROMPT}],

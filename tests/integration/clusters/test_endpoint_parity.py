@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.cluster import running_cluster
+from tests.fakes.generation import generate
 from tests.fakes.model_folder import TEMPLATE, write_model_folder
 from tests.integration.test_engine_matrix import prompts_of
 
@@ -87,8 +88,12 @@ def _drawn(url: str, model: str, stream: bool) -> list[list[tuple[int, float]]]:
 
 def _called(url: str, model: str, seed: int) -> str:
     """The arguments of the one call that a model, which knows nothing, is made to write; whole and streamed alike."""
-    parameters = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 999}}}
-    parameters |= {"required": ["size"], "additionalProperties": False}
+    parameters: dict[str, object] = {
+        "type": "object",
+        "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 999}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
     tools: Any = [{"type": "function", "function": {"name": "set", "parameters": parameters}}]
     fields: Any = {"model": model, "messages": [{"role": "user", "content": "hi"}], "tools": tools, "seed": seed}
     fields |= {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400, "temperature": 2.0}
@@ -97,18 +102,20 @@ def _called(url: str, model: str, seed: int) -> str:
         with client.chat.completions.stream(**fields) as stream:
             streamed = stream.get_final_completion().choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-    (call,), (again,) = choice.message.tool_calls or (), streamed.message.tool_calls or ()
+    assert choice.message.tool_calls is not None
+    assert streamed.message.tool_calls is not None
+    (call,), (again,) = choice.message.tool_calls, streamed.message.tool_calls
     assert call.type == again.type == "function"
     assert call.function.name == again.function.name == "set"
-    assert call.function.arguments == again.function.arguments
-    assert set(json.loads(call.function.arguments)) == {"size"}
-    return call.function.arguments
+    arguments: str = call.function.arguments
+    assert arguments == again.function.arguments
+    assert set(json.loads(arguments)) == {"size"}
+    return arguments
 
 
 def _oracle(folder: Path, prompt: list[int]) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    mask = torch.ones(1, len(prompt), dtype=torch.int64)
     with torch.inference_mode():
-        tokens = model.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False, max_new_tokens=NUM_TOKENS)
-    answer: list[int] = tokens[0, len(prompt) :].tolist()
+        tokens = generate(model, torch.tensor(prompt), NUM_TOKENS)
+    answer: list[int] = tokens[len(prompt) :].tolist()
     return answer

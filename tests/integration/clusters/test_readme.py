@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -118,10 +119,14 @@ def _submitted(env: Mapping[str, str]) -> Iterator[Terminal]:
     """The job, once it runs. Ray's head answers before it can take one, and says then to come again."""
     while True:
         with Terminal(shlex.split(readme.command("ray job submit")), env) as job:
-            job.wait_until(lambda job=job: _is_ready() or NO_AGENT in job.output, START_S)
+            job.wait_until(partial(_is_ready_or_refused, job), START_S)
             if NO_AGENT not in job.output:
                 yield job
                 return
+
+
+def _is_ready_or_refused(job: Terminal) -> bool:
+    return _is_ready() or NO_AGENT in job.output
 
 
 def _is_ready() -> bool:

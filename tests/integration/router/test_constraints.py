@@ -13,8 +13,13 @@ from tests.fakes.router_cluster import RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
-SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
-SCHEMA |= {"required": ["a"], "additionalProperties": False}
+SCHEMA: dict[str, object] = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/n"}},
+    "$defs": {"n": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 TOOLS = [
     {"type": "function", "function": {"name": "get", "parameters": SCHEMA}},

@@ -1,11 +1,13 @@
 """X-data-parallel-rank over HTTP: what a client asks for reaches the leaders on every route, or is refused."""
 
+from typing import Any
+
 import pytest
 
 from tests.fakes.router_cluster import MODEL, RouterCluster
 
 pytestmark = pytest.mark.integration
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/responses": {"input": "x"},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from schemathesis import checks
+from schemathesis import BaseSchema, checks
 
 from router.app import create_api
 from router.metrics import Metrics
@@ -36,7 +36,7 @@ _service: Any = SimpleNamespace(config=config_of(), metrics=Metrics())
 _document = create_api(_service).openapi()
 
 
-def api(*, has_coverage: bool) -> Any:
+def api(*, has_coverage: bool) -> BaseSchema:
     """The routes; with coverage also a request for every limit of every field."""
     config = schemathesis.Config.from_dict({"phases": {"coverage": {"enabled": has_coverage}}})
     return schemathesis.openapi.from_dict(_document, config=config)

@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ResponseOutputMessage
+from openai.types.shared_params import FunctionDefinition
 
 from cluster.grammar import Grammars
 from tests.fakes.model_folder import VOCAB_SIZE, write_model_folder
@@ -100,16 +102,17 @@ def test_the_prompt_and_the_grammar_are_those_of_the_same_chat(
     answer = client.responses.create(
         model=MODEL, input="hi", tools=TOOLS, tool_choice=chosen, parallel_tool_calls=False
     )
-    assert answer.tool_choice.to_dict() == chosen  # type: ignore[union-attr]
+    assert isinstance(answer.tool_choice, openai.BaseModel)
+    assert answer.tool_choice.to_dict() == chosen
     submit = cluster.last_submit()
-    function = {"name": "weather", "parameters": {"type": "object"}}
+    function: FunctionDefinition = {"name": "weather", "parameters": {"type": "object"}}
     named: Any = {"type": "function", "function": {"name": "weather"}}
     if is_allowed:
         named = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
     client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "hi"}],
-        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+        tools=[{"type": "function", "function": function}],
         tool_choice=named,
         parallel_tool_calls=False,
     )
@@ -134,7 +137,9 @@ def test_a_structured_answer_is_parsed(cluster: RouterCluster, client: openai.Op
 def test_json_without_a_schema(cluster: RouterCluster, client: openai.OpenAI) -> None:
     cluster.decode.says = b"{}"
     response = client.responses.create(model=MODEL, input="hi", text={"format": {"type": "json_object"}})
-    assert (response.output_text, response.text.format.type) == ("{}", "json_object")  # type: ignore[union-attr]
+    assert response.text is not None
+    assert response.text.format is not None
+    assert (response.output_text, response.text.format.type) == ("{}", "json_object")
     assert cluster.last_submit().sampling.grammar
 
 
@@ -154,4 +159,5 @@ def test_effort_switches_thoughts(cluster: RouterCluster, client: openai.OpenAI,
 def test_an_answer_that_is_cut_off_says_so_in_every_part(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hi", max_output_tokens=3)
     (message,) = response.output
-    assert (response.status, message.status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+    assert isinstance(message, ResponseOutputMessage)
+    assert (response.status, message.status) == ("incomplete", "incomplete")

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.integration
 
 def create(cluster: RouterCluster, **body: Any) -> Response:
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
-        return client.responses.create(model=MODEL, **body)
+        response: Response = client.responses.create(model=MODEL, **body)
+        return response
 
 
 def events_of(cluster: RouterCluster, **body: Any) -> list[ResponseStreamEvent]:
@@ -152,7 +153,7 @@ def test_additions_reach_the_replicas(shared: RouterCluster) -> None:
     reply = shared.post("/v1/responses", input="x", max_output_tokens=1, guided_regex="A+", top_p=0, **asked)
     assert reply.status_code == 200, reply.text
     sampling = shared.last_submit().sampling
-    assert (sampling.frequency_penalty, sampling.logit_bias, sampling.allowed_ids) == (1.5, {65: 3.0}, {65})
+    assert (sampling.frequency_penalty, sampling.logit_bias, sampling.allowed_ids) == (1.5, {65: 3.0}, frozenset({65}))
     assert sampling.bad_words
     assert sampling.grammar
     assert sampling.temperature == 0.0

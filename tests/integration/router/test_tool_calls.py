@@ -148,7 +148,7 @@ def test_thoughts_can_be_left_out(cluster: RouterCluster, client: openai.OpenAI)
 def test_answers_go_back_into_the_conversation(cluster: RouterCluster, client: openai.OpenAI) -> None:
     cluster.decode.says = CALL.encode()
     message: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS).choices[0].message
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
     cluster.decode.says = b"It rains."
     answer = client.chat.completions.create(model=MODEL, messages=[*MESSAGES, message, result], tools=TOOLS)
     assert answer.choices[0].message.content == "It rains."

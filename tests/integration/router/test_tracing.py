@@ -60,17 +60,19 @@ def test_one_trace_from_client_to_decode(
     assert reply.headers["traceparent"] == f"00-{TRACE}-{root.context.span_id:016x}-01"
     assert root.attributes is not None
     assert root.attributes["gen_ai.request.model"] == MODEL
-    for span in spans.values():
+    took_ns: dict[str, int] = {}
+    for name, span in spans.items():
         assert span.parent is not None
         assert f"{span.parent.trace_id:032x}" == TRACE
         assert span.parent.span_id == root.context.span_id
         assert span.start_time is not None
         assert span.end_time is not None
-        assert span.start_time <= span.end_time
+        took_ns[name] = span.end_time - span.start_time
+        assert took_ns[name] >= 0
     told = {name: (span.attributes or {}).get("baton.replica") for name, span in spans.items()}
     assert told["bootstrap"] == told["prefill"] == "prefill-0"
     assert told["decode queue"] == told["transfer"] == told["decode"] == "decode-0"
-    assert spans["prefill"].end_time - spans["prefill"].start_time == pytest.approx(40e6, abs=1e5)
+    assert took_ns["prefill"] == pytest.approx(40e6, abs=1e5)
 
 
 def test_a_request_that_fails_says_why(traced: RouterCluster, exporter: InMemorySpanExporter) -> None:
