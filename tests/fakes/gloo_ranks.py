@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import Device
 from cluster.spec.strategy import Collectives

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from cluster.channel import Inbox
+from cluster.spec.ids import Room
 from cluster.spec.kv import PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import RankRow, Verify
@@ -64,7 +66,7 @@ class Case:
     leader: Inbox
 
     @property
-    def known(self) -> dict[int, Known]:
+    def known(self) -> dict[Room, Known]:
         return {ROOM: Known(self.admit, PAGES)}
 
     def compute(self, layer: int) -> None:
@@ -119,7 +121,7 @@ def test_layers_leave_while_later_ones_are_computed(case: Case) -> None:
             case.compute(layer)
             told(layer)
             if layer + 1 in ENDS:
-                wait_until(lambda layer=layer: case.is_there(slice(layer + 1)))
+                wait_until(partial(case.is_there, slice(layer + 1)))
         assert not case.target[:, :, ENDS[-1] :].any()
         assert not case.leader.receive(0.1), "it is not over"
     (done,), (report,) = messages(case.decode, 1), messages(case.leader, 1)
