@@ -123,6 +123,8 @@ class TierPage(msgspec.Struct, frozen=True, kw_only=True):
     key: bytes
     place: int
     """Says which part owns the page (``cluster.spec.page_key``)."""
+    depth: int = 0
+    """Pages before it in its prompt, without which it is of no use."""
     device: int | None = None
     """Page in the pools of the ranks; given where device memory is read or written."""
     host: int | None = None

@@ -70,7 +70,7 @@ def test_objects_are_whole_and_right_or_not_there(master: str) -> None:
     errors = list(one.write(large))
     assert [error is None for error in errors] == [True, True, False, True]
     assert "n/130-2 cannot be written" in str(errors[2])
-    assert other.present([item.name for item in large]) == ["n/20-0", "n/20-1", "n/1-3"]
+    assert other.present({item.name: item.depth for item in large}) == ["n/20-0", "n/20-1", "n/1-3"]
     one.close()
     other.close()
 

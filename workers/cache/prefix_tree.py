@@ -23,6 +23,8 @@ class _Node:
     parent: "_Node | None"
     place: int
     """Says which part owns the page wherever pages are divided (``cluster.spec.page_key``)."""
+    depth: int
+    """Pages above it."""
     num_holders: int = 1
     children: "set[_Node]" = field(default_factory=set)
 
@@ -86,6 +88,10 @@ class PrefixTree:
         """The place of a page that is here."""
         return self._by_key[key].place
 
+    def depth_of(self, key: bytes) -> int:
+        """How many pages are above one that is here."""
+        return self._by_key[key].depth
+
     def path(self, key: bytes) -> list[bytes]:
         """The keys from the first page down to one that is here."""
         path: list[bytes] = []
@@ -132,8 +138,8 @@ class PrefixTree:
             node = self._by_key.get(key)
             if node is None:
                 assert page not in self._by_page, f"page {page} is cached under another key"
-                place = parent.place + 1 if parent else first_place(key)
-                node = self._by_key[key] = self._by_page[page] = _Node(key, page, parent, place)
+                place, depth = (parent.place + 1, parent.depth + 1) if parent else (first_place(key), 0)
+                node = self._by_key[key] = self._by_page[page] = _Node(key, page, parent, place, depth)
                 if parent is not None:
                     parent.children.add(node)
                 for journal in self.journals:

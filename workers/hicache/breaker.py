@@ -30,8 +30,10 @@ class Breaker:
             self._num_failures = 0
             self._open_until_s = 0.0
             return
+        if now_s < self._open_until_s:
+            return  # it was under way when another opened it
         self._num_failures += 1
-        if self._num_failures >= _THRESHOLD and not self.is_open(now_s):
+        if self._num_failures >= _THRESHOLD and not self._hangs:
             wait_s = _FIRST_S * 2.0 ** min(self._num_failures - _THRESHOLD, 10)
             self._open_until_s = now_s + min(_LONGEST_S, wait_s)
             self.num_opened += 1

@@ -23,6 +23,7 @@ ASKED_S = inf
 class _HostPage:
     page: int
     place: int
+    depth: int
     is_filled: bool = False
     num_holders: int = 0
     stored_s: float = NEVER_S
@@ -91,8 +92,11 @@ class HostIndex:
         """Keys of the pages of one owner that would be given up first."""
         return [key for key, page in islice(self._order[owner].items(), count) if page.is_filled]
 
-    def reserve(self, key: bytes, place: int) -> int | None:
-        """A page to be filled for a key that has none; None if all of its owner's are needed."""
+    def reserve(self, key: bytes, place: int, depth: int = 0) -> int | None:
+        """A page to be filled for a key that has none; None if all of its owner's are needed.
+
+        ``place`` and ``depth`` are those of ``TierPage``.
+        """
         assert key not in self._pages, "a key has two host pages"
         owner = place % self.num_owners
         if not self._free[owner]:
@@ -100,7 +104,7 @@ class HostIndex:
         if not self._free[owner]:
             return None
         page = self._free[owner].popleft()
-        self._pages[key] = _HostPage(page, place)
+        self._pages[key] = _HostPage(page, place, depth)
         self._settle(key)
         self.version += 1
         return page
@@ -133,6 +137,10 @@ class HostIndex:
     def place_of(self, key: bytes) -> int:
         """The place of a page that is here."""
         return self._of(key).place
+
+    def depth_of(self, key: bytes) -> int:
+        """How many pages are before one that is here in its prompt."""
+        return self._of(key).depth
 
     def note_fetched(self, key: bytes, now_s: float) -> None:
         """A filled page is a copy from storage."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from cluster.spec.hicache_config import PrefetchPolicy, StorageConfig
 from cluster.spec.ids import Room
 from cluster.spec.page_key import first_place
@@ -70,7 +72,10 @@ class Prefetcher:
             return
         most = self._host.num_pages // 2
         place = first_place(keys[0]) + num_here
-        pages = [TierPage(key=key, place=place + number) for number, key in enumerate(lacking[:most])]
+        pages = [
+            TierPage(key=key, place=place + number, depth=num_here + number)
+            for number, key in enumerate(lacking[:most])
+        ]
         patience_s = self._patience_s(tokens)
         wish = self._wishes[room] = _Wish(keys, pages, now_s + patience_s, now_s + (patience_s or PATIENCE_S))
         self._orders.give(MoveKind.LOOK_UP, pages, partial(self._on_looked_up, wish), wish.late_s - now_s)
@@ -135,11 +140,11 @@ class Prefetcher:
         while wish.num_ordered < wish.num_wanted and len(batch) < BATCH_PAGES:
             page = wish.pages[wish.num_ordered]
             if page.key not in self._host:
-                host = self._host.reserve(page.key, page.place)
+                host = self._host.reserve(page.key, page.place, page.depth)
                 if host is None:
                     wish.num_wanted = wish.num_ordered
                     break
-                batch.append(TierPage(key=page.key, place=page.place, host=host))
+                batch.append(msgspec.structs.replace(page, host=host))
             elif self._host.page_of(page.key) is None:
                 wish.shared.append(page.key)
             wish.num_ordered += 1

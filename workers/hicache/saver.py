@@ -159,12 +159,12 @@ class Saver:
             if device is None:
                 self.num_lost += 1
                 continue
-            place = self._tree.place_of(key)
-            host = self._host.reserve(key, place)
+            place, depth = self._tree.place_of(key), self._tree.depth_of(key)
+            host = self._host.reserve(key, place, depth)
             if host is None:
                 self.num_lost += 1
                 continue
-            pages.append(TierPage(key=key, place=place, device=device, host=host))
+            pages.append(TierPage(key=key, place=place, depth=depth, device=device, host=host))
         return pages
 
     def _on_saved(self, pages: list[TierPage], stays: list[object], outcome: Outcome) -> None:

@@ -121,7 +121,8 @@ class Storer:
                 self.num_lost += 1
             elif self._host.stored_s(key) == NEVER_S:
                 self._host.note_stored(key, ASKED_S)
-                pages.append(TierPage(key=key, place=self._host.place_of(key), host=host))
+                place, depth = self._host.place_of(key), self._host.depth_of(key)
+                pages.append(TierPage(key=key, place=place, depth=depth, host=host))
         return pages
 
     def _on_stored(self, pages: list[TierPage], outcome: Outcome) -> None:

@@ -179,7 +179,7 @@ def test_what_is_read_written_again_or_looked_for_to_be_written_goes_last(tmp_pa
         age(tmp_path, str(number), 1000 - number)
     assert read_one(storage, "n/0", [memoryview(bytearray(SIZE))])
     assert write(storage, 1) == [None]
-    assert storage.present(["n/2", "n/none"]) == ["n/2"]
+    assert storage.present({"n/2": 0, "n/none": 0}) == ["n/2"]
     assert storage.count_leading(["n/3"]) == 1
     write(storage, "new")
     assert names_in(tmp_path) == {"0", "1", "2", *map(str, range(5, 10)), "new"}
@@ -204,7 +204,7 @@ def test_files_of_others_are_read_where_nothing_can_be_written(shared_folder: Pa
     storage = files(shared_folder)
     assert read_one(storage, "n/1", [memoryview(bytearray(SIZE))]) is True
     assert storage.count_leading(["n/1", "n/2"]) == 1
-    assert storage.present(["n/1", "n/2"]) == ["n/1"]
+    assert storage.present({"n/1": 0, "n/2": 0}) == ["n/1"]
     assert [str(error) for error in write(storage, 1, 2)] == ["None", "n/2 cannot be written: Permission denied"]
     assert names_in(shared_folder) == before
 
@@ -218,7 +218,8 @@ def test_a_file_system_that_is_read_only_serves_reads(tmp_path: Path, monkeypatc
             raise OSError(errno.EROFS, "Read-only file system")
         return real(path, flags, mode)
 
-    def utime(path: Path | int) -> None:
+    def utime(path: Path | int, times: object) -> None:
+        del times
         if isinstance(path, Path):
             path.stat()
         raise OSError(errno.EROFS, "Read-only file system")
@@ -256,3 +257,30 @@ def test_folders_that_were_made_for_a_file_are_on_the_disk_before_it_counts(
     assert len(synced) == 2
     write(files(folder), "other")
     assert len(synced) == 2
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning(tmp_path: Path) -> None:
+    """However often it is asked for, and though its pages are written, and read, from the first one on."""
+    storage = files(tmp_path)
+    prompt = [StorageObject(f"n/{depth:02}", [memoryview(bytearray(SIZE))], depth) for depth in range(15)]
+    for _ in range(3):
+        storage.present({item.name: item.depth for item in prompt})
+        assert list(storage.write(prompt)) == [None] * len(prompt)
+        num_leading = storage.count_leading([item.name for item in prompt])
+        assert num_leading >= LIMIT // SIZE * 0.8
+        assert list(storage.read(prompt[:num_leading])) == [True] * num_leading
+    another = [StorageObject(f"n/a{depth}", [memoryview(bytearray(SIZE))], depth) for depth in range(4)]
+    assert list(storage.write(another)) == [None] * len(another)
+    assert storage.count_leading([item.name for item in another]) == len(another)
+    assert 4 <= storage.count_leading([item.name for item in prompt]) < num_leading
+
+
+def test_times_to_come_say_nothing(tmp_path: Path) -> None:
+    """The clock was put back: what is written from now on is not given up for what was written before."""
+    storage = files(tmp_path)
+    write(storage, *range(10))
+    for number in range(10):
+        age(tmp_path, str(number), -86_400.0)
+    for name in "abc":
+        assert write(storage, name) == [None]
+    assert storage.present(dict.fromkeys(["n/a", "n/b", "n/c"], 0)) == ["n/a", "n/b", "n/c"]

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,9 +37,9 @@ class CountingStorage(FileStorage):
         self._take("count_leading")
         return super().count_leading(names)
 
-    def present(self, names: Sequence[str]) -> list[str]:
+    def present(self, depths: Mapping[str, int]) -> list[str]:
         self._take("present")
-        return super().present(names)
+        return super().present(depths)
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         self._take("read")
@@ -258,10 +258,10 @@ def test_one_thread_does_not_wait_for_the_look_of_another(tmp_path: Path) -> Non
     entered, go_on = threading.Event(), threading.Event()
 
     class Hanging(FileStorage):
-        def present(self, names: Sequence[str]) -> list[str]:
+        def present(self, depths: Mapping[str, int]) -> list[str]:
             entered.set()
             assert go_on.wait(10.0)
-            return super().present(names)
+            return super().present(depths)
 
     known = KnownCuts(Hanging(tmp_path, 1 << 20, fsync=False), Naming(GEOMETRY, "w"), MINE)
     other = threading.Thread(target=known.look)

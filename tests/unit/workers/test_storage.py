@@ -8,6 +8,7 @@ import shutil
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -164,26 +165,40 @@ def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
         write_one(backend, "n/bb", [memoryview(b"1")])
 
 
-def test_a_full_disk_costs_the_pages_that_it_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_room_for_what_is_used_and_none_for_what_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a prompt goes before its beginning, though the limit is far away."""
     store = RankStore(files(tmp_path), rows_of(sizes())[0])
     store.write(PAGES[:1])
     (path,) = objects(tmp_path)
-    free, real = [path.stat().st_size * 3 // 2], os.write
+    num_bytes, real, is_full = path.stat().st_size, os.write, [False]
 
     def write(descriptor: int, data: memoryview) -> int:
-        if not free[0]:
+        used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        free = 0 if is_full[0] else num_bytes * 7 // 2 - used
+        if free <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        num_bytes = real(descriptor, data[: free[0]])
-        free[0] -= num_bytes
-        return num_bytes
+        return real(descriptor, data[:free])
 
     monkeypatch.setattr(os, "write", write)
-    assert store.write(PAGES[:4]) == [True, True, False, False]
+    deep = [msgspec.structs.replace(page, depth=depth) for depth, page in enumerate(PAGES[:6])]
+    assert store.write(deep) == [True] * 6
+    assert store.read(deep) == [True, True, False, False, False, True]
+    is_full[0] = True
+    assert store.write(deep[2:4]) == [False, False]
     assert store.failures["error"] == 2
     assert not list(tmp_path.rglob(".unfinished-*"))
-    assert store.read(PAGES[:4]) == [True, True, False, False]
-    free[0] = 1 << 20
-    assert store.write(PAGES[:4]) == store.read(PAGES[:4]) == [True] * 4
+
+
+def test_a_file_that_cannot_be_read_is_written_anew(tmp_path: Path) -> None:
+    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+    assert store.write(PAGES[:2]) == [True, True]
+    (path, _) = sorted(objects(tmp_path))
+    path.unlink()
+    path.symlink_to(path)
+    assert sorted(store.read(PAGES[:2])) == [False, True]
+    assert store.write(PAGES[:2]) == store.read(PAGES[:2]) == [True, True]
 
 
 def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
@@ -191,14 +206,15 @@ def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
 ) -> None:
     backend = FileStorage(tmp_path / "kv", 1 << 20, fsync=True)
 
-    def fail(_path: Path, **_: bool) -> bool:
+    def fail(_path: Path, **_: object) -> bool:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Path, "exists", fail)
     monkeypatch.setattr(os, "utime", fail)
-    for ask in (backend.count_leading, backend.present):
-        with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
-            ask(["n/aa"])
+    with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
+        backend.count_leading(["n/aa"])
+    with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
+        backend.present({"n/aa": 0})
 
 
 def test_a_cut_that_comes_later_is_found_when_its_time_has_come(tmp_path: Path) -> None:
@@ -339,7 +355,7 @@ def test_marks_of_cuts_outlive_the_pages_of_a_full_folder(tmp_path: Path) -> Non
     assert mine in reader.cuts
     backend.delete(naming.mark(0))
     writer.mark()
-    assert not backend.present([naming.mark(0)])
+    assert not backend.present({naming.mark(0): 0})
     now[0] += 10.0
     writer.mark()
-    assert backend.present([naming.mark(0)])
+    assert backend.present({naming.mark(0): 0})

@@ -318,3 +318,16 @@ def test_an_order_is_over_when_every_rank_has_answered_once() -> None:
     )
     (outcome,) = ended
     assert (outcome.done, outcome.num_leading, outcome.failures["corrupt"]) == ([True, False, False], 1, 1)
+
+
+def test_what_was_under_way_when_storage_was_left_alone_makes_no_pause_longer() -> None:
+    breaker, now_s = Breaker(), 0.0
+    for _ in range(3):
+        breaker.note(now_s, is_success=False)
+    for pause_s in (1.0, 2.0, 4.0, 8.0):
+        assert breaker.is_open(now_s + pause_s - 0.1)
+        assert not breaker.is_open(now_s + pause_s)
+        now_s += pause_s
+        for _ in range(2):  # as many orders are under way at once
+            breaker.note(now_s, is_success=False)
+    assert breaker.num_opened == 5

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import StorageFigures
@@ -44,9 +44,9 @@ class AwaitedStorage:
         """Of the backend."""
         return self._opened().count_leading(names)
 
-    def present(self, names: Sequence[str]) -> list[str]:
+    def present(self, depths: Mapping[str, int]) -> list[str]:
         """Of the backend."""
-        return self._opened().present(names)
+        return self._opened().present(depths)
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Of the backend."""

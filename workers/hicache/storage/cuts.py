@@ -68,7 +68,7 @@ class KnownCuts:
                 return 0
             self._looked_s = now_s
             before = self._unreadable
-            marks = self._read(self._backend.present(self._names))
+            marks = self._read(self._backend.present(dict.fromkeys(self._names, 0)))
             return self._take_in(list(marks.values())) + len(self._unreadable - before)
         finally:
             self._looking.release()
@@ -76,7 +76,7 @@ class KnownCuts:
     def _leave_mark(self) -> str | None:
         """Where it is: of several who write to one name at once, only one is read there, and the others go on."""
         own = self._naming.mark_of(self.cuts[0])
-        taken = self._backend.present(self._names)
+        taken = self._backend.present(dict.fromkeys(self._names, 0))
         marks = self._read(taken)
         for name in self._names:
             if name not in taken:

@@ -1,7 +1,8 @@
 """Objects as files of one folder, which any number of processes may share, and which never has more than its limit.
 
 A file is written under a name of its own and then renamed, so that it is there whole or not at all. Which files to give
-up is told by their modification times, which reading renews, and so does being found by whoever would write them.
+up is told by their modification times, which reading renews, and so does being found by whoever would write them; the
+deeper a file, the earlier the time that it is given, so that the end of a prompt goes before its beginning.
 """
 
 import contextlib
@@ -10,8 +11,10 @@ import io
 import itertools
 import logging
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +29,11 @@ _log = logging.getLogger(__name__)
 
 _AHEAD = 4
 """Files that the system is told of before they are read."""
+_DEPTH_S = 0.1
+"""By which a page of a prompt counts as used before the one above it: what storage takes for a page at most."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_BROKEN = (errno.EIO, errno.ELOOP, errno.ENXIO)
+"""A file is there and cannot be read, nor will it be."""
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -55,9 +63,9 @@ class FileStorage:
         """How many files are there before the first that is not."""
         return next((number for number, name in enumerate(names) if not self._has(name, Path.exists)), len(names))
 
-    def present(self, names: Sequence[str]) -> list[str]:
+    def present(self, depths: Mapping[str, int]) -> list[str]:
         """Those of these files that are there; they count as used."""
-        return [name for name in names if self._has(name, _renew)]
+        return [name for name, depth in depths.items() if self._has(name, partial(_renew, depth=depth))]
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Read files one after another, while the system reads ahead in those that follow."""
@@ -105,13 +113,13 @@ class FileStorage:
         namespace, _, file = name.rpartition("/")
         return self._folder / namespace / file[:2] / file
 
-    def _open(self, name: str, stack: contextlib.ExitStack) -> io.FileIO | bool | StorageError:
+    def _open(self, name: str, stack: contextlib.ExitStack) -> io.FileIO | Read:
         try:
             file = stack.enter_context(io.FileIO(self._path(name)))
         except FileNotFoundError:
             return False
         except OSError as error:
-            return _unreadable(name, error)
+            return _failed_read(name, error)
         # A file system that cannot read ahead reads later.
         with contextlib.suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -122,14 +130,17 @@ class FileStorage:
         path = self._path(item.name)
         unfinished = path.with_name(f"{UNFINISHED}{claim.token}-{path.name}")
         try:
-            if _renew(path):
+            if _renew(path, item.depth):
                 return None
             self._space.need(claim, item.num_bytes, left_bytes)
-            with self._make(unfinished) as file:
-                for part in item.parts:
-                    _write_all(file.fileno(), part)
-                if self._fsync:
-                    os.fsync(file.fileno())
+            try:
+                self._fill(unfinished, item)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                unfinished.unlink(missing_ok=True)
+                self._space.give_way()
+                self._fill(unfinished, item)
             unfinished.rename(path)
             claim.left_bytes -= item.num_bytes
             if self._fsync:
@@ -139,6 +150,14 @@ class FileStorage:
                 unfinished.unlink(missing_ok=True)
             return StorageError(f"{item.name} cannot be written: {error.strerror}")
         return None
+
+    def _fill(self, path: Path, item: StorageObject) -> None:
+        with self._make(path) as file:
+            for part in item.parts:
+                _write_all(file.fileno(), part)
+            _stamp(file.fileno(), item.depth)
+            if self._fsync:
+                os.fsync(file.fileno())
 
     def _make(self, path: Path) -> BinaryIO:
         """A new file, and its folder where that is not there yet."""
@@ -156,23 +175,35 @@ def _read(file: io.FileIO, item: StorageObject) -> Read:
         if size != item.num_bytes or any(file.readinto(part) != len(part) for part in item.parts):
             return CorruptObjectError(f"{item.name} has {size} bytes, not {item.num_bytes}")
     except OSError as error:
-        return _unreadable(item.name, error)
+        return _failed_read(item.name, error)
     # Whoever may read a file need not be allowed to say that it is in use.
     with contextlib.suppress(OSError):
-        os.utime(file.fileno())
+        _stamp(file.fileno(), item.depth)
     return True
 
 
-def _renew(path: Path) -> bool:
-    """Whether a file is there, which is now the last to go."""
+def _stamp(file: int | Path, depth: int) -> None:
+    """Note that a file is in use, those before it in its prompt a little later: reading and writing them took less."""
+    used_s = time.time() - depth * _DEPTH_S
+    os.utime(file, times=(used_s, used_s))
+
+
+def _renew(path: Path, depth: int) -> bool:
+    """Whether a file is there, which is now among the last to go."""
     try:
-        os.utime(path)
+        _stamp(path, depth)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         if error.errno not in _NOT_OURS:
             raise
     return True
+
+
+def _failed_read(name: str, error: OSError) -> CorruptObjectError | StorageError:
+    """A file that will never be read must go, or it would stand in the place of one that can be."""
+    failed = _unreadable(name, error)
+    return CorruptObjectError(str(failed)) if error.errno in _BROKEN else failed
 
 
 def _unreadable(name: str, error: OSError) -> StorageError:

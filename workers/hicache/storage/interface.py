@@ -1,6 +1,6 @@
 """What every storage backend does. Backends keep named objects; they know no pages, keys or ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,8 @@ class StorageObject:
 
     name: str
     parts: Sequence[memoryview]
+    depth: int = 0
+    """Objects without which this one is of no use; of a prompt's pages, those before it."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,8 +52,10 @@ class StorageBackend(Protocol):
         """
         ...
 
-    def present(self, names: Sequence[str]) -> list[str]:
+    def present(self, depths: Mapping[str, int]) -> list[str]:
         """Those of these objects that are there, which counts as using them where storage gives up what is not used.
+
+        ``depths`` are those of ``StorageObject``, by name.
 
         Raises:
             StorageError: storage cannot tell.

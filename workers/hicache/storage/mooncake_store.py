@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -53,16 +53,16 @@ class MooncakeStorage:
         """How many objects are there before the first that is not."""
         return next((number for number, is_there in enumerate(self._are_there(names)) if not is_there), len(names))
 
-    def present(self, names: Sequence[str]) -> list[str]:
-        """Those of these objects that are there."""
-        return [name for name, is_there in zip(names, self._are_there(names), strict=True) if is_there]
+    def present(self, depths: Mapping[str, int]) -> list[str]:
+        """Those of these objects that are there; the store itself knows what was used."""
+        return self._those_there([*depths])
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Read objects in one call."""
         names = [item.name for item in objects]
         handles = self._client.batch_get_buffer(names) if names else []
         # Nothing is given for objects that are not there, and for those that cannot be read.
-        there = set(self.present([name for name, handle in zip(names, handles, strict=True) if handle is None]))
+        there = set(self._those_there([name for name, handle in zip(names, handles, strict=True) if handle is None]))
         for item, handle in zip(objects, handles, strict=True):
             if handle is not None:
                 yield _take(memoryview(handle).cast("B"), item)
@@ -104,6 +104,9 @@ class MooncakeStorage:
                     start += len(part)
             names, sizes = [item.name for item in group], [item.num_bytes for item in group]
             return list(self._client.batch_put_from(names, addresses, sizes))
+
+    def _those_there(self, names: Sequence[str]) -> list[str]:
+        return [name for name, is_there in zip(names, self._are_there(names), strict=True) if is_there]
 
     def _are_there(self, names: Sequence[str]) -> list[bool]:
         """One call, however many names."""

@@ -39,9 +39,7 @@ class PageReader:
         """
         own, *others = self._known.cuts
         coming = [
-            _Coming(part, page.key, buffer(page))
-            for page in pages
-            for part in parts(self._naming, self._layout, own, page)
+            _Coming(part, page, buffer(page)) for page in pages for part in parts(self._naming, self._layout, own, page)
         ]
         outcomes = results(self._backend.read, [one.object for one in coming])
         for page, one in zip(pages, coming, strict=True):
@@ -59,7 +57,7 @@ class PageReader:
     def _join(self, cut: Cut, page: TierPage, buffer: memoryview, failures: Counter[str]) -> bool:
         """Put a page together from the objects of one cut."""
         coming = [
-            _Coming(part, page.key, memoryview(bytearray(part.layout.page_bytes)))
+            _Coming(part, page, memoryview(bytearray(part.layout.page_bytes)))
             for part in parts(self._naming, self._layout, cut, page)
         ]
         outcomes = results(self._backend.read, [one.object for one in coming])
@@ -94,12 +92,12 @@ class PageReader:
 class _Coming:
     """An object on its way."""
 
-    def __init__(self, part: StoredPart, key: bytes, target: memoryview) -> None:
+    def __init__(self, part: StoredPart, page: TierPage, target: memoryview) -> None:
         self.part = part
-        self.key = key
+        self.key = page.key
         self.header = memoryview(bytearray(HEADER_BYTES))
         self.target = target
-        self.object = StorageObject(part.name, [self.header, target])
+        self.object = StorageObject(part.name, [self.header, target], page.depth)
 
 
 def parts(naming: Naming, layout: PoolLayout, cut: Cut, page: TierPage) -> list[StoredPart]:

@@ -136,14 +136,15 @@ class PageStore:
         there = set[bytes]()
         for cut in self._known.cuts:
             names = {page.key: self._names(cut, page) for page in pages if page.key not in there}
-            found = set(self._backend.present([name for of_page in names.values() for name in of_page]))
+            depths = {name: page.depth for page in pages for name in names.get(page.key, ())}
+            found = set(self._backend.present(depths))
             there |= {key for key, of_page in names.items() if found.issuperset(of_page)}
         return there
 
     def _object(self, page: TierPage, buffer: memoryview) -> StorageObject:
         (part,) = parts(self._naming, self._layout, self._known.cuts[0], page)
         header = self._naming.header(part, page.key, digest_of(buffer))
-        return StorageObject(part.name, [memoryview(header), buffer])
+        return StorageObject(part.name, [memoryview(header), buffer], page.depth)
 
     def _names(self, cut: Cut, page: TierPage) -> list[str]:
         return [part.name for part in parts(self._naming, self._layout, cut, page)]

@@ -8,6 +8,7 @@ through: when there is no more room, and when somebody opens it.
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ _STEP = 1024
 """A claim may have this part of the limit for objects to come, so that the counter is asked less often."""
 _FILL = 0.9
 """Of the limit, what is left after old files were given up."""
+_AHEAD_S = 300.0
+"""By which the clocks of hosts that share a folder may differ."""
 
 
 class Space:
@@ -78,6 +81,15 @@ class Space:
                     limit = f"hicache.storage.max_gib ({self._max_bytes} bytes)"
                     raise OSError(errno.ENOSPC, f"it would go beyond {limit} with what others are writing")
 
+    def give_way(self) -> None:
+        """The disk is full before the limit is reached: give up a part of what is there, the oldest first.
+
+        Raises:
+            OSError: the folder cannot be looked through.
+        """
+        with locked(self._folder / _SWEEP, _PATIENCE_S):
+            self._make_room(0, is_full=True)
+
     def _try_grant(self, claim: Claim, num_bytes: int) -> bool:
         with self._counter() as counter:
             used_bytes = _read(counter) + num_bytes
@@ -98,10 +110,11 @@ class Space:
                 _write(counter, self.used_bytes)
                 claim.close()
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _make_room(self, num_bytes: int, *, is_full: bool = False) -> bool:
         """Look through the folder, and give up the files used least recently; whether so many bytes have room then.
 
-        Only for the holder of the sweep's lock. Others go on claiming and writing meanwhile.
+        Where the disk ``is_full``, a part goes though there would be room by the limit. Only for the holder of the
+        sweep's lock. Others go on claiming and writing meanwhile.
         """
         with self._counter() as counter:
             before = _read(counter)
@@ -110,7 +123,9 @@ class Space:
         files, unfinished = _look_through(self._folder)
         # A file that came meanwhile may be counted twice until the next time: too high, never too low.
         total = claimed + sum(size for _, size, _ in files)
-        given_up = self._give_up(files, total + num_bytes)
+        wanted = total + num_bytes
+        is_too_much = is_full or wanted > self._max_bytes
+        given_up = self._give_up(files, wanted - int(min(wanted, self._max_bytes) * _FILL) if is_too_much else 0)
         with self._counter() as counter:
             self.used_bytes = _read(counter) - before + total - given_up
             claims = living_claims(self._folder)
@@ -120,12 +135,15 @@ class Space:
             _write(counter, self.used_bytes)
         return total - given_up + num_bytes <= self._max_bytes
 
-    def _give_up(self, files: list[tuple[float, int, Path]], total: int) -> int:
-        """Bytes of the oldest files, which are removed until the rest of such a total is no more than it may be."""
-        limit = self._max_bytes if total <= self._max_bytes else int(self._max_bytes * _FILL)
+    def _give_up(self, files: list[tuple[float, int, Path]], num_bytes: int) -> int:
+        """Bytes of the oldest files, which are removed until they are so many.
+
+        A time that is yet to come is of a clock that has been put back since, and says nothing: such files go first.
+        """
+        latest_s = time.time() + _AHEAD_S
         given_up = 0
-        for _, size, path in sorted(files):
-            if total - given_up <= limit:
+        for _, size, path in sorted(files, key=lambda file: (file[0] <= latest_s, file)):
+            if given_up >= num_bytes:
                 break
             path.unlink(missing_ok=True)
             given_up += size
