@@ -1,10 +1,22 @@
-"""`baton schema`: the JSON schema of a deploy YAML, for editors."""
+"""`baton schema`: what a deploy YAML may hold, for editors and for readers."""
 
 import json
+from enum import StrEnum
+from typing import Annotated
 
 import typer
 
+from cluster.cli.reference import reference_text
 from cluster.spec.config import DeployConfig
+
+
+class Form(StrEnum):
+    """For whom it is."""
+
+    JSON = "json"
+    """A JSON schema, for editors."""
+    MARKDOWN = "markdown"
+    """Tables, for readers."""
 
 
 def schema_text() -> str:
@@ -13,6 +25,8 @@ def schema_text() -> str:
     return json.dumps(schema, indent=2) + "\n"
 
 
-def schema() -> None:
-    """Print the JSON schema of a deploy YAML."""
-    typer.echo(schema_text(), nl=False)
+def schema(
+    form: Annotated[Form, typer.Option(help="The JSON schema, for editors, or tables, for readers.")] = Form.JSON,
+) -> None:
+    """Print what a deploy YAML may hold: its JSON schema, or the tables of docs/configuration.md."""
+    typer.echo(schema_text() if form is Form.JSON else reference_text(), nl=False)

@@ -184,9 +184,9 @@ class TransferConfig(Node):
     """Of `mooncake`: `tcp`, or `rdma`, by which peers reach the pages of GPUs without the host where its system lets
     them; the worker's log says why they do not."""
     mode: TransferMode = TransferMode.ALL_RANKS
-    """Which CP ranks send."""
+    """Which CP ranks send: `all_ranks`, each its own pages, or `rank0` all of them."""
     page_filter: PageFilter = PageFilter.MODULAR
-    """How pages are divided when all ranks send."""
+    """How pages are divided when all ranks send: `modular`, one after another, or `contiguous`, in one run each."""
     verify: Verify | None = None
     """What decode checks before it uses KV: `counts` of pages and bytes, or a `digest` of each page as well; by default
     `digest` on CPUs, and `counts` on GPUs, where every page would pass through the host's caches once more."""

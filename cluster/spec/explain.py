@@ -1,6 +1,7 @@
 """Problems of a deploy YAML in plain words: pydantic's errors and the JSON schema in, sentences out."""
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def explain(error: ValidationError) -> list[Problem]:
     for item in error.errors(include_url=False):
         keys = tuple(str(part) for part in item["loc"])
         unknown = item["type"] == "extra_forbidden"
-        message = _unknown(keys) if unknown else f"got {show(item['input'])}; allowed: {_allowed(keys)}"
+        message = _unknown(keys) if unknown else f"got {show(item['input'])}; allowed: {allowed(keys)}"
         problems[keys] = Problem(".".join(keys), message)
     return list(problems.values())
 
@@ -45,6 +46,14 @@ def show(value: object) -> str:
             return str(value)[:_LONGEST_VALUE]
 
 
+def allowed(keys: Keys) -> str:
+    """What may be given for a key, in words."""
+    schema = _schema_of(keys)
+    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    assert len(options) == 1, f"a key of several types has no words yet: {keys}"
+    return _words(_resolve(options[0], _root()))
+
+
 def _unknown(keys: Keys) -> str:
     *parents, key = keys
     known = list(_schema_of(tuple(parents))["properties"])
@@ -53,8 +62,13 @@ def _unknown(keys: Keys) -> str:
     return f"unknown key; {hint}allowed: {', '.join(known)}"
 
 
+@functools.cache
+def _root() -> dict[str, Any]:
+    return DeployConfig.model_json_schema()
+
+
 def _schema_of(keys: Keys) -> dict[str, Any]:
-    root = DeployConfig.model_json_schema()
+    root = _root()
     node = root
     for key in keys:
         node = _resolve(node["properties"][key], root)
@@ -69,13 +83,6 @@ def _resolve(node: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
     return resolved
 
 
-def _allowed(keys: Keys) -> str:
-    schema = _schema_of(keys)
-    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
-    assert len(options) == 1, f"a key of several types has no words yet: {keys}"
-    return _words(options[0])
-
-
 def _words(schema: dict[str, Any]) -> str:
     match schema:
         case {"enum": values}:
@@ -86,6 +93,8 @@ def _words(schema: dict[str, Any]) -> str:
             return f"a whole number{_bounds(schema)}"
         case {"type": "number"}:
             return f"a number{_bounds(schema)}"
+        case {"type": "boolean"}:
+            return "true or false"
         case {"pattern": pattern}:
             return _PATTERNS[pattern]
         case _:

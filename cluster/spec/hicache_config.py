@@ -65,11 +65,12 @@ class StorageConfig(Node):
     """Of `mooncake_store`: memory of each worker that it may use, in GiB, beside that of its own servers; 0 lends none,
     and 1/64 (16 MiB) is the least it takes."""
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    """How long a request waits for its pages."""
+    """How long a request waits for its pages: `best_effort` not at all, `wait_complete` until all have come, half a
+    minute at most, `timeout` as the next two keys say."""
     prefetch_base_s: PositiveSeconds = 1.0
-    """See `timeout`."""
+    """Of `timeout`: longest wait, however few the tokens are."""
     prefetch_s_per_1k_tokens: PositiveSeconds = 0.25
-    """See `timeout`."""
+    """Of `timeout`: so much longer for every 1000 tokens of them."""
     prefetch_min_tokens: PositiveInt = 256
     """Fewer tokens are computed rather than read."""
     read_mib_s: Rate | None = None

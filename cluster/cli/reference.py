@@ -1,0 +1,73 @@
+"""docs/configuration.md: every key of a deploy YAML, and every environment variable, in tables."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from enum import StrEnum
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.config_node import Node
+from cluster.spec.env import ALL
+from cluster.spec.explain import Keys, allowed
+
+_HEAD = """\
+# Configuration
+
+A deploy file is YAML. A key that is not given has its default, and one that is not here is refused. A value given
+with `--set SECTION.KEY=VALUE` goes before that of the file. `baton plan FILE` checks a file and shows what it would
+start; with `deploy/schema.json` editors complete and check it.
+
+This page is what `baton schema --form markdown` prints.
+"""
+_QUOTING = ", in quotes if it looks like a number"
+
+
+def reference_text() -> str:
+    """The page as it stands in ``docs/configuration.md``."""
+    paths: defaultdict[type[Node], list[Keys]] = defaultdict(list)
+    for path, kind in _sections(DeployConfig, ()):
+        paths[kind].append(path)
+    return "\n".join([_HEAD, *(_section(kind, where) for kind, where in paths.items()), _environment()])
+
+
+def _sections(kind: type[Node], path: Keys) -> Iterator[tuple[Keys, type[Node]]]:
+    """A node and those below it, by where they are."""
+    yield path, kind
+    for name, field in kind.model_fields.items():
+        if isinstance(field.default, Node):
+            yield from _sections(type(field.default), (*path, name))
+
+
+def _section(kind: type[Node], paths: list[Keys]) -> str:
+    names = ", ".join(f"`{'.'.join(path)}`" for path in paths)
+    title = f"## {names}\n\n{kind.__doc__}" if names != "``" else "## The whole file"
+    rows = [
+        f"| `{name}` | {_allowed((*paths[0], name))} | {_default(field.default)} | {_one_line(field.description)} |"
+        for name, field in kind.model_fields.items()
+        if not isinstance(field.default, Node)
+    ]
+    return "\n".join([title, "", "| key | allowed | default | |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def _allowed(keys: Keys) -> str:
+    return allowed(keys).removesuffix(_QUOTING)
+
+
+def _default(value: object) -> str:
+    match value:
+        case None:
+            return ""
+        case bool():
+            return f"`{str(value).lower()}`"
+        case StrEnum() | str() | int():
+            return f"`{value}`"
+        case _:
+            return f"`{value:g}`"
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", r"\|")
+
+
+def _environment() -> str:
+    rows = [f"| `{variable.name}` | {variable.allowed} | {variable.sentence} |" for variable in ALL]
+    return "\n".join(["## Environment", "", "| variable | allowed | |", "| --- | --- | --- |", *rows, ""])

@@ -1,0 +1,46 @@
+"""docs/configuration.md is what the schema says, and every key can be refused in words."""
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from cluster.cli.reference import reference_text
+from cluster.spec.config import DeployConfig
+from cluster.spec.config_node import Node
+from cluster.spec.errors import ConfigError
+from cluster.spec.loader import parse_config
+from tests import readme
+
+
+def keys(kind: type[Node] = DeployConfig, path: str = "") -> list[str]:
+    """Every key of a deploy file that has a value of its own, with dots."""
+    found = []
+    for name, field in kind.model_fields.items():
+        is_section = isinstance(field.default, Node)
+        found += keys(type(field.default), f"{path}{name}.") if is_section else [path + name]
+    return found
+
+
+def test_the_committed_page_is_current() -> None:
+    page = (readme.ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference_text(), "run: baton schema --form markdown > docs/configuration.md"
+
+
+def test_the_command_prints_it() -> None:
+    assert CliRunner().invoke(app, ["schema", "--form", "markdown"]).output == reference_text()
+
+
+def test_every_key_has_a_row() -> None:
+    page = reference_text()
+    assert [key for key in keys() if f"| `{key.rsplit('.', 1)[-1]}` |" not in page] == []
+
+
+@pytest.mark.parametrize("key", keys())
+def test_a_wrong_value_of_any_key_is_refused_in_words(key: str) -> None:
+    text = "[]"
+    for name in reversed(key.split(".")):
+        text = f"{{{name}: {text}}}"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, "f.yaml")
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{key}: got a list; allowed: ")
