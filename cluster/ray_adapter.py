@@ -146,7 +146,7 @@ class RaySystem:
         )
         if not group.wait(timeout_s):
             remove_placement_group(group)
-            raise UserError(f"{name}: no room within {timeout_s:g} s\n{_room_table(seats, self.machines())}")
+            raise UserError(f"{name}: no room within {timeout_s:g} s; {_room(seats, self.machines())}")
         return RayReservation(group=group, seats=tuple(seats))
 
     def release(self, reservation: Reservation) -> None:
@@ -337,13 +337,16 @@ def _error(name: str, error: BaseException) -> BaseException:
     return error
 
 
-def _room_table(seats: Sequence[Seat], machines: Sequence[Machine]) -> str:
-    lines = [f"  {'machine':<24}{'CPUs wanted':>12}{'free':>8}{'GPUs wanted':>13}{'free':>8}"]
+def _room(seats: Sequence[Seat], machines: Sequence[Machine]) -> str:
+    """What is wanted of each machine, and what it has, in one line."""
+    told = []
     for machine in machines:
         here = [seat for seat in seats if seat.node_id == machine.node_id]
         cpus, gpus = sum(seat.cpus for seat in here), sum(seat.gpus for seat in here)
-        lines.append(f"  {machine.address:<24}{cpus:>12g}{machine.cpus:>8g}{gpus:>13g}{machine.gpus:>8g}")
-    return "\n".join(lines)
+        if here:
+            free = f"{machine.cpus:g} and {machine.gpus:g} are free"
+            told.append(f"{machine.address}: wanted {cpus:g} CPUs and {gpus:g} GPUs, {free}")
+    return "; ".join(told) or "the machines it was meant for are gone"
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,6 +13,8 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.errors import UserError
 
+_ALLOWED = "a YAML list of entries with name, key and if wanted max_requests, tokens_per_minute, priority"
+
 
 class ApiKey(BaseModel):
     """One key and what it allows; limits that are not given are the router's."""
@@ -78,12 +80,10 @@ def _of_file(path: str | None) -> list[ApiKey]:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(step) for step in wrong["loc"]) or "the whole"
-        raise UserError(
-            f"router.api_keys_file: {path}: {where}: {wrong['msg']}; allowed: a list of entries with name, key and "
-            "if wanted max_requests, tokens_per_minute, priority"
-        ) from None
+        raise UserError(f"router.api_keys_file: {path}: {where}: {wrong['msg']}; allowed: {_ALLOWED}") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # a date that cannot be is a ValueError
-        raise UserError(f"router.api_keys_file: {path} is not YAML") from None
+        # What is wrong with it is not told: it may be next to a key.
+        raise UserError(f"router.api_keys_file: {path} is not YAML; allowed: {_ALLOWED}") from None
 
 
 def _same(known: str, given: str) -> bool:

@@ -53,11 +53,12 @@ class RouterBench:
     """Part of the requests whose prompt was served before; the others differ in their first page."""
 
     def __post_init__(self) -> None:
-        check_least("prompt_lens", min(self.prompt_lens), 1)
-        for name in ("num_connections", "num_streams", "stream_len"):
-            check_least(name, getattr(self, name), 1)
+        check_least("--prompt-len", min(self.prompt_lens), 1)
+        check_least("--connections", self.num_connections, 1)
+        check_least("--streams", self.num_streams, 1)
+        check_least("--stream-len", self.stream_len, 1)
         if not 0 <= self.known_share <= 1:
-            raise UserError(f"known_share: got {self.known_share:g}; allowed: 0 to 1")
+            raise UserError(f"--known-share: got {self.known_share:g}; allowed: 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,9 @@ class TraceWorkload:
 
     def __post_init__(self) -> None:
         check_least("requests of the trace", len(self.entries), 1)
-        check_least("vocab_size", self.vocab_size, FIRST_TOKEN_ID + 1)
+        check_least("--vocab-size", self.vocab_size, FIRST_TOKEN_ID + 1)
         if self.concurrency is not None:
-            check_least("concurrency", self.concurrency, 1)
+            check_least("--concurrency", self.concurrency, 1)
         for name, value in (("trace-scale", self.scale), ("trace-speed", self.speed)):
             if not 0 < value < float("inf"):
                 raise UserError(f"--{name}: got {value}; allowed: more than 0")
@@ -140,7 +140,8 @@ def _entry(where: str, line: bytes) -> TraceEntry:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{where}: {error}") from error
     if entry.input_length < 1 or entry.output_length < 0:
-        raise UserError(f"{where}: input_length must be at least 1 and output_length at least 0")
+        given = f"input_length {entry.input_length} and output_length {entry.output_length}"
+        raise UserError(f"{where}: got {given}; allowed: 1 or more, and 0 or more")
     if len(entry.hash_ids) * BLOCK_LEN < entry.input_length:
         given = f"{entry.input_length} tokens and {len(entry.hash_ids)} hash_ids"
         raise UserError(f"{where}: got {given}; one id is needed for each {BLOCK_LEN} tokens")

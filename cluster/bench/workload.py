@@ -69,14 +69,14 @@ class RandomWorkload:
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "input_len", "output_len"):
-            check_least(name, getattr(self, name), 1)
-        check_least("vocab_size", self.vocab_size, FIRST_TOKEN_ID + 1)
+            check_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        check_least("--vocab-size", self.vocab_size, FIRST_TOKEN_ID + 1)
         if self.concurrency is not None:
-            check_least("concurrency", self.concurrency, 1)
+            check_least("--concurrency", self.concurrency, 1)
         if self.request_rate is None and self.concurrency is None:
-            raise UserError("a closed loop needs a concurrency: give it, or a request rate")
+            raise UserError("--concurrency: got none, and no --request-rate; allowed: at least one of them")
         if self.request_rate is not None and not 0 < self.request_rate < float("inf"):
-            raise UserError(f"request_rate is {self.request_rate}, must be more than 0 per second, and finite")
+            raise UserError(f"--request-rate: got {self.request_rate}; allowed: more than 0 a second, and finite")
 
     def requests(self) -> list[PlannedRequest]:
         """In order of arrival."""
@@ -129,4 +129,4 @@ def random_tokens(seed: str, vocab_size: int, count: int) -> list[int]:
 def check_least(name: str, value: int, minimum: int) -> None:
     """Raise UserError when a value is too small."""
     if value < minimum:
-        raise UserError(f"{name} is {value}, must be at least {minimum}")
+        raise UserError(f"{name}: got {value}; allowed: {minimum} or more")

@@ -123,5 +123,5 @@ def test_options_without_sense_end_in_one_line(
 
 
 def test_a_conversation_too_short_for_its_turns_is_refused() -> None:
-    with pytest.raises(UserError, match="--prompt-len is 50, must be at least 68"):
+    with pytest.raises(UserError, match="--prompt-len: got 50; allowed: 68 or more"):
         Conversations(num_conversations=1, num_turns=4, prompt_len=50)

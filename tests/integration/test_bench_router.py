@@ -31,4 +31,4 @@ def test_what_makes_no_sense_is_refused() -> None:
     command = [sys.executable, "-m", "cluster.cli", "bench", "router", "--prompt-len", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 2
-    assert "prompt_lens" in done.stderr
+    assert "--prompt-len" in done.stderr

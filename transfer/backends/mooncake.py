@@ -49,7 +49,7 @@ class MooncakeBackend:
         os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(_CALL_TIMEOUT_S))
         self._engine = TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol.value, "") != 0:
-            raise UserError(f"transfer.backend: mooncake cannot listen at {host}")
+            raise UserError(f"transfer.backend: mooncake cannot listen at {host}; allowed: an address of this machine")
         self._protocol = protocol
         if protocol is TransferProtocol.RDMA and not _has_rdma(self._engine.get_local_topology()):
             raise UserError("transfer.protocol: got rdma, but mooncake finds no RDMA device here; allowed: tcp")
@@ -64,7 +64,9 @@ class MooncakeBackend:
             raise UserError(f"no room for {num_bytes} bytes of memory ({error.strerror})") from error
         address = _address(memoryview(buffer))
         if self._engine.register_memory(address, num_bytes) != 0:
-            raise UserError(f"mooncake cannot register {num_bytes} bytes of memory")
+            raise UserError(
+                f"transfer.backend: mooncake cannot register {num_bytes} bytes of memory; fewer: kv.memory_gib"
+            )
         endpoint = Endpoint(backend=self.name, session=self._session, base_address=address, num_bytes=num_bytes)
         return self._own(Region(memoryview(buffer), endpoint))
 

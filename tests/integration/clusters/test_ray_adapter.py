@@ -194,8 +194,8 @@ def test_reservation_that_does_not_fit_says_what_is_wanted_and_there(ray_system:
     seat = Seat(node_id=ray_system.home.node_id, cpus=64.0, gpus=0.0)
     with pytest.raises(UserError, match=r"big: no room within 0.5 s") as caught:
         ray_system.reserve("big", [seat], timeout_s=0.5)
-    wanted_row = str(caught.value).splitlines()[2].split()
-    assert wanted_row == [ray_system.home.address, "64", "2", "0", "0"]
+    told = f"{ray_system.home.address}: wanted 64 CPUs and 0 GPUs, 2 and 0 are free"
+    assert str(caught.value) == f"big: no room within 0.5 s; {told}"
 
 
 def drive(system: "RaySystem", model: str) -> Driver:

@@ -91,14 +91,14 @@ def test_closed_loop_sends_everything_at_once() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(_workload, num_requests=0), "num_requests is 0, must be at least 1"),
-        (partial(_workload, input_len=-1), "input_len is -1, must be at least 1"),
-        (partial(_workload, output_len=0), "output_len is 0, must be at least 1"),
-        (partial(_workload, concurrency=0), "concurrency is 0, must be at least 1"),
-        (partial(_workload, concurrency=None), "a closed loop needs a concurrency"),
-        (partial(_workload, request_rate=0.0), "request_rate is 0.0, must be more than 0"),
-        (partial(_workload, request_rate=math.nan), "request_rate is nan, must be more than 0"),
-        (partial(_workload, vocab_size=10), "vocab_size is 10, must be at least 11"),
+        (partial(_workload, num_requests=0), "--num-requests: got 0; allowed: 1 or more"),
+        (partial(_workload, input_len=-1), "--input-len: got -1; allowed: 1 or more"),
+        (partial(_workload, output_len=0), "--output-len: got 0; allowed: 1 or more"),
+        (partial(_workload, concurrency=0), "--concurrency: got 0; allowed: 1 or more"),
+        (partial(_workload, concurrency=None), "--concurrency: got none, and no --request-rate"),
+        (partial(_workload, request_rate=0.0), "--request-rate: got 0.0; allowed: more than 0"),
+        (partial(_workload, request_rate=math.nan), "--request-rate: got nan; allowed: more than 0"),
+        (partial(_workload, vocab_size=10), "--vocab-size: got 10; allowed: 11 or more"),
     ],
 )
 def test_senseless_workloads_are_refused(make: Callable[[], RandomWorkload], message: str) -> None:
