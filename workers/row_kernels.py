@@ -36,7 +36,8 @@ class RowKernels(Protocol):
         ...
 
 
-_native: RowKernels | None = None
+_REGISTERED: dict[tuple[str, torch.dtype], RowKernels] = {}
+"""By device and type, those that this process computes with besides Triton's."""
 
 
 def row_kernels(x: Tensor) -> RowKernels | None:
@@ -45,7 +46,7 @@ def row_kernels(x: Tensor) -> RowKernels | None:
         from workers.kernels import rows
 
         return rows
-    return _native if x.dtype == torch.bfloat16 else None
+    return _REGISTERED.get((x.device.type, x.dtype))
 
 
 def use_native_rows() -> None:
@@ -54,7 +55,6 @@ def use_native_rows() -> None:
     Raises:
         CannotCompileError: there is no library, and can be none.
     """
-    global _native
     from workers.native.rows import NativeRows
 
-    _native = NativeRows(compiled_library(find_compiler()), torch.get_num_threads())
+    _REGISTERED["cpu", torch.bfloat16] = NativeRows(compiled_library(find_compiler()), torch.get_num_threads())

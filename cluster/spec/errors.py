@@ -3,7 +3,6 @@
 BatonError
 ├── UserError              the user can mend it: one line, exit code 2 or HTTP 4xx
 │   └── ConfigError        every problem of a deploy YAML at once
-├── HandoffRefusedError    two replicas cannot exchange KV; says why in words
 ├── TransferError          bytes could not be moved
 ├── PeerUnreachableError   a process that should listen does not
 ├── QuarantineError        a replica has too few pages left that nobody may still write to
@@ -47,10 +46,6 @@ class ConfigError(UserError):
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
         """Pickled by its problems: the error may be raised in another process than the one that shows it."""
         return ConfigError, (self.problems,)
-
-
-class HandoffRefusedError(BatonError):
-    """A prefill and a decode replica whose KV caches do not fit together."""
 
 
 class TransferError(BatonError):

@@ -11,7 +11,7 @@ from typing import Self
 
 import httpx
 
-from workers.models.recall_prompts import LINK_LEN, chain_prompt, recall_oracle
+from tests.fakes.recall_prompts import LINK_LEN, chain_prompt, recall_oracle
 
 HUNG_S = 90.0
 """A stream that has had nothing for so long never will."""

@@ -15,7 +15,7 @@ from tests.chaos.rest import settle
 from tests.chaos.streams import Crowd, Stream
 from tests.chaos.watch import Before, assert_all_right, is_computing, metric
 from tests.fakes.cluster import RunningCluster
-from workers.models.recall_prompts import LINK_LEN, chain_prompt
+from tests.fakes.recall_prompts import LINK_LEN, chain_prompt
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import httpx
 
 from tests.chaos.streams import HUNG_S, Stream, end_of
-from workers.models.recall_prompts import chain_prompt, recall_oracle
+from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 
 SHORT, LONG = (30, 800), (2_000, 12_000)
 MOST_TOKENS = 60

@@ -11,9 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.spec.config import AttentionSetting
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
-from workers.attention.registry import fastest_backend
+from workers.attention.registry import choose_backend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import join_rows
 from workers.engine.attention_context import CpExchange, StepContext
@@ -101,7 +102,7 @@ class ScenarioRun:
         self.scenario = scenario
         self.device = torch.device(device)
         self.exchange = CpExchange(group)
-        self.backend = backend or fastest_backend(self.device, scenario.dtype)
+        self.backend = backend or choose_backend(AttentionSetting.AUTO, self.device, scenario.dtype).backend
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from workers.models.recall_prompts import needle_prompt, recall_oracle
+from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 
 NEEDLE_TOKENS = 10
 """Length of an answer."""

@@ -13,10 +13,10 @@ import pytest
 from cluster.spec.loader import load_config
 from cluster.spec.sampling import Stopping
 from tests.fakes.clients import NEEDLE_TOKENS
+from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 from tests.readme import ROOT
 from workers.local import LocalCluster, Prompt
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
-from workers.models.recall_prompts import needle_prompt, recall_oracle
 from workers.models.resolve import resolve_model
 from workers.worker_process import RemoteError, WorkerProcess
 

@@ -15,9 +15,9 @@ from cluster.spec.registry import PageFilter, RankRow
 from cluster.spec.strategy import CpMode
 from tests.fakes.checkpoints import SMALL, make_checkpoint
 from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, Oracle, asked
+from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from tests.integration.test_engine_matrix import prompts_of
 from workers.models.recall import build_recall_checkpoint
-from workers.models.recall_prompts import chain_prompt, recall_oracle
 from workers.worker_process import RemoteError
 
 pytestmark = pytest.mark.integration

@@ -62,11 +62,6 @@ def choose_backend(setting: AttentionSetting, device: torch.device, dtype: torch
         raise UserError(f"resources.attention: got native; {error}{error.mend and f'; {error.mend}'}") from error
 
 
-def fastest_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The best there is on this machine; compiles it if need be."""
-    return _fastest(device, dtype).backend
-
-
 def _fastest(device: torch.device, dtype: torch.dtype) -> Choice:
     if device.type == "cuda":
         return Choice("triton", load_backend("triton"), "it reads pages of any size where they lie")

@@ -22,10 +22,10 @@ from tests.fakes.clients import NEEDLE_TOKENS, crowd, streaming_clients
 from tests.fakes.cluster import RunningCluster, is_ready, listener_pid, running_cluster
 from tests.fakes.openai_forms import check_forms
 from tests.fakes.openai_halves import done
+from tests.fakes.recall_prompts import chain_prompt, needle_prompt, recall_oracle
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 from tests.fakes.traces import write_trace
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
-from workers.models.recall_prompts import chain_prompt, needle_prompt, recall_oracle
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.clients import NEEDLE_TOKENS
 from tests.fakes.cluster import RunningCluster, listener_pid, running_cluster
-from workers.models.recall_prompts import needle_prompt, recall_oracle
+from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.spec.tiers import MoveKind
 from tests.fakes.cluster import RunningCluster, running_cluster
+from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from workers.hicache.storage.objects import HEADER_BYTES
-from workers.models.recall_prompts import chain_prompt, recall_oracle
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -12,7 +12,9 @@ import torch
 
 from cluster.cli.check_machine import check_attention
 from cluster.cli.finding import Status
+from cluster.spec.config import AttentionSetting
 from workers.attention import registry
+from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.native import compile as native
@@ -114,9 +116,14 @@ def test_another_users_code_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> No
         compiled_library(find_compiler())
 
 
+def fastest(device: str, dtype: torch.dtype) -> AttentionBackend:
+    """What ``auto`` takes."""
+    return registry.choose_backend(AttentionSetting.AUTO, torch.device(device), dtype).backend
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert isinstance(registry.fastest_backend(torch.device("cpu"), torch.bfloat16), TorchAttention)
+    assert isinstance(fastest("cpu", torch.bfloat16), TorchAttention)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message == "attention in plain torch, at half the speed: no C++ compiler; apt-get install -y g++"
@@ -127,7 +134,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 def test_a_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(registry.fastest_backend(torch.device("cpu"), torch.bfloat16), TorchAttention)
+    assert isinstance(fastest("cpu", torch.bfloat16), TorchAttention)
     assert "at half the speed: cannot load /" in caplog.text
 
 
@@ -162,6 +169,6 @@ def test_on_a_cpu_of_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fp32_and_gpus_never_ask_for_it(tools: Path) -> None:
-    assert isinstance(registry.fastest_backend(torch.device("cpu"), torch.float32), TorchAttention)
-    assert isinstance(registry.fastest_backend(torch.device("cuda"), torch.bfloat16), TritonAttention)
+    assert isinstance(fastest("cpu", torch.float32), TorchAttention)
+    assert isinstance(fastest("cuda", torch.bfloat16), TritonAttention)
     assert num_compiled(tools) == 0

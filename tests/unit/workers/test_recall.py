@@ -16,11 +16,11 @@ from cluster.spec.errors import UserError
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.generation import generate
 from tests.fakes.kinds import all_of
+from tests.fakes.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
 from workers.engine.weights import load_model
 from workers.layers.experts import Experts
 from workers.models.config import ModelConfig
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT, VERSION_KEY, build_recall_checkpoint
-from workers.models.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
 from workers.models.recall_tokenizer import EOS_TOKEN_IDS, FIRST_WORD_ID, NEWLINE_ID, build_tokenizer
 from workers.models.recall_weights import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE, token_codes
 
