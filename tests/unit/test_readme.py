@@ -2,10 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
+from cluster.cli.main import app
 from cluster.spec.config import DeployConfig, ParallelConfig
 from tests import readme
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
@@ -30,6 +33,26 @@ def test_every_command_is_executed(command: str) -> None:
     else:
         starts = re.findall(r'readme\.command\("([^"]+)"\)', source)
         assert any(command.startswith(start) for start in starts), f"{file} executes only {starts}"
+
+
+def test_commands_in_the_text_exist() -> None:
+    prose = " ".join(re.sub(r"^```.*?^```$", "", readme.text(), flags=re.MULTILINE | re.DOTALL).split())
+    mentioned = set(re.findall(r"`(?:baton )?((?<=baton )[^`]+|bench [^`]+)`", prose))
+    assert {"doctor", "bench cp", "simulate", "restart --rolling"} <= mentioned
+    for words in mentioned:
+        options = {name for option in _command(words.split()).params for name in option.opts}
+        assert set(re.findall(r"--[\w-]+", words)) <= options, words
+
+
+def _command(words: list[str]) -> Any:
+    """The command that some words begin with."""
+    command: Any = get_command(app)
+    for name in words:
+        if not hasattr(command, "commands"):
+            break
+        assert name in command.commands, f"baton has no {' '.join(words)}"
+        command = command.commands[name]
+    return command
 
 
 def test_every_topology_is_listed_as_it_is() -> None:
