@@ -20,8 +20,8 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
-	@echo "make test       the whole test suite"
-	@echo "make test-full  the same with every combination of the matrices"
+	@echo "make test       all tests but the full matrix, in 15 to 20 minutes on two cores"
+	@echo "make test-full  all tests, with every combination of the matrices"
 	@echo "make chaos      every fault in a real cluster, and the table of what became of its clients"
 	@echo "make lint       formatting, lint, types and import rules"
 	@echo "make bench      measure the cluster that make serve started"
