@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -41,6 +42,8 @@ SHUTDOWN_S = 8.0
 """Time for Ray to end in order; it takes about two seconds, or a minute when one of its own daemons has died."""
 AT_ONCE_S = 0.5
 _KILL_S = 5.0
+PROBE_S = 5.0
+"""For whoever listens at the address of a Ray to be joined."""
 
 _TEMP_ROOT = Path("/tmp")
 """Ray's socket paths must stay short, so not wherever TMPDIR points."""
@@ -226,10 +229,26 @@ class RaySystem:
 
 def _join(address: str, common: dict[str, Any]) -> None:
     try:
+        _probe(address)
         with _signals_kept():
             ray.init(address, **common)
+    except UserError:
+        raise
     except Exception as exc:  # by kind of address, Ray raises errors of many classes
         raise UserError(f"Ray at {address} cannot be used: {_first_line(exc)}") from exc
+
+
+def _probe(address: str) -> None:
+    """Whether anybody listens: Ray would try for ten minutes. Raises UserError, or what Ray says of the address."""
+    target = ray_services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
+    if target is None:
+        return  # Ray starts one of its own
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), port), PROBE_S).close()
+    except OSError as exc:
+        why = f"{target}: {exc.strerror or exc}; allowed: host:port of the head of a Ray that runs, or auto"
+        raise UserError(f"Ray at {address} cannot be used: {why}") from exc
 
 
 def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:

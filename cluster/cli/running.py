@@ -52,11 +52,15 @@ class Note:
             self.cluster = msgspec.structs.replace(self.cluster, **changes)
             self._write(self.cluster).replace(self._path)
 
+    def remove(self) -> None:
+        """Say no more that the cluster runs."""
+        self._path.unlink(missing_ok=True)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: TracebackType | type[BaseException] | BaseException | None) -> None:
-        self._path.unlink(missing_ok=True)
+        self.remove()
 
     def _write(self, cluster: RunningCluster) -> Path:
         """A whole note beside its place, so that nobody reads half of one."""

@@ -2,6 +2,7 @@
 
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ class StopSignals:
         self._receiver: Callable[[str], None] = self._noted.put
         self._report = report
         self._is_noted = False
+        self._wakeup: socket.socket | None = None
         threading.Thread(target=self._tell_first, name="signals", daemon=True).start()
         self._install()
 
@@ -38,9 +40,19 @@ class StopSignals:
         finally:
             self._receiver = receiver
 
+    def leave_at_second(self, leave: Callable[[int], None]) -> None:
+        """Call this at a second signal before ``pass_on``, in a thread: a main thread in C runs no handlers."""
+        told, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_wait_second, args=(told, leave), name="second-signal", daemon=True).start()
+
     def pass_on(self, receiver: Callable[[str], None]) -> None:
         """From now on tell somebody else, who must expect to be called between any two steps of the main thread."""
         self._receiver = receiver
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            self._wakeup.close()
         self.check()
 
     def _install(self) -> None:
@@ -55,6 +67,15 @@ class StopSignals:
 
     def _tell_first(self) -> None:
         self._report(self._noted.get())
+
+
+def _wait_second(told: socket.socket, leave: Callable[[int], None]) -> None:
+    num_signals = 0
+    with told:
+        while number := told.recv(1):
+            num_signals += number[0] in _SIGNALS
+            if num_signals == 2:
+                leave(number[0])
 
 
 def _interrupt(_: str) -> None:

@@ -90,12 +90,21 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
         from cluster.ray_adapter import RaySystem
 
         signals.check()
+        if address:  # nothing of that Ray is ours to end
+            signals.leave_at_second(partial(_leave, note, progress))
         with RaySystem(f"baton-{config.name}", address, _num_cpus(config), worker_logs) as system:
             signals.check()
             progress.stage("ray", "ready")
             _check_alone(system, config.name)
             _supervise(system, config, model, note, progress, signals)
     progress.line("stopped")
+
+
+def _leave(note: "Note", progress: "StartProgress", number: int) -> None:
+    """End the process at once, with what a shell says of a signal."""
+    progress.finish()
+    note.remove()
+    os._exit(128 + number)
 
 
 def _supervise(

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from select import select
 
 import pytest
 
@@ -23,10 +25,10 @@ AT_ONCE_S = 14.0
 
 
 @contextmanager
-def up(name: str, notes: Path) -> Iterator[Terminal]:
+def up(name: str, notes: Path, *options: str) -> Iterator[Terminal]:
     """``baton up``; at the end neither process, note nor folder of it may be left."""
     command = [str(Path(sys.executable).with_name("baton")), "up", "deploy/local-cpu.yaml"]
-    command += ["--set", f"name={name}", "--set", "router.port=0"]
+    command += ["--set", f"name={name}", "--set", "router.port=0", *options]
     with Terminal(command, {MARK: name, "XDG_RUNTIME_DIR": str(notes)}) as terminal:
         yield terminal
         assert find_processes(MARK, name) == []
@@ -71,6 +73,17 @@ def test_ctrl_c_twice_while_ray_starts(tmp_path: Path) -> None:
         assert terminal.wait(STOP_S + START_S) == 0, terminal.screen
         assert "SIGINT: stopping once Ray has started" in terminal.output
         assert terminal.output.rstrip().endswith("stopped while starting")
+
+
+def test_a_second_ctrl_c_is_final_while_a_ray_to_join_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as deaf:
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        with up("test-deaf", tmp_path, "--address", address) as terminal:
+            terminal.wait_until(lambda: select([deaf], [], [], 0)[0] != [], START_S)
+            for _ in range(2):
+                time.sleep(1.0)  # anywhere within Ray's tries
+                terminal.press(CTRL_C)
+            assert terminal.wait(AT_ONCE_S) == 128 + signal.SIGINT, terminal.screen
 
 
 def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:

@@ -53,3 +53,16 @@ def test_passed_on_each_time_and_again_after_somebody_else_put_handlers(signals:
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
     assert told == ["SIGTERM", "SIGINT"]
+
+
+def test_a_second_signal_is_final_where_nothing_has_to_be_ended(signals: StopSignals) -> None:
+    left: queue.SimpleQueue[int] = queue.SimpleQueue()
+    signals.leave_at_second(left.put)
+    signal.raise_signal(signal.SIGINT)
+    assert left.empty()
+    signal.raise_signal(signal.SIGTERM)
+    assert left.get(timeout=WAIT_S) == signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt):
+        signals.pass_on(lambda _: None)
+    signal.raise_signal(signal.SIGINT)
+    assert left.empty()

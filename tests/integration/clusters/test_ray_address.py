@@ -1,0 +1,41 @@
+"""Addresses at which there is no Ray to join: `baton up` says so in one line, and soon."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+SOON_S = 60.0
+"""Ray itself would try for ten minutes."""
+
+
+def up(notes: Path, *options: str, address: str = "") -> tuple[int, str]:
+    """Exit code and standard error of ``baton up`` with RAY_ADDRESS set, if it ends soon."""
+    command = [str(Path(sys.executable).with_name("baton")), "up", "deploy/local-cpu.yaml", "--set", "router.port=0"]
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(notes), "RAY_ADDRESS": address}
+    ended = subprocess.run(
+        [*command, *options], env=environ, capture_output=True, text=True, timeout=SOON_S, check=False
+    )
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "localhost:{}", "ray://127.0.0.1:{}"])
+def test_an_address_where_nobody_listens_is_refused_at_once(form: str, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        address = form.format(taken.getsockname()[1])
+    for code, told in (up(tmp_path, "--address", address), up(tmp_path, address=address)):
+        line = told.splitlines()[-1]
+        assert code == 2
+        assert line.startswith(f"Ray at {address} cannot be used: ")
+        assert line.endswith("Connection refused; allowed: host:port of the head of a Ray that runs, or auto")
+
+
+def test_what_is_no_address_is_refused(tmp_path: Path) -> None:
+    code, told = up(tmp_path, "--address", "somewhere")
+    assert code == 2
+    assert told.splitlines()[-1].startswith("Ray at somewhere cannot be used: ")
