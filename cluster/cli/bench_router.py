@@ -27,11 +27,11 @@ def router(
     # Imported here: the command line starts quickly because each command loads what it needs.
     from cluster.bench.http_load import LoadError
     from cluster.bench.router_speed import RouterBench, run_router_bench
-    from workers.models.resolve import resolve_model
+    from workers.models.resolve import DESCRIPTION, resolve_model
     from workers.worker_process import RemoteError
 
     bench = RouterBench(
-        model_folder=resolve_model(model),
+        model_folder=resolve_model(model, DESCRIPTION),
         prompt_lens=parse_list("--prompt-len", prompt_len, int, "whole numbers"),
         num_connections=connections,
         num_streams=streams,

@@ -86,10 +86,10 @@ class RouterActor:
         from cluster.channel import Inbox
         from cluster.logs import set_up_logs
         from router.server import RouterServer, spare_requests_collections
-        from workers.models.resolve import resolve_model
+        from workers.models.resolve import DESCRIPTION, resolve_model
 
         set_up_logs(config.log, self._place.name)
-        folder = resolve_model(model)
+        folder = resolve_model(model, DESCRIPTION)
         self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, place=self._place)
         url = server.start()
         spare_requests_collections()

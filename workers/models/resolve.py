@@ -1,5 +1,6 @@
 """From what the user calls a model to a folder on this machine. No torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.spec.env import CACHE_DIR
@@ -7,11 +8,17 @@ from cluster.spec.errors import UserError
 from workers.models.recall import VERSION, build_recall_checkpoint
 from workers.models.recall_weights import BUILT_IN
 
-DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
+"""All but the weights."""
+EVERYTHING = (*DESCRIPTION, "*.safetensors")
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
     """The folder of a model: a built-in one is built once, a folder is taken as it is, a repository is downloaded.
+
+    Args:
+        path: What the user calls it.
+        files: Patterns of what is needed of a repository; whoever only reads text needs no weights.
 
     Raises:
         UserError: it is none of these, or cannot be fetched.
@@ -28,15 +35,15 @@ def resolve_model(path: str) -> Path:
             f"model {path!r} is no folder on this machine; "
             f"allowed: a folder, a Hugging Face repository like 'owner/name', {' or '.join(BUILT_IN)}"
         )
-    return _download(path)
+    return _download(path, files)
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, files: Sequence[str]) -> Path:
     # Imported late: a local folder needs neither the library nor the time it takes to import.
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(DOWNLOADED)))
+        return Path(snapshot_download(repository, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(

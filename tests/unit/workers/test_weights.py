@@ -21,7 +21,7 @@ from tests.fakes.checkpoints import DENSE, FAMILIES, MOE, make_checkpoint
 from workers.engine import weights
 from workers.engine.weights import CheckpointError, load_model, stored_parts, torch_dtype
 from workers.models.decoder import DecoderModel
-from workers.models.resolve import resolve_model
+from workers.models.resolve import DESCRIPTION, resolve_model
 from workers.models.rope_config import UnsupportedModelError
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
@@ -273,7 +273,10 @@ def test_what_is_neither_folder_nor_repository_is_refused(given: str) -> None:
         resolve_model(given)
 
 
-def test_a_repository_is_downloaded_without_needless_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("files", "with_weights"), [((), True), ((DESCRIPTION,), False)])
+def test_a_repository_is_downloaded_without_needless_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[tuple[str, ...], ...], *, with_weights: bool
+) -> None:
     asked: list[tuple[str, list[str]]] = []
 
     def download(repository: str, *, allow_patterns: list[str]) -> str:
@@ -281,10 +284,11 @@ def test_a_repository_is_downloaded_without_needless_files(monkeypatch: pytest.M
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
+    assert resolve_model("Qwen/Qwen3-0.6B", *files) == tmp_path
     [(repository, patterns)] = asked
     assert repository == "Qwen/Qwen3-0.6B"
-    assert "*.safetensors" in patterns
+    assert ("*.safetensors" in patterns) is with_weights
+    assert "*.json" in patterns
     assert "*.bin" not in patterns
 
 
