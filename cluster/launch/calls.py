@@ -16,8 +16,10 @@ Answer = TypeVar("Answer")
 class Deadline:
     """A point in time that several waits share."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, key: str = "resources.start_timeout_s") -> None:
+        """``key`` is where the configuration sets it."""
         self._timeout_s = timeout_s
+        self._key = key
         self._end_s = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
@@ -26,7 +28,7 @@ class Deadline:
 
     def missed(self, what: str) -> BatonError:
         """The error of a wait that ran into this deadline."""
-        return BatonError(f"{what} after {self._timeout_s:g} s (resources.start_timeout_s)")
+        return BatonError(f"{what} after {self._timeout_s:g} s ({self._key})")
 
 
 def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[Answer]:

@@ -55,15 +55,19 @@ class Gang:
         self.runs: dict[str, Future[Any]] = {}
         """The call that each rank lives in, by who it is."""
 
-    def start(self, model: str, rendezvous: Callable[[], Rendezvous], deadline: Deadline) -> None:
-        """Bring the replica up; returns when the rank table shows it ready.
+    def start(self, model: str, rendezvous: Callable[[], Rendezvous]) -> None:
+        """Bring the replica up; returns when the rank table shows it ready. Fetching the model has a time of its own.
 
         Raises:
             BatonError: the first rank's error, naming the rank; the caller kills the gang.
         """
-        name = self._placement.replica
+        name, resources = self._placement.replica, self._config.resources
         self._tools.progress(name, "starting processes")
-        self._seat(deadline)
+        self._seat(Deadline(resources.start_timeout_s))
+        self._tools.progress(name, "finding the model, or fetching it")
+        fetching = Deadline(resources.fetch_timeout_s, "resources.fetch_timeout_s")
+        gather(self._call_each("fetch", [(model,)] * len(self._actors)), fetching)
+        deadline = Deadline(resources.start_timeout_s)
         meeting = rendezvous()
         specs = self._specs()
         self._tools.progress(name, "loading weights")

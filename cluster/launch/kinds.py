@@ -34,6 +34,12 @@ class WorkerActor:
 
         self._worker: Worker | None = None
 
+    def fetch(self, model: str) -> None:
+        """Have the model's files on this machine. Where several processes fetch them, the hub's locks let one do it."""
+        from workers.models.resolve import resolve_model
+
+        resolve_model(model)
+
     def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
         """Find the model on this machine and make the worker."""
         from cluster.logs import set_up_logs

@@ -111,7 +111,7 @@ class Launcher:
         elif name in self._routers:
             self._start_router(self._routers[name], incarnation, deadline)
         else:
-            self._start_gang(self._living_placement(ReplicaId(name)), incarnation, deadline)
+            self._start_gang(self._living_placement(ReplicaId(name)), incarnation)
         self._tools.progress(name, "ready")
         for who, run in self._running[name].runs.items():
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
@@ -232,11 +232,11 @@ class Launcher:
         router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
         self._config = self._config.model_copy(update={"router": router})
 
-    def _start_gang(self, placement: ReplicaPlacement, incarnation: Incarnation, deadline: Deadline) -> None:
+    def _start_gang(self, placement: ReplicaPlacement, incarnation: Incarnation) -> None:
         hosts = [self._hosts[seat.node_id] for seat in placement.seats]
         gang = Gang(self._tools, self._config, placement, incarnation, hosts)
         self._keep(placement.replica, gang)
-        gang.start(self._model, self._rendezvous.result, deadline)
+        gang.start(self._model, self._rendezvous.result)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
         """Where a replica was, or somewhere else if a machine of it is lost. Raises ConfigError: there is no room."""

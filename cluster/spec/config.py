@@ -290,8 +290,10 @@ class ResourcesConfig(Node):
     """Add small sums of tensor parallelism up in memory that GPUs of one host share over NVLink; not yet measured."""
     check_collectives: Annotated[bool, Field(strict=True)] = False
     """Compare every collective over its ranks before it runs, and name the first that differs; slow, for debugging."""
+    fetch_timeout_s: PositiveSeconds = 14400.0
+    """Longest wait for the machines of a replica to have the model's files, which they may have to download."""
     start_timeout_s: PositiveSeconds = 300.0
-    """Longest wait for all replicas to be ready."""
+    """Longest wait for all replicas to be ready, from when their machines have the model's files."""
     heartbeat_s: PositiveSeconds = 1.0
     """Interval between a leader's heartbeats."""
     lease_s: PositiveSeconds = 3.0

@@ -23,6 +23,9 @@ class QuietWorker:
     def __init__(self, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
 
+    def fetch(self, model: str) -> None:
+        del model
+
     def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
         self._model = model

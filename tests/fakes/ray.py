@@ -127,6 +127,8 @@ class World:
         self.table = BootstrapTable(lease_s=3600.0)
         self.bootstrap_up = True
         self.stages: list[tuple[str, str]] = []
+        self.fetch_s = 0.0
+        """Time until a worker's machine has the model."""
         self.load_errors: dict[tuple[str, int], Exception] = {}
         """By replica and global rank: what loading raises."""
         self.run_errors: dict[tuple[str, int], Exception] = {}
@@ -200,6 +202,9 @@ class FakeWorker:
 
     def __init__(self, world: World, environ: Mapping[str, str]) -> None:
         self._world = world
+
+    def fetch(self, model: str) -> None:
+        time.sleep(self._world.fetch_s)
 
     def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
         self._spec = spec

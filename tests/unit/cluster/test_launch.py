@@ -10,9 +10,7 @@ from cluster.actors import Machine
 from cluster.launch.calls import Deadline, blame, gather
 from cluster.launch.kinds import service_environ, worker_environ
 from cluster.launch.launcher import LOOPBACK, Launcher
-from cluster.spec.config import (
-    RouterConfig,
-)
+from cluster.spec.config import ResourcesConfig, RouterConfig
 from cluster.spec.errors import BatonError, ConfigError, PeerLostError, UserError
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.ids import Incarnation
@@ -32,6 +30,7 @@ def test_gang_joins_before_it_loads_and_loads_before_it_runs() -> None:
     rank = ["prefill-0-rank0-1", "prefill-0-rank1-1"]
     assert log == [
         *(f"start {name}" for name in rank),
+        *(f"fetch {name}" for name in rank),
         *(f"build {name}" for name in rank),
         f"open_store {rank[0]}",
         *(f"load {name}" for name in rank),
@@ -45,11 +44,29 @@ def test_processes_start_before_the_bootstrap_service_answers() -> None:
     launcher = make_launcher(world)
     thread = threading.Thread(target=launcher.start, args=("decode-0", ONE))
     thread.start()
-    wait_until(lambda: "start decode-0-rank0-1" in world.system.log)
+    wait_until(lambda: "fetch decode-0-rank0-1" in world.system.log)
     assert "build decode-0-rank0-1" not in world.system.log
     launcher.start("bootstrap", ONE)
     thread.join(WAIT_S)
     assert "run decode-0-rank0-1" in world.system.log
+
+
+def test_fetching_the_model_takes_nothing_of_the_time_to_start() -> None:
+    world = World()
+    resources = CONFIG.resources.model_copy(update={"start_timeout_s": 0.5})
+    launcher = _launcher(world, resources)
+    for name in ("bootstrap", "decode-0"):
+        launcher.start(name, ONE)
+    assert ("decode-0", "finding the model, or fetching it") in world.stages
+    late = _launcher(World(), resources.model_copy(update={"fetch_timeout_s": 0.01}))
+    with pytest.raises(BatonError, match=r"decode-0 rank 0: not ready after 0.01 s \(resources.fetch_timeout_s\)$"):
+        late.start("decode-0", ONE)
+
+
+def _launcher(world: World, resources: ResourcesConfig) -> Launcher:
+    world.fetch_s = 0.6
+    config = CONFIG.model_copy(update={"resources": resources})
+    return Launcher(world.tools(), config, "model", "token", lambda *_: None)
 
 
 @pytest.mark.parametrize(
