@@ -1,7 +1,8 @@
 """What launch asks of whatever runs processes: machines, reservations, actors. Ray in production, a fake in tests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,16 @@ class Seat:
     node_id: str
     cpus: float
     gpus: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Seats, all alike, on whatever machines."""
+
+    num_seats: int
+    cpus: float
+    gpus: float
+    on_one_machine: bool
 
 
 class Reservation(Protocol):
@@ -53,6 +64,13 @@ class ActorSystem(Protocol):
 
     def machines(self) -> list[Machine]:
         """Every machine that is alive, with what is free now."""
+        ...
+
+    def wanting(self, name: str, demand: Demand) -> AbstractContextManager[Callable[[float], bool]]:
+        """Let it be known that seats are wanted, so that machines may be added; yields a wait of some seconds for them.
+
+        They are nobody's afterwards.
+        """
         ...
 
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> Reservation:

@@ -7,7 +7,7 @@ service ask for none.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.actors import Machine, Seat
+from cluster.actors import Demand, Machine, Seat
 from cluster.spec.config import DeployConfig, Device, PoolConfig, TransferBackendName
 from cluster.spec.errors import ConfigError, Problem
 from cluster.spec.ids import ReplicaId, replica_id
@@ -44,6 +44,17 @@ def place(
     if config.transfer.backend is TransferBackendName.SHARED_MEMORY:
         places = _one_machine(places, num_workers)
     return _assign(config, places, wanted)
+
+
+def demand_of(config: DeployConfig) -> Demand:
+    """What the replicas of the configuration need, wherever it is."""
+    cpus, gpus = _resources(config)
+    return Demand(
+        num_seats=sum(_wanted(config, replica).size for replica in _replicas(config)),
+        cpus=cpus,
+        gpus=gpus,
+        on_one_machine=config.transfer.backend is TransferBackendName.SHARED_MEMORY,
+    )
 
 
 @dataclass(frozen=True, slots=True)

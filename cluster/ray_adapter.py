@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import Actor, Machine, Reservation, Seat
+from cluster.actors import Actor, Demand, Machine, Reservation, Seat
 from cluster.guard import Guard
 from cluster.processes import ProcessId, kill_all, this_process
 from cluster.spec.errors import BatonError, PeerUnreachableError, UserError
@@ -136,13 +136,20 @@ class RaySystem:
         """Names of the living actors in this namespace."""
         return [str(name) for name in ray.util.list_named_actors()]
 
+    @contextmanager
+    def wanting(self, name: str, demand: Demand) -> Iterator[Callable[[float], bool]]:
+        """See ActorSystem. What Ray's autoscaler sees is a group that waits, and only that lets go when we die."""
+        strategy = "STRICT_PACK" if demand.on_one_machine else "PACK"
+        group = placement_group([_bundle(demand.cpus, demand.gpus)] * demand.num_seats, strategy=strategy, name=name)
+        try:
+            yield group.wait
+        finally:
+            remove_placement_group(group)
+
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> RayReservation:
         """Take seats, all or none; see ActorSystem."""
-        bundles = [
-            {key: n for key, n in (("CPU", seat.cpus), ("GPU", seat.gpus)) if n} or {"CPU": 0.001} for seat in seats
-        ]
         group = placement_group(
-            bundles,
+            [_bundle(seat.cpus, seat.gpus) for seat in seats],
             strategy="PACK",
             name=name,
             bundle_label_selector=[{"ray.io/node-id": seat.node_id} for seat in seats],
@@ -314,6 +321,10 @@ def _make_temp_dir() -> Path:
         if match and not Path("/proc", match[1]).exists() and folder.lstat().st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"baton-ray-{os.getpid()}-", dir=_TEMP_ROOT))
+
+
+def _bundle(cpus: float, gpus: float) -> dict[str, float]:
+    return {key: n for key, n in (("CPU", cpus), ("GPU", gpus)) if n} or {"CPU": 0.001}
 
 
 def _seat_options(reservation: Reservation, index: int) -> tuple[str, dict[str, Any]]:

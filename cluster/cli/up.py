@@ -69,6 +69,7 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
     from cluster.cli.running import Note, RunningCluster
     from cluster.cli.start_progress import StartProgress
     from cluster.cli.stop_signals import StopSignals
+    from cluster.launch.room import await_room
     from cluster.processes import this_process
     from cluster.ray_environ import set_for_own_cluster
     from cluster.spec.env import TOKEN
@@ -96,6 +97,8 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
             signals.check()
             progress.stage("ray", "ready")
             _check_alone(system, config.name)
+            if address:  # a machine of one's own gets no larger
+                await_room(system, config, progress.line, signals.check)
             _supervise(system, config, model, note, progress, signals)
     progress.line("stopped")
 

@@ -293,7 +293,8 @@ class ResourcesConfig(Node):
     fetch_timeout_s: PositiveSeconds = 14400.0
     """Longest wait for the machines of a replica to have the model's files, which they may have to download."""
     start_timeout_s: PositiveSeconds = 300.0
-    """Longest wait for all replicas to be ready, from when their machines have the model's files."""
+    """Longest wait for all replicas to be ready, from when their machines have the model's files; in a Ray cluster that
+    is joined, longest wait for machines with room for them, too."""
     heartbeat_s: PositiveSeconds = 1.0
     """Interval between a leader's heartbeats."""
     lease_s: PositiveSeconds = 3.0

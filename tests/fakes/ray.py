@@ -8,14 +8,15 @@ A fake worker's answers are what its spec says; its leader registers all rows in
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
-from cluster.actors import Actor, Machine, Reservation, Seat
+from cluster.actors import Actor, Demand, Machine, Reservation, Seat
 from cluster.bootstrap.table import BootstrapTable, rows_digest
 from cluster.launch.kinds import ActorKinds
 from cluster.launch.tools import Tools
@@ -65,6 +66,8 @@ class FakeSystem:
 
     def __init__(self, machines: Sequence[Machine] = (HOME,)) -> None:
         self._machines = list(machines)
+        self.joining: list[Machine] = []
+        """Those that come one by one while somebody wants more."""
         self.actors: dict[str, FakeActor] = {}
         self.reserved: list[FakeReservation] = []
         self.log: list[str] = []
@@ -75,6 +78,17 @@ class FakeSystem:
 
     def machines(self) -> list[Machine]:
         return self._machines
+
+    @contextmanager
+    def wanting(self, name: str, demand: Demand) -> Iterator[Callable[[float], bool]]:
+        def wait(_: float) -> bool:
+            if self.joining:
+                self._machines.append(self.joining.pop(0))
+            return not self.joining
+
+        self.log.append(f"want {demand.num_seats} seats")
+        yield wait
+        self.log.append("want nothing")
 
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> FakeReservation:
         reservation = FakeReservation(name, tuple(seats))
