@@ -18,7 +18,10 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key of the file; repeatable.")
     ] = None,
 ) -> None:
-    """Show the replicas, ranks, groups, KV memory, ports and checks of a deploy YAML; start nothing."""
+    """Show the replicas, ranks, groups, KV memory, ports and checks of a deploy YAML; start nothing.
+
+    Exit code 1: a check fails.
+    """
     # The command line starts quickly because each command loads what it needs.
     from cluster.planner.model import read_model
     from cluster.planner.plan import make_plan, plan_json
@@ -27,7 +30,9 @@ def plan(
     made = make_plan(config, read_model(config))
     if as_json:
         typer.echo(json.dumps(plan_json(made), indent=2))
-        return
-    from cluster.cli.plan_tables import print_plan
+    else:
+        from cluster.cli.plan_tables import print_plan
 
-    print_plan(made)
+        print_plan(made)
+    if not all(check.passed for check in made.checks):
+        raise typer.Exit(1)

@@ -99,7 +99,9 @@ def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
         return _facts(config, ModelConfig.from_mapping(shape, {}))
     folder = _find_folder(config.model.path)
     if folder is None:
-        return UnknownModel(f"{config.model.path} is not in this machine's Hugging Face cache yet")
+        name = config.model.path
+        mend = f"`hf download {name} config.json` fetches all that is needed"
+        return UnknownModel(f"{name} is not in this machine's Hugging Face cache yet; {mend}")
     try:
         return facts_of(config, folder)
     except UserError as exc:

@@ -315,6 +315,19 @@ def test_model_that_is_not_here_yet_leaves_kv_unknown() -> None:
     assert failed(plan) == {"the model's shape is known": "it is elsewhere"}
 
 
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_a_check_that_fails_is_told_with_what_mends_it_and_by_the_exit_code(
+    baton: RunBaton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setenv("COLUMNS", "400")
+    file = tmp_path / "f.yaml"
+    file.write_text("model: {path: owner/name}")
+    code, out, err = baton("plan", str(file), *option)
+    assert (code, err) == (1, "")
+    assert "not in this machine's Hugging Face cache yet; `hf download owner/name config.json` fetches all" in out
+
+
 def test_folder_without_a_model_leaves_kv_unknown(tmp_path: Path) -> None:
     plan = plan_of(f"model: {{path: {tmp_path}}}")
     assert plan.kv is None
@@ -381,7 +394,7 @@ def test_missing_file_and_missing_folder_are_one_line(baton: RunBaton, tmp_path:
 
 def test_model_option_wins_over_the_file(baton: RunBaton, tmp_path: Path, model_folder: Path) -> None:
     file = tmp_path / "f.yaml"
-    file.write_text("model: {path: recall, served_name: mine}")
+    file.write_text("model: {path: recall, served_name: mine, max_context: 1024}")
     code, out, _ = baton("plan", str(file), "--json", "--model", str(model_folder))
     assert code == 0
     assert json.loads(out)["kv"]["num_layers"] == 28
