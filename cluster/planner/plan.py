@@ -5,6 +5,7 @@ from typing import Any
 
 from cluster.planner.memory import KvPlan, kv_plan, longest_context, memory_wanted, model_problems
 from cluster.planner.model import ModelFacts, UnknownModel
+from cluster.planner.ports import PortPlan, ports_of
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import DeployConfig, PoolConfig, PrefillConfig
 from cluster.spec.errors import ConfigError, Problem
@@ -38,20 +39,6 @@ class StepsPlan:
     passing: PassingSetting | None
     """None in gather mode."""
     chunk_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortPlan:
-    """A TCP port to be listened on."""
-
-    process: str
-    purpose: str
-    host: str | None
-    """None: the address of the node the process is placed on."""
-    port: int | None
-    """None: a free one, taken at start."""
-    count: int
-    """How many processes take one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +82,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
         replicas=prefill + decode,
         steps=_steps(config.prefill),
         kv=kv_plan(config, model) if isinstance(model, ModelFacts) else None,
-        ports=_ports(config, prefill + decode),
+        ports=ports_of(config, model),
         checks=_checks(config, model),
     )
 
@@ -129,25 +116,6 @@ def _head_copies(ranks: list[Position], model: ModelFacts | UnknownModel) -> lis
         return []
     same_heads = head_copy_groups(ranks, model.geometry.num_kv_heads)
     return same_heads if len(same_heads) < len(ranks) else []
-
-
-def _ports(config: DeployConfig, replicas: list[ReplicaPlan]) -> list[PortPlan]:
-    num_workers = sum(len(replica.ranks) for replica in replicas)
-    num_gangs = sum(len(replica.ranks) > 1 for replica in replicas)
-    router = PortPlan(
-        process="router", purpose="HTTP for clients", host=config.router.host, port=config.router.port or None, count=1
-    )
-    taken_at_start = [
-        ("bootstrap", "HTTP rank table", 1),
-        ("router", "channel", 1),
-        ("worker", "channel", num_workers),
-        ("replica", "store of its process groups", num_gangs),
-    ]
-    return [router] + [
-        PortPlan(process=process, purpose=purpose, host=None, port=None, count=count)
-        for process, purpose, count in taken_at_start
-        if count
-    ]
 
 
 def _checks(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[CheckResult]:

@@ -1,0 +1,76 @@
+"""The TCP ports that Baton's processes listen on. Ray's own, and those of NCCL, are not ours to know."""
+
+from dataclasses import dataclass
+
+from cluster.planner.model import ModelFacts, UnknownModel
+from cluster.spec.config import DeployConfig, Device, PoolConfig, TransferBackendName, TransferProtocol
+from cluster.spec.lifecycle import Role
+from cluster.spec.ranks import GroupName, groups, head_copy_groups, positions, sizes_of, stage_links, world_size
+from cluster.spec.strategy import Collectives
+
+EVERY_INTERFACE = "0.0.0.0"
+_ATTENTION = (GroupName.ATTN_CP, GroupName.ATTN_TP, GroupName.ATTN_DP)
+_EXPERTS = (GroupName.MOE_SHARDS, GroupName.MOE_BLOCK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortPlan:
+    """TCP ports to be listened on."""
+
+    process: str
+    purpose: str
+    host: str | None
+    """None: the address of the node the process is placed on."""
+    port: int | None
+    """None: a free one, taken at start."""
+    count: int
+    """How many there are at most."""
+
+
+def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[PortPlan]:
+    """All of them; those between ranks only as far as the model's shape is known."""
+    router = config.router
+    pools: list[tuple[Role, PoolConfig]] = [(Role.PREFILL, config.prefill), (Role.DECODE, config.decode)]
+    sizes = [(pool.replicas, world_size(sizes_of(pool.parallel))) for _, pool in pools]
+    num_workers = sum(replicas * size for replicas, size in sizes)
+    is_mooncake = config.transfer.backend is TransferBackendName.MOONCAKE
+    is_tcp = config.transfer.protocol is TransferProtocol.TCP
+    gloo = sum(pool.replicas * _num_seats(role, pool, model) for role, pool in pools) if _uses_gloo(config) else 0
+    taken_at_start = [
+        ("bootstrap", "HTTP rank table", None, 1),
+        ("router", "channel", None, router.processes),
+        ("router", "orders of the driver", None, router.processes),
+        ("worker", "channel", None, num_workers),
+        ("replica", "store of its process groups", None, sum(replicas for replicas, size in sizes if size > 1)),
+        ("worker", "process groups over TCP (gloo)", None, gloo),
+        ("worker", "meeting of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
+        ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, num_workers * (is_mooncake and is_tcp)),
+    ]
+    clients = PortPlan(
+        process="router", purpose="HTTP for clients", host=router.host, port=router.port or None, count=1
+    )
+    return [clients] + [
+        PortPlan(process=process, purpose=purpose, host=host, port=None, count=count)
+        for process, purpose, host, count in taken_at_start
+        if count
+    ]
+
+
+def _uses_gloo(config: DeployConfig) -> bool:
+    """Whether ranks may meet over TCP: where they are told to, or are CPUs that need not be on one machine."""
+    if config.resources.collectives is Collectives.TCP:
+        return True
+    return config.resources.device is Device.CPU and config.transfer.backend is not TransferBackendName.SHARED_MEMORY
+
+
+def _num_seats(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:
+    """Of one replica: in each group of several ranks, every rank listens for itself; see workers/rank_groups.py."""
+    by_name, ranks = groups(pool.parallel), positions(pool.parallel)
+    joined = [members for name in _ATTENTION for members in by_name[name]]
+    if isinstance(model, ModelFacts):
+        if model.num_experts is not None and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
+            joined += [members for name in _EXPERTS for members in by_name[name]]
+        if role is Role.DECODE:
+            joined += head_copy_groups(ranks, model.geometry.num_kv_heads)
+    links = sum(len(stage_links(pool.parallel, rank)) for rank in range(len(ranks)))
+    return links + sum(len(members) for members in joined if len(members) > 1)
