@@ -10,12 +10,12 @@ from typing import Any
 
 from cluster.bench.cp_result import CpResult, summarize
 from cluster.bench.model_size import ModelSize
+from cluster.machine_memory import machine_memory
 from cluster.spec.errors import UserError
 from cluster.spec.kv import KvGeometry
 from cluster.spec.pool import GIB
 from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
-from transfer.backends.shared_memory import available_bytes
 from workers.bench_step import StepLens, Way
 from workers.models.config import ModelConfig
 from workers.worker_process import WorkerProcess
@@ -96,7 +96,7 @@ def _check_memory(bench: CpBench, max_len: int) -> None:
         dtype=model.dtype,
         page_size=1,
     )
-    available, ranks_bytes = available_bytes(), num_ranks * (_PROCESS_BYTES + model.weight_bytes)
+    available, ranks_bytes = machine_memory().available, num_ranks * (_PROCESS_BYTES + model.weight_bytes)
     if ranks_bytes > available:
         raise UserError(
             f"--cp, --layers: got {num_ranks} and {model.num_layers}, which take {ranks_bytes / GIB:.3g} GiB without "

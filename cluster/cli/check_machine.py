@@ -1,7 +1,6 @@
 """What `baton doctor` finds out about the machine: memory, cores, ports, limits."""
 
 import os
-import re
 import resource
 import shutil
 import socket
@@ -9,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.cli.finding import Finding, Status
+from cluster.machine_memory import MachineMemory, machine_memory
 from workers.native.compile import CannotCompileError, find_compiler
 
 GIB = 1024**3
@@ -46,23 +46,13 @@ def check_cores(num_cores: int | None = None) -> Finding:
     return Finding("cores", Status.OK, str(num_cores))
 
 
-def check_memory(meminfo: str | None = None) -> Finding:
+def check_memory(memory: MachineMemory | None = None) -> Finding:
     """Memory that can be had without swapping."""
-    available_gib = memory_gib("MemAvailable", meminfo)
+    available_gib = (memory or machine_memory()).available / GIB
     found = f"{available_gib:.1f} GiB available"
     if available_gib < 4:
         return Finding("memory", Status.WARN, found, "free at least 4 GiB, or lower kv.memory_gib in the deploy file")
     return Finding("memory", Status.OK, found)
-
-
-def memory_gib(kind: str, meminfo: str | None = None) -> float:
-    """Memory of this machine as the kernel counts it under a name of /proc/meminfo; 0 where it does not."""
-    text = meminfo
-    if text is None:
-        source = Path("/proc/meminfo")
-        text = source.read_text() if source.exists() else ""
-    found = re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 / GIB if found else 0.0
 
 
 def check_model_cache(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:

@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.cli.check_machine import memory_gib
+from cluster.machine_memory import MachineMemory, machine_memory
 from cluster.planner.memory import memory_lack, model_problems
 from cluster.planner.model import ModelFacts, facts_of
 from cluster.spec.config import DeployConfig, Device, TransferBackendName
 from cluster.spec.errors import ConfigError, UserError
+from cluster.spec.pool import GIB
 
 
-def check_model(config: DeployConfig, folder: Path, say: Callable[[str], None], meminfo: str | None = None) -> None:
+def check_model(
+    config: DeployConfig, folder: Path, say: Callable[[str], None], memory: MachineMemory | None = None
+) -> None:
     """Refuse what cannot run; ``say`` hears what fits the machine, but not what is free on it now.
 
     Raises:
@@ -21,15 +24,14 @@ def check_model(config: DeployConfig, folder: Path, say: Callable[[str], None], 
         raise ConfigError(problems)
     resources, one_machine = config.resources, config.transfer.backend is TransferBackendName.SHARED_MEMORY
     if one_machine and resources.device is Device.CPU and resources.machine_memory_gib is None:
-        _check_machine(config, model, say, meminfo)
+        _check_machine(config, model, say, memory or machine_memory())
 
 
-def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str], None], meminfo: str | None) -> None:
-    total_gib = memory_gib("MemTotal", meminfo) + memory_gib("SwapTotal", meminfo)
-    if not total_gib:
+def _check_machine(config: DeployConfig, model: ModelFacts, say: Callable[[str], None], memory: MachineMemory) -> None:
+    if not memory.total:
         return
+    total_gib, available_gib = memory.total / GIB, memory.available / GIB
     if lack := memory_lack(config, model, total_gib):
-        raise UserError(f"this machine has {total_gib:.4g} GiB of memory; allowed: {lack}")
-    available_gib = memory_gib("MemAvailable", meminfo)
+        raise UserError(f"{memory.owner} has {total_gib:.4g} GiB of memory; allowed: {lack}")
     if lack := memory_lack(config, model, available_gib):
-        say(f"memory: {available_gib:.4g} GiB are available on this machine now; wanted: {lack}")
+        say(f"memory: {available_gib:.4g} GiB are available on {memory.owner} now; wanted: {lack}")

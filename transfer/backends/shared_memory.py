@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from cluster.machine_memory import machine_memory
 from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
@@ -36,7 +37,7 @@ class SharedMemoryBackend:
 
     def allocate(self, num_bytes: int) -> Region:
         """Make a region of that size, with its memory reserved."""
-        free_bytes = available_bytes()
+        free_bytes = machine_memory().available
         if num_bytes > free_bytes:
             raise UserError(f"no room for {num_bytes} bytes of shared memory: {free_bytes} are available")
         name = f"baton-{secrets.token_hex(8)}"
@@ -93,20 +94,6 @@ class SharedMemoryBackend:
         if target.session not in self._peers:
             self._peers[target.session] = _open(target)
         return self._peers[target.session]
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without pushing others out: the machine's, or what the control group leaves of it."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit, used, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
-    except OSError:
-        return available
-    if limit.strip() == "max":
-        return available
-    file_cache = dict(line.split() for line in stat.splitlines())["inactive_file"]
-    return min(available, int(limit) - int(used) + int(file_cache))
 
 
 def _open(target: Endpoint) -> npt.NDArray[np.uint8]:

@@ -12,6 +12,7 @@ from cluster.bench.cp_result import CpResult, summarize
 from cluster.bench.model_size import ModelSize
 from cluster.cli.bench_cp import parse_list
 from cluster.cli.main import app
+from cluster.machine_memory import MachineMemory
 from cluster.planner.model import WeightCounts
 from cluster.spec.errors import UserError
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
@@ -149,7 +150,8 @@ def test_prompts_that_memory_cannot_hold_are_refused_before_anything_starts() ->
 def test_ranks_that_memory_cannot_hold_are_refused_before_anything_starts(
     options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.bench.cp, "available_bytes", lambda: 16 << 30)
+    memory = MachineMemory(total=16 << 30, available=16 << 30)
+    monkeypatch.setattr(cluster.bench.cp, "machine_memory", lambda: memory)
     monkeypatch.setattr(cluster.bench.cp, "_ranks", None)
     result = CliRunner().invoke(app, ["bench", "cp", "--prompt-len", "5", *options])
     assert isinstance(result.exception, UserError)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import check_install, check_machine, doctor
 from cluster.cli.finding import Finding, Status
+from cluster.machine_memory import MachineMemory
 
 
 def test_python() -> None:
@@ -81,8 +82,8 @@ def test_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores_memory_and_limits() -> None:
     assert check_machine.check_cores(1).status is Status.WARN
     assert check_machine.check_cores(2).status is Status.OK
-    assert check_machine.check_memory("MemAvailable:   8388608 kB\n").found == "8.0 GiB available"
-    assert check_machine.check_memory("MemAvailable:   1048576 kB\n").status is Status.WARN
+    assert check_machine.check_memory(MachineMemory(total=0, available=8 << 30)).found == "8.0 GiB available"
+    assert check_machine.check_memory(MachineMemory(total=0, available=1 << 30)).status is Status.WARN
     assert check_machine.check_open_files(1024).status is Status.WARN
     assert check_machine.check_open_files(65536).status is Status.OK
 

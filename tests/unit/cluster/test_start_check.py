@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.start_check import check_model
+from cluster.machine_memory import MachineMemory
 from cluster.spec.errors import UserError
 from cluster.spec.loader import parse_config
 from tests.fakes.checkpoints import make_checkpoint
+
+GIB = 1024**3
+ROOMY = MachineMemory(total=64 * GIB, available=64 * GIB)
 
 
 @pytest.fixture(scope="module")
@@ -15,14 +19,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", num_hidden_layers=2)
 
 
-def machine(total_gib: float, available_gib: float, swap_gib: float = 0) -> str:
-    sizes = {"MemTotal": total_gib, "MemAvailable": available_gib, "SwapTotal": swap_gib}
-    return "".join(f"{kind}:  {int(gib * 2**20)} kB\n" for kind, gib in sizes.items())
+def machine(total_gib: float, available_gib: float, *, is_limited: bool = False) -> MachineMemory:
+    return MachineMemory(total=int(total_gib * GIB), available=int(available_gib * GIB), is_limited=is_limited)
 
 
-def said(text: str, folder: Path, meminfo: str = machine(64, 64)) -> list[str]:
+def said(text: str, folder: Path, memory: MachineMemory = ROOMY) -> list[str]:
     lines: list[str] = []
-    check_model(parse_config(text, "f.yaml"), folder, lines.append, meminfo)
+    check_model(parse_config(text, "f.yaml"), folder, lines.append, memory)
     return lines
 
 
@@ -54,7 +57,9 @@ SIX_GIB = "kv: {memory_gib: 2.5}\nprefill: {replicas: 1}\ndecode: {host_memory_g
 def test_what_this_machine_can_never_hold_does_not_start(folder: Path) -> None:
     with pytest.raises(UserError, match=r"this machine has 5 GiB of memory; allowed: at least 6.*, for 1 prefill wor"):
         said(SIX_GIB, folder, machine(5, 4))
-    assert said(SIX_GIB, folder, machine(5, 8, swap_gib=2)) == []
+    with pytest.raises(UserError, match=r"^this container has 5 GiB of memory; allowed: at least 6"):
+        said(SIX_GIB, folder, machine(5, 4, is_limited=True))
+    assert said(SIX_GIB, folder, machine(7, 8)) == []
 
 
 def test_what_is_not_free_now_starts_with_a_warning(folder: Path) -> None:
@@ -66,4 +71,4 @@ def test_what_is_not_free_now_starts_with_a_warning(folder: Path) -> None:
 @pytest.mark.parametrize("elsewhere", ["transfer: {backend: mooncake}", "resources: {machine_memory_gib: 8}"])
 def test_this_machine_is_not_asked_where_another_was_told_of_or_there_are_several(elsewhere: str, folder: Path) -> None:
     assert said(f"{SIX_GIB}\n{elsewhere}", folder, machine(1, 1)) == []
-    assert said(SIX_GIB, folder, "") == []
+    assert said(SIX_GIB, folder, machine(0, 0)) == []
