@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def down(
     name: Annotated[str | None, typer.Argument(help="Which cluster, if several run here.", show_default=False)] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Longest wait for its end, in seconds.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Longest wait for its end, in seconds.")] = 120.0,
 ) -> None:
     """Let a cluster that was started on this machine finish its open requests and stop."""
     from cluster.cli.running import find_running
