@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.spec.config import DeployConfig, Device, TransferBackendName, TransferProtocol
 from cluster.spec.errors import Problem
-from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName
+from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName, WritePolicy
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting
@@ -87,6 +87,15 @@ def _protocol(config: DeployConfig) -> list[Problem]:
     return [Problem("transfer.protocol", message)]
 
 
+def _page_filter(config: DeployConfig) -> list[Problem]:
+    transfer = config.transfer
+    is_ring = config.prefill.ownership is KvOwnership.SHARDED  # which has a rule of its own
+    if is_ring or transfer.mode is TransferMode.ALL_RANKS or transfer.page_filter is PageFilter.MODULAR:
+        return []
+    message = f"got {transfer.page_filter} with transfer.mode = {transfer.mode}; allowed: modular, or mode all_ranks"
+    return [Problem("transfer.page_filter", message)]
+
+
 def _ring_transfer(config: DeployConfig) -> list[Problem]:
     prefill, transfer = config.prefill, config.transfer
     if prefill.ownership is KvOwnership.REPLICATED:
@@ -147,6 +156,16 @@ def _host_size(config: DeployConfig) -> list[Problem]:
     return [Problem("hicache.host_ratio", message)]
 
 
+def _write(config: DeployConfig) -> list[Problem]:
+    hicache = config.hicache
+    if hicache.has_host or hicache.write is WritePolicy.WRITE_THROUGH:
+        return []
+    message = (
+        f"got {hicache.write} with hicache.host_gib = {hicache.host_gib:g}; allowed: write_through, or host memory"
+    )
+    return [Problem("hicache.write", message)]
+
+
 def _storage_folder(config: DeployConfig) -> list[Problem]:
     folder = config.hicache.storage.folder
     if folder is None or folder.startswith(("/", "~")):
@@ -205,6 +224,11 @@ CHECKS = (
         ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
         _ring_transfer,
     ),
+    Check(
+        "senders share pages only where all ranks send",
+        ("prefill.mode", "prefill.parallel.cp", "transfer.mode", "transfer.page_filter"),
+        _page_filter,
+    ),
     Check("mooncake alone talks RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
     Check(
         "GPUs alone share symmetric memory",
@@ -225,6 +249,9 @@ CHECKS = (
         "storage has the tiers above it",
         ("hicache.host_gib", "hicache.host_ratio", "hicache.storage.backend", "kv.prefix_cache"),
         _storage,
+    ),
+    Check(
+        "pages are written where there is a tier", ("hicache.host_gib", "hicache.host_ratio", "hicache.write"), _write
     ),
     Check("host memory has one size", ("hicache.host_gib", "hicache.host_ratio"), _host_size),
     Check("stored pages have one place", ("hicache.storage.folder",), _storage_folder),

@@ -169,6 +169,14 @@ BAD_FILES = {
             "allowed: none, or host memory and the prefix cache, which pages pass through"
         ],
     ),
+    "a filter of pages that one rank sends": (
+        "transfer: {mode: rank0, page_filter: contiguous}",
+        ["transfer.page_filter: got contiguous with transfer.mode = rank0; allowed: modular, or mode all_ranks"],
+    ),
+    "when to write to what is not there": (
+        "hicache: {write: write_back}",
+        ["hicache.write: got write_back with hicache.host_gib = 0; allowed: write_through, or host memory"],
+    ),
     "host memory of two sizes": (
         "hicache: {host_gib: 1, host_ratio: 2}",
         ["hicache.host_ratio: got 2 with hicache.host_gib = 1; allowed: one of both"],
