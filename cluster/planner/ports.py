@@ -41,7 +41,7 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
         ("router", "channel", None, router.processes),
         ("router", "orders of the driver", None, router.processes),
         ("worker", "channel", None, num_workers),
-        ("replica", "store of its process groups", None, sum(replicas for replicas, size in sizes if size > 1)),
+        ("replica", "store where its ranks meet", None, sum(replicas for replicas, _ in sizes)),
         ("worker", "process groups over TCP (gloo)", None, gloo),
         ("worker", "meeting of Mooncake's engines", EVERY_INTERFACE, num_workers * is_mooncake),
         ("worker", "KV by Mooncake over TCP", EVERY_INTERFACE, num_workers * (is_mooncake and is_tcp)),

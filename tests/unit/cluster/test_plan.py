@@ -305,7 +305,7 @@ def test_ports_are_listed_with_their_count() -> None:
         ("router", "channel", None, 1),
         ("router", "orders of the driver", None, 1),
         ("worker", "channel", None, 5),
-        ("replica", "store of its process groups", None, 2),
+        ("replica", "store where its ranks meet", None, 3),
     ]
 
 
