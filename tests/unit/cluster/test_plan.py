@@ -297,43 +297,6 @@ def test_pools_hold_the_whole_model_and_stay_within_their_memory(
     assert all(pool.pool_bytes <= memory_gib * GIB < pool.pool_bytes + pool.page_bytes for pool in layouts)
 
 
-def test_ports_are_listed_with_their_count() -> None:
-    ports = plan_of("prefill: {replicas: 2, parallel: {cp: 2}}\nrouter: {port: 9000}").ports
-    assert [(port.process, port.purpose, port.port, port.count) for port in ports] == [
-        ("router", "HTTP for clients", 9000, 1),
-        ("bootstrap", "HTTP rank table", None, 1),
-        ("router", "channel", None, 1),
-        ("router", "orders of the driver", None, 1),
-        ("worker", "channel", None, 5),
-        ("replica", "store where its ranks meet", None, 3),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "purpose", "count"),
-    [
-        ("router: {processes: 3}", "channel", 3),
-        ("router: {processes: 3}", "orders of the driver", 3),
-        ("router: {processes: 3}", "HTTP for clients", 1),
-        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "meeting of Mooncake's engines", 3),
-        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "KV by Mooncake over TCP", 3),
-        ("transfer: {backend: mooncake}\nprefill: {parallel: {cp: 2}}", "process groups over TCP (gloo)", 2),
-        ("resources: {collectives: tcp}\nprefill: {replicas: 2, parallel: {cp: 2, pp: 2}}", "gloo", 2 * (4 + 4)),
-        # The model has one KV head: both ranks hold it.
-        ("resources: {collectives: tcp}\ndecode: {parallel: {tp: 2}}", "gloo", 2 + 2),
-    ],
-)
-def test_every_process_and_every_group_has_its_ports(text: str, purpose: str, count: int) -> None:
-    found = [port for port in plan_of(text).ports if purpose in port.purpose and port.process in ("router", "worker")]
-    assert found[0].count == count
-
-
-def test_ports_of_experts_and_of_what_is_not_there() -> None:
-    experts = "model: {path: recall-moe}\nresources: {collectives: tcp}\nprefill: {parallel: {cp: 2, ep: 2}}"
-    assert [port.count for port in plan_of(experts).ports if "gloo" in port.purpose] == [2 + 2 + 2]
-    assert all("gloo" not in port.purpose and "Mooncake" not in port.purpose for port in plan_of("{}").ports)
-
-
 def test_model_that_is_not_here_yet_leaves_kv_unknown() -> None:
     config = DeployConfig()
     plan = make_plan(config, UnknownModel("it is elsewhere"))
@@ -347,8 +310,7 @@ def test_a_check_that_fails_is_told_with_what_mends_it_and_by_the_exit_code(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "400")
-    file = tmp_path / "f.yaml"
-    file.write_text("model: {path: owner/name}")
+    (file := tmp_path / "f.yaml").write_text("model: {path: owner/name}")
     code, out, err = baton("plan", str(file), *option)
     assert (code, err) == (1, "")
     assert "not in this machine's Hugging Face cache yet; `hf download owner/name config.json` fetches all" in out
