@@ -96,7 +96,13 @@ def _add_cache_routes(router: APIRouter, service: Service) -> None:
 async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
     given_ids = await encode(service, body.prompt, True) if isinstance(body.prompt, str) else body.prompt
     prompt_ids = pack_token_ids(service, given_ids, "prompt")
-    keys = page_keys(prompt_ids, service.config.kv.page_size, body.salt)
+    page_size = service.config.kv.page_size
+    keys = page_keys(prompt_ids, page_size, body.salt)
+    if not keys:
+        raise bad_request(
+            f"prompt: has {len(prompt_ids)} tokens, less than a page; allowed: {page_size} or more (kv.page_size)",
+            "prompt",
+        )
     peers, wanted = _peers(service, body), PinPages(keys=keys, is_pinned=is_pinned)
     answers = {answer.replica: answer.num_pinned for answer in await service.relay.commands.give(peers, wanted)}
     replicas = [peer.replica for peer in peers]

@@ -1,5 +1,6 @@
 """Reads a request's body into one of the schemas, or says what is wrong with it."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -50,7 +51,7 @@ def parse(content: bytes, schema: type[Body]) -> Body:
             refuse_unsupported(
                 {name: value for name, value in first["input"].items() if name not in schema.model_fields}
             )
-        raise problem_of(first) from None
+        raise problem_of(first, schema.expected) from None
 
 
 def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
@@ -65,23 +66,23 @@ def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
     return None
 
 
-def problem_of(error: ErrorDetails) -> ApiError:
-    """A validation error of pydantic's in our words, naming the field."""
+def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> ApiError:
+    """A validation error of pydantic's in our words, naming the field; ``expected`` is its schema's."""
     if error["type"] == "json_invalid":
         return bad_request(f"body: {error['msg']}")
-    path, field = _path(error["loc"])
+    path, field = _path(error["loc"], expected)
     if not path:
         return bad_request(f"body: must be a JSON object, got {_short(error['input'])}")
     if error["type"] == "missing":
         return bad_request(f"{path}: field required", path)
-    if field in EXPECTED:
-        return bad_request(f"{path}: must be {EXPECTED[field]}", path)
+    if field in expected:
+        return bad_request(f"{path}: must be {expected[field]}", path)
     words = _WORDS.get(error["type"])
     said = error["msg"] if words is None else words.format(**error.get("ctx", {}))
     return bad_request(f"{path}: {said}, got {_short(error['input'])}", path)
 
 
-def _path(loc: tuple[int | str, ...]) -> tuple[str, str]:
+def _path(loc: tuple[int | str, ...], expected: Mapping[str, str]) -> tuple[str, str]:
     """The dotted path of a field and its last name; what the schema adds to tell types apart is left out."""
     path, field = "", ""
     for step in loc:
@@ -92,7 +93,7 @@ def _path(loc: tuple[int | str, ...]) -> tuple[str, str]:
             continue
         path += f".{step}" if path else step
         field = step
-        if field in EXPECTED:
+        if field in expected:
             break
     return path, field
 

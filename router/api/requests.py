@@ -1,5 +1,6 @@
 """What clients may send: OpenAI's fields, and what vLLM and SGLang add. Others are kept apart, unread."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -47,6 +48,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
     ids_field: ClassVar[str | None] = None
     """The one that may have thousands of token ids, whose validator is ``put_back``."""
+    expected: ClassVar[Mapping[str, str]] = EXPECTED
+    """In words, the fields that may have several types."""
 
     @property
     def others(self) -> dict[str, Any]:

@@ -94,10 +94,30 @@ def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
     assert guarded.last_submit().cache_salt == "ours\0more"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("detach_storage", {"replca": "prefill-0"}, "replca: there is no such field"),
+        ("flush_cache", {"tiers": ["storage"]}, "tiers: there is no such field"),
+        ("pin", {"prompt": [5] * 64, "foo": 1}, "foo: there is no such field"),
+        ("pin", {"prompt": ["a", "b"]}, "prompt: must be a string, or a list of token ids; neither may be empty"),
+        ("pin", {"prompt": []}, "prompt: must be a string, or a list of token ids; neither may be empty"),
+        ("unpin", {"prompt": [5] * 63}, "prompt: has 63 tokens, less than a page; allowed: 64 or more (kv.page_size)"),
+    ],
+)
+def test_what_was_not_meant_is_refused_and_told_to_nobody(
+    guarded: RouterCluster, path: str, body: dict[str, object], words: str
+) -> None:
+    reply = guarded.http.post(f"/admin/{path}", json=body, headers=ADMIN)
+    assert (reply.status_code, reply.json()["error"]["message"][: len(words)]) == (400, words)
+    assert not [told for told in guarded.prefill.told if isinstance(told, PinPages | UseStorage | FlushCache)]
+
+
 @pytest.mark.parametrize("path", ["pin", "unpin", "attach_storage", "detach_storage"])
 def test_what_a_replica_refuses_is_no_success(guarded: RouterCluster, path: str) -> None:
     guarded.decode.refusal = "nothing is configured"
-    reply = guarded.http.post(f"/admin/{path}", json={"prompt": "abc"}, headers=ADMIN)
+    body = {"prompt": [5] * 64} if path.endswith("pin") else {}
+    reply = guarded.http.post(f"/admin/{path}", json=body, headers=ADMIN)
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "refused")
     assert reply.json()["error"]["message"] == "decode-0: nothing is configured; done by prefill-0"
 

@@ -16,6 +16,7 @@ from workers.rank_steps import RankSteps
 
 SAMPLED = {Room(1): Sampled(token_id=7)}
 ARRIVALS = "arrivals"
+LAYERS = "layers that are stored"
 
 
 class FakeParts:
@@ -41,7 +42,12 @@ class FakeParts:
         yield
         self._note("recorded to", plan.step)
 
-    def begin(self, plan: StepPlan, arrivals: str | None) -> "FakeParts":
+    def during_step(self, _plan: StepPlan, requests: object) -> str:
+        assert requests is self.requests
+        return LAYERS
+
+    def begin(self, plan: StepPlan, arrivals: str | None, on_stored: str) -> "FakeParts":
+        assert on_stored == LAYERS
         self._note("forward", plan.step, arrivals)
         return self
 
