@@ -26,15 +26,19 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
 def _load_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
     usage = GaugeMetricFamily("baton_kv_cache_usage_perc", "Part of its pages that requests hold.", labels=["replica"])
     cached = GaugeMetricFamily("baton_kv_cached_pages", "Pages kept for their tokens, held or not.", labels=["replica"])
+    evicted = CounterMetricFamily(
+        "baton_kv_evicted_pages", "Cached pages that were given up for others.", labels=["replica"]
+    )
     running = GaugeMetricFamily("baton_replica_requests_running", "Requests that hold pages.", labels=["replica"])
     waiting = GaugeMetricFamily("baton_replica_requests_waiting", "Requests that wait for pages.", labels=["replica"])
     for entry in entries:
         load = entry.load
         usage.add_metric([entry.replica], 1 - load.free_pages / load.total_pages if load.total_pages else 0)
         cached.add_metric([entry.replica], load.cached_pages)
+        evicted.add_metric([entry.replica], load.evicted_pages)
         running.add_metric([entry.replica], load.num_running)
         waiting.add_metric([entry.replica], load.num_waiting)
-    yield from (usage, cached, running, waiting, _cache_config(entries))
+    yield from (usage, cached, evicted, running, waiting, _cache_config(entries))
 
 
 def _cache_config(entries: tuple[ReplicaEntry, ...]) -> Metric:

@@ -168,9 +168,9 @@ def _write(config: DeployConfig) -> list[Problem]:
 
 def _storage_folder(config: DeployConfig) -> list[Problem]:
     folder = config.hicache.storage.folder
-    if folder is None or folder.startswith(("/", "~")):
+    if folder is None or folder == "~" or folder.startswith(("/", "~/")):
         return []
-    return [Problem("hicache.storage.folder", f"got {folder}; allowed: a path that begins with / or ~, on every host")]
+    return [Problem("hicache.storage.folder", f"got {folder}; allowed: a path that begins with / or ~/, on every host")]
 
 
 def _lent(config: DeployConfig) -> list[Problem]:

@@ -150,6 +150,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that a new request can have; cached ones that nobody holds are among them."""
     cached_pages: int = 0
     """Pages kept for their tokens, held or not."""
+    evicted_pages: int = 0
+    """Of these, those that were given up for others, since the start."""
     total_pages: int = 0
     stopping_pages: int = 0
     """Pages of transfers that were given up, and of which nobody has proven yet that nobody writes any more."""

@@ -31,6 +31,8 @@ class PageAllocator:
         self._held = Counter[int]()
         """Of every page that is not cached, how many sequences have it: several where they share a prompt."""
         self._tree = tree
+        self.num_evicted = 0
+        """Cached pages that were given up for others."""
         self.num_gains = 0
         """How often a page was let go or could be shared: who could not have pages cannot while this is the same."""
 
@@ -101,7 +103,9 @@ class PageAllocator:
             wanted = self._by_owner(num_new, first_new)
             missing = [max(0, number - len(free)) for number, free in zip(wanted, self._free, strict=True)]
             # Leaves go first; turned round, neighbours of a prefix stand in their order again and are sent as one span.
-            for page in reversed(self._tree.evict(missing)):
+            evicted = self._tree.evict(missing)
+            self.num_evicted += len(evicted)
+            for page in reversed(evicted):
                 self._put_back(page)
         pages = [self._free[(first_new + place) % self._num_owners].popleft() for place in range(num_new)]
         self._held.update(pages)

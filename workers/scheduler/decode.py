@@ -141,6 +141,7 @@ class DecodeLeader(LeaderCore):
             num_tokens=sum(len(submit.prompt_ids) for submit in submits if submit.prompt_of is None),
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
+            evicted_pages=self._allocator.num_evicted,
             total_pages=self._allocator.num_pages,
             stopping_pages=count_pages(stopping(self._requests.values())),
             quarantined_pages=count_pages(self._quarantined()),

@@ -125,6 +125,7 @@ class PrefillLeader(LeaderCore):
             num_tokens=sum(len(request.submit.prompt_ids) for request in self._requests.values()),
             free_pages=self._allocator.num_free,
             cached_pages=self._allocator.num_cached,
+            evicted_pages=self._allocator.num_evicted,
             total_pages=self._allocator.num_pages,
             num_taken=self.num_taken,
             draining=self.draining,

@@ -27,6 +27,7 @@ _COUNTS = (
     "num_tokens",
     "free_pages",
     "cached_pages",
+    "evicted_pages",
     "total_pages",
     "stopping_pages",
     "quarantined_pages",

@@ -141,12 +141,21 @@ class TestStatusRoutes:
 
     def test_replicas_and_their_ranks(self, cluster: RouterCluster) -> None:
         sent = SendTimes(global_rank=0, num_transfers=2, num_bytes=4096, write_s=0.5)
-        load = ReplicaLoad(free_pages=1, total_pages=4, cached_pages=2, num_running=3, num_waiting=5, sends=(sent,))
+        load = ReplicaLoad(
+            free_pages=1,
+            total_pages=4,
+            cached_pages=2,
+            evicted_pages=7,
+            num_running=3,
+            num_waiting=5,
+            sends=(sent,),
+        )
         prefill = msgspec.structs.replace(entry_of(cluster.prefill.peer), load=load)
         cluster.table.show(table_of(prefill, entry_of(cluster.decode.peer), version=2))
         expected = {
             'baton_kv_cache_usage_perc{replica="prefill-0"}': 0.75,
             'baton_kv_cached_pages{replica="prefill-0"}': 2,
+            'baton_kv_evicted_pages_total{replica="prefill-0"}': 7,
             'baton_replica_requests_running{replica="prefill-0"}': 3,
             'baton_replica_requests_waiting{replica="prefill-0"}': 5,
             'baton_kv_transfer_bytes_total{rank="0",replica="prefill-0"}': 4096,

@@ -183,7 +183,11 @@ BAD_FILES = {
     ),
     "storage somewhere": (
         "hicache: {host_gib: 1, storage: {backend: files, folder: kv}}",
-        ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~, on every host"],
+        ["hicache.storage.folder: got kv; allowed: a path that begins with / or ~/, on every host"],
+    ),
+    "storage at somebody's": (
+        "hicache: {host_gib: 1, storage: {backend: files, folder: ~nobody/kv}}",
+        ["hicache.storage.folder: got ~nobody/kv; allowed: a path that begins with / or ~/, on every host"],
     ),
     "a master without a port": (
         "hicache: {host_gib: 1, storage: {backend: mooncake_store, master: foo}}",

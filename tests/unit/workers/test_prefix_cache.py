@@ -240,6 +240,17 @@ def test_letting_go_of_what_is_not_held_is_our_own_bug() -> None:
         allocator.free(pages)
 
 
+def test_pages_that_are_given_up_for_others_are_counted() -> None:
+    allocator = PageAllocator(4, PrefixTree())
+    allocator.keep(allocator.allocate(2), page_keys([1, 2, 3, 4], PAGE_SIZE))
+    allocator.free(allocator.allocate(2))
+    assert (allocator.num_cached, allocator.num_evicted) == (2, 0)
+    allocator.free(allocator.allocate(3))
+    assert (allocator.num_cached, allocator.num_evicted) == (1, 1)
+    allocator.flush()
+    assert (allocator.num_cached, allocator.num_evicted) == (0, 1)
+
+
 @given(TOKENS, TOKENS, st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"]))
 def test_keys_are_equal_exactly_for_equal_prefixes_of_one_tenant(
     first: list[int], second: list[int], first_salt: str, second_salt: str
