@@ -83,3 +83,21 @@ def test_a_folder_that_can_never_be_is_refused_and_one_that_is_away_is_not(tmp_p
             make_storage(config, "127.0.0.1")
     with pytest.raises(StorageError, match="cannot be used"):
         FileStorage(Path("/proc/none"), 1, fsync=False)
+
+
+def test_nobody_waits_until_a_large_folder_is_counted(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    class Large(FileStorage):
+        def tidy(self) -> None:
+            assert go_on.wait(10)
+            super().tidy()
+
+    RankStore(FileStorage(tmp_path, 1 << 20, fsync=False), rows_of(sizes())[0]).write(PAGES)
+    storage = AwaitedStorage(lambda: Large(tmp_path, 1 << 20, fsync=False))
+    assert RankStore(storage, rows_of(sizes())[0]).read(PAGES) == [True]
+    figures = storage.figures()
+    assert figures is not None
+    assert figures.used_bytes == 0
+    go_on.set()
+    until(lambda: (counted := storage.figures()) is not None and counted.used_bytes > 0)

@@ -22,7 +22,9 @@ LIMIT = 10 * SIZE
 
 
 def files(folder: Path, max_bytes: int = LIMIT, *, fsync: bool = False) -> FileStorage:
-    return FileStorage(folder, max_bytes, fsync=fsync)
+    storage = FileStorage(folder, max_bytes, fsync=fsync)
+    storage.tidy()
+    return storage
 
 
 def write(storage: FileStorage, *names: object) -> list[Written]:

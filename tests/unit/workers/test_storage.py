@@ -31,7 +31,9 @@ CUTS = [
 
 
 def files(folder: Path, max_bytes: int = 1 << 20) -> FileStorage:
-    return FileStorage(folder, max_bytes, fsync=False)
+    storage = FileStorage(folder, max_bytes, fsync=False)
+    storage.tidy()
+    return storage
 
 
 def objects(folder: Path) -> list[Path]:

@@ -33,8 +33,10 @@ class AwaitedStorage:
         self._backend: StorageBackend | None = None
         self._failure: Exception | None = None
         self._is_closed = False
+        self._is_over = threading.Event()
+        """The first attempt has succeeded, or failed."""
         self._attempt = self._start()
-        self._attempt.join(first_s)
+        self._is_over.wait(first_s)
         if isinstance(self._failure, UserError):
             raise self._failure
         if self._backend is None:
@@ -65,6 +67,9 @@ class AwaitedStorage:
         backend = self._backend
         return backend.figures() if backend is not None else None
 
+    def tidy(self) -> None:
+        """Every backend is told to when it was opened."""
+
     def close(self) -> None:
         """Let go of the backend, or of the one that is still being opened as soon as it is there."""
         with self._lock:
@@ -91,9 +96,13 @@ class AwaitedStorage:
             backend = self._open_storage()
         except Exception as error:  # whatever it is, who asks for storage must be told
             self._failure = error
+            self._is_over.set()
             return
         with self._lock:
-            if not self._is_closed:
-                self._backend = backend
-                return
-        backend.close()
+            is_wanted = not self._is_closed
+            self._backend = backend if is_wanted else None
+        self._is_over.set()
+        if is_wanted:
+            backend.tidy()
+        else:
+            backend.close()

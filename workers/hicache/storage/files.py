@@ -99,6 +99,13 @@ class FileStorage:
             used_bytes=space.used_bytes, num_evicted=space.num_evicted, evicted_bytes=space.evicted_bytes
         )
 
+    def tidy(self) -> None:
+        """Count what is there, and remove what writers have left that were killed."""
+        try:
+            self._space.count()
+        except OSError as error:
+            _log.warning("%s cannot be looked through: %s", self._folder, error.strerror)
+
     def close(self) -> None:
         """Nothing is held open."""
 

@@ -95,6 +95,10 @@ class StorageBackend(Protocol):
         """What this process knows of storage as a whole, without asking it; None for nothing."""
         ...
 
+    def tidy(self) -> None:
+        """Do what may take long and nobody waits for; called once after opening, on a thread of its own."""
+        ...
+
     def close(self) -> None:
         """Let go of everything; safe to call twice."""
         ...

@@ -87,6 +87,9 @@ class MooncakeStorage:
     def figures(self) -> None:
         """The master alone knows, and tells it by metrics of its own."""
 
+    def tidy(self) -> None:
+        """The store does so itself."""
+
     def close(self) -> None:
         """Leave the cluster; objects in the memory of this process are lost."""
         self._client.close()

@@ -2,7 +2,7 @@
 
 Whoever writes claims room first. A counter in the folder is never less than what files have and claims say, so that the
 limit holds at every moment. It is too high where a writer was killed, or files were removed, until the folder is looked
-through: when there is no more room, and when somebody opens it.
+through: when there is no more room, and once by whoever has opened it.
 """
 
 import contextlib
@@ -43,12 +43,21 @@ class Space:
         """When we last looked; what we gave up."""
 
     def open(self) -> None:
-        """Make the folder, and count what is in it unless another process is at it.
+        """Make the folder.
 
         Raises:
             OSError: it cannot be made, or written to.
         """
         make_folder(self._folder, fsync=self._fsync)
+        with contextlib.suppress(TimeoutError), locked(self._folder / _SWEEP, 0.0):
+            pass
+
+    def count(self) -> None:
+        """Count what is in the folder, unless another process is at it; a minute for a million files.
+
+        Raises:
+            OSError: it cannot be looked through.
+        """
         with contextlib.suppress(TimeoutError), locked(self._folder / _SWEEP, 0.0):
             self._make_room(0)
 
