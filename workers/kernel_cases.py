@@ -11,7 +11,8 @@ from workers.attention.triton.backend import TritonAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.kernel_result import HeadShape, Limit
-from workers.kernels.copy_pages import gather_pages
+from workers.kernels.copy_pages import gather_pages, scatter_pages
+from workers.kernels.grouped_matmul import grouped_matmul
 from workers.kernels.merge import merge_partials
 from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rotate import rotate
@@ -19,6 +20,8 @@ from workers.kernels.store_kv import store_kv
 from workers.kernels.swiglu import swiglu
 
 PAGE_SIZE = 64
+NUM_EXPERTS = 8
+"""As wide as the shape's MLP, each of which has its part of the tokens."""
 _DTYPE = torch.bfloat16
 
 
@@ -55,6 +58,7 @@ def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterat
     yield _prefill(shape, device, sizes.chunk_len, sizes.prefix_len)
     yield _decode(shape, device, sizes)
     yield from _of_rows(shape, device, sizes.prompt_len)
+    yield _experts(shape, device, sizes.prompt_len)
     yield from _of_pages(shape, device, sizes.moved_kv_bytes // _row_bytes(shape))
 
 
@@ -110,6 +114,13 @@ def _of_rows(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterato
     yield KernelCase("gate", Limit.BYTES, 1.5 * gate_up.nbytes, lambda: swiglu(gate_up))
 
 
+def _experts(shape: HeadShape, device: torch.device, num_tokens: int) -> KernelCase:
+    counts = [num_tokens // NUM_EXPERTS + (expert < num_tokens % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
+    x, weights = _random(device, num_tokens, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
+    work = 2.0 * num_tokens * shape.hidden * shape.inner
+    return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, counts))
+
+
 def _of_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:
     pool, pages = _pages(shape, device, num_tokens)
     kv = _random(device, num_tokens, 2, shape.kv_heads, shape.head_dim)
@@ -117,6 +128,7 @@ def _of_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterat
     yield KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(pool.data[:, :, 0], slots, kv))
     staged = torch.empty_like(pool.data[: len(pages)])
     yield KernelCase("gather pages", Limit.BYTES, 2.0 * staged.nbytes, lambda: gather_pages(pool.data, pages, staged))
+    yield KernelCase("scatter pages", Limit.BYTES, 2.0 * staged.nbytes, lambda: scatter_pages(staged, pages, pool.data))
 
 
 def _row_bytes(shape: HeadShape) -> int:

@@ -41,8 +41,10 @@ def test_every_case_runs() -> None:
         "rotate": (Limit.BYTES, 2 * 70 * 4 * 16 * 2),
         "normalise a sum": (Limit.BYTES, 4 * 70 * 32 * 2),
         "gate": (Limit.BYTES, 3 * 70 * 48 * 2),
+        "8 experts": (Limit.FLOPS, 2 * 70 * 32 * 48),
         "store K and V": (Limit.BYTES, 2 * 200 * 2 * 2 * 16 * 2),
         "gather pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
+        "scatter pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
     }
 
 
