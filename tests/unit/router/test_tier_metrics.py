@@ -42,23 +42,29 @@ def snapshot_of(tiers: TierState | None, rows: tuple[RankRow, ...] = ()) -> Tabl
     return TableSnapshot(version=1, replicas=(entry,), reaped={})
 
 
-def test_every_rank_has_its_own_lines() -> None:
+RANK = (
+    'cp_rank="1",cp_size="2",dp_rank="0",dp_size="1",{}pp_rank="0",pp_size="1",replica="prefill-0",'
+    'tp_rank="0",tp_size="1"'
+)
+LAYOUT = row(Role.PREFILL, 1, 2, num_pages=1).layout
+
+
+def two_ranks() -> TierState:
+    """Of which the second has done more."""
     tally = Tally()
-    layout = row(Role.PREFILL, 1, 2, num_pages=1).layout
     for rank, num_pages, waited_s, busy_s in ((1, 2, 0.25, 0.25), (1, 1, 0.25, 0.5), (0, 7, 60.0, 0.0)):
-        failures = {"corrupt": 1} if rank else {}
         answer = PagesMoved(
             number=1,
             global_rank=rank,
             done=[],
-            num_bytes=num_pages * layout.page_bytes,
+            num_bytes=num_pages * LAYOUT.page_bytes,
             waited_s=waited_s,
             busy_s=busy_s,
-            failures=failures,
+            failures={"corrupt": 1} if rank else {},
         )
         tally.add(MoveKind.FETCH, answer)
     figures = StorageFigures(used_bytes=1000, num_evicted=3, evicted_bytes=300)
-    state = tier_state(
+    return tier_state(
         host_pages=8,
         used_host_pages=3,
         num_pinned=2,
@@ -81,22 +87,33 @@ def test_every_rank_has_its_own_lines() -> None:
             ),
         ),
     )
+
+
+def test_the_state_travels_as_it_is() -> None:
+    state = two_ranks()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=TierState) == state
-    lines = exposition(snapshot_of(state))
-    ranks = 'cp_rank="1",cp_size="2",dp_rank="0",dp_size="1",order="fetch",pp_rank="0",pp_size="1",replica="prefill-0"'
-    ranks += ',tp_rank="0",tp_size="1"'
-    assert f"baton_tier_bytes_total{{{ranks}}} {3.0 * layout.page_bytes}" in lines
-    assert f"baton_tier_tokens_total{{{ranks}}} {3.0 * layout.page_size}" in lines
-    assert f"baton_tier_seconds_total{{{ranks}}} 0.75" in lines
-    assert f"baton_tier_order_seconds_sum{{{ranks}}} 1.25" in lines
+
+
+def test_orders_of_every_rank_have_their_own_lines() -> None:
+    lines, labels = exposition(snapshot_of(two_ranks())), RANK.format('order="fetch",')
+    for name, value in {
+        "baton_tier_bytes_total": 3 * LAYOUT.page_bytes,
+        "baton_tier_tokens_total": 3 * LAYOUT.page_size,
+        "baton_tier_seconds_total": 0.75,
+        "baton_tier_order_seconds_sum": 1.25,
+        "baton_tier_open_orders": 9,
+        "baton_tier_orders_total": 2,
+    }.items():
+        assert f"{name}{{{labels}}} {float(value)}" in lines
+    assert f'baton_tier_failures_total{{{labels},why="corrupt"}} 2.0' in lines
     within = [line for line in lines if line.startswith("baton_tier_order_seconds_bucket") and 'cp_rank="1"' in line]
     assert [line.rpartition(" ")[2] for line in within] == ["0.0"] * 4 + ["1.0"] + ["2.0"] * 3
-    assert f"baton_tier_open_orders{{{ranks}}} 9.0" in lines
-    assert f"baton_tier_orders_total{{{ranks}}} 2.0" in lines
-    assert f'baton_tier_failures_total{{{ranks},why="corrupt"}} 2.0' in lines
-    snapshot = snapshot_of(state)
+
+
+def test_memory_of_every_rank_has_its_own_lines() -> None:
+    snapshot = snapshot_of(two_ranks())
     page_bytes = snapshot.replicas[0].rows[1].layout.page_bytes
-    labels = ranks.replace('order="fetch",', "")
+    lines = exposition(snapshot)
     for name, value in {
         "baton_host_bytes": 4 * page_bytes,
         "baton_host_used_bytes": page_bytes,
@@ -105,13 +122,20 @@ def test_every_rank_has_its_own_lines() -> None:
         "baton_storage_evicted_objects_total": 3,
         "baton_storage_evicted_bytes_total": 300,
     }.items():
-        assert f"{name}{{{labels}}} {float(value)}" in lines
+        assert f"{name}{{{RANK.format('')}}} {float(value)}" in lines
     assert sum(line.startswith("baton_storage_used_bytes{") for line in lines) == 1
-    assert 'baton_host_pages{replica="prefill-0"} 8.0' in lines
-    assert 'baton_host_pinned_pages{replica="prefill-0"} 2.0' in lines
-    assert 'baton_host_stuck_pages{replica="prefill-0"} 7.0' in lines
-    assert 'baton_storage_attached{replica="prefill-0"} 1.0' in lines
-    assert 'baton_tier_lost_pages_total{replica="prefill-0"} 2.0' in lines
+
+
+def test_what_a_leader_alone_knows_is_told_by_replica() -> None:
+    lines = exposition(snapshot_of(two_ranks()))
+    for name, value in {
+        "baton_host_pages": 8,
+        "baton_host_pinned_pages": 2,
+        "baton_host_stuck_pages": 7,
+        "baton_storage_attached": 1,
+        "baton_tier_lost_pages_total": 2,
+    }.items():
+        assert f'{name}{{replica="prefill-0"}} {float(value)}' in lines
 
 
 def test_replicas_without_tiers_have_no_lines() -> None:
