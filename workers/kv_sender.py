@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
 from cluster.spec.kv import PoolLayout, pages_for
+from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
 from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, Row, SendReport, StepPlan, Target
@@ -77,7 +78,7 @@ class KvSender:
         self.num_sent_bytes = 0
         """Of KV, written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
-        self._early_ends = early_ends(row.layout)
+        self._early_ends = early_ends(row.layout) if row.role is Role.PREFILL else []
         self._num_gone: dict[Transfer, int] = {}
         """Layers that have left before their step is over, of the pages that it completes."""
         self._failed: set[Room] = set()
