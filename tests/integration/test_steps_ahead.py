@@ -22,6 +22,7 @@ from cluster.spec.token_ids import TokenIds
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
 from workers.cache.layer_arrivals import LayerArrivals
+from workers.cache.page_pool import OnStored
 from workers.worker import Worker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -63,9 +64,9 @@ class AsynchronousRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None) -> _FutureStep:
+    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None, on_stored: OnStored | None) -> _FutureStep:
         self.num_following += sum(row.follows for row in plan.rows)
-        return _FutureStep(self._stream.submit(self._runner.begin, plan, arrivals))
+        return _FutureStep(self._stream.submit(self._runner.begin, plan, arrivals, on_stored))
 
 
 class Decode:
