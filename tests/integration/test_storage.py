@@ -19,6 +19,7 @@ def test_no_torn_object_is_left_by_writers_that_were_killed(tmp_path: Path) -> N
     arguments = [sys.executable, "-m", "tests.integration.storage_killer", str(tmp_path), "200"]
     num_unfinished = int(subprocess.run(arguments, check=True, timeout=280, capture_output=True).stdout)
     storage = FileStorage(tmp_path, 1 << 30, fsync=False)
+    storage.tidy()
     names = [path.name for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
     assert names, "nothing was written before the writers were killed"
     buffer = memoryview(bytearray(SIZE))
@@ -36,6 +37,7 @@ def test_a_folder_stays_within_its_limit_whoever_writes_to_it_and_is_killed(tmp_
     assert max(peaks) <= LIMIT, "a folder had more than its limit"
     assert sum(peak > LIMIT // 2 for peak in peaks) > len(peaks) // 2, "writers were never at the limit"
     storage = FileStorage(tmp_path, LIMIT, fsync=False)
+    storage.tidy()
     assert leftovers(tmp_path) == []
     assert storage.figures().used_bytes == bytes_in(tmp_path)
     write_one(storage, "n/one-more", [memoryview(bytes(OBJECT_BYTES))])
