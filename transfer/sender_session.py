@@ -92,7 +92,8 @@ class SenderSession:
         self._owned = owned
         self._sends = sends
         self._num_handed = 0
-        self._saw_last_chunk = False
+        self.saw_last_chunk = False
+        """Nothing of the prompt will be computed any more."""
 
     @property
     def is_over(self) -> bool:
@@ -111,8 +112,8 @@ class SenderSession:
         )
         if self.state is not SenderState.SENDING:
             return []
-        self._saw_last_chunk = computed_len == self.target.num_tokens
-        complete = self.num_pages if self._saw_last_chunk else computed_len // self._page_size
+        self.saw_last_chunk = computed_len == self.target.num_tokens
+        complete = self.num_pages if self.saw_last_chunk else computed_len // self._page_size
         fresh = self._owned[self._num_handed : bisect_left(self._owned, complete)]
         self._num_handed += len(fresh)
         self._end_if_written("advance")
@@ -182,7 +183,7 @@ class SenderSession:
         return [(page_table[page], self.target.pages[page - self.target.held_pages]) for page in pages]
 
     def _end_if_written(self, event: str) -> None:
-        if self._saw_last_chunk and self.num_pages_written == self._num_handed:
+        if self.saw_last_chunk and self.num_pages_written == self._num_handed:
             self._move(SenderState.SENT, event)
 
     def _move(self, target: SenderState, event: str) -> None:

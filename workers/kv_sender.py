@@ -281,7 +281,7 @@ class KvSender:
         transfer = (session.room, session.target.generation)
         del self._sessions[transfer]
         self._num_gone.pop(transfer, None)
-        if session.state is SenderState.FAILED:
+        if session.state is SenderState.FAILED and not session.saw_last_chunk:
             self._failed.add(session.room)
         if done := session.done():
             send_if_heard(self._outbox, session.target.decode.address, done)

@@ -188,6 +188,26 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
     assert (sender.num_open, sender._failed) == (0, set())
 
 
+def test_nothing_is_kept_of_what_fails_after_its_last_chunk(decode: Inbox, leader: Inbox) -> None:
+    """Its room may have been released by then, and is not released again."""
+    backend = Loopback()
+    mine = row(Role.PREFILL, 0, 1, NUM_PAGES)
+    source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
+    admit = admit_to(decode, target)
+    plan = plan_of(admit, PAGES)
+    with closing(sender_of(mine, leader, source, backend)) as sender:
+        backend.failing.add(target.endpoint.session)
+        backend.gate.clear()
+        sender.before_step(plan)
+        sender.after_step(plan, {ROOM: Known(admit, PAGES)})
+        sender.after_step(replace(plan, admits=[], rows=[], releases=[ROOM]), {})
+        backend.gate.set()
+        (report,) = messages(leader, 1)
+    assert isinstance(report, SendReport)
+    assert report.state is SendState.FAILED
+    assert (sender.num_open, sender._failed) == (0, set())
+
+
 @pytest.mark.parametrize(("gone", "is_let_go"), [(0, False), (1, True), (2, True)])
 def test_the_memory_of_a_decode_replica_that_is_gone_is_let_go_once(
     decode: Inbox, leader: Inbox, gone: int, *, is_let_go: bool
