@@ -71,7 +71,7 @@ class Gang:
         meeting = rendezvous()
         specs = self._specs()
         self._tools.progress(name, "loading weights")
-        gather(self._call_each("build", [(spec, model, meeting) for spec in specs]), deadline)
+        gather(self._call_each("build", [(spec, meeting) for spec in specs]), deadline)
         store = gather({self._who(0): self._system.call(self._actors[0], "open_store")}, deadline)[0]
         self._rows = gather(self._call_each("load", [(store,)] * len(specs)), deadline)
         self.runs = self._call_each("run", [(self._rows,)] * len(specs))

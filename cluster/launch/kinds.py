@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.spec.config import DeployConfig, Device
@@ -32,22 +33,24 @@ class WorkerActor:
         os.environ.update(environ)
         import workers.worker  # noqa: F401
 
+        self._folder: Path | None = None
+        """Of the model."""
         self._worker: Worker | None = None
 
     def fetch(self, model: str) -> None:
         """Have the model's files on this machine. Where several processes fetch them, the hub's locks let one do it."""
         from workers.models.resolve import resolve_model
 
-        resolve_model(model)
+        self._folder = resolve_model(model)
 
-    def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
-        """Find the model on this machine and make the worker."""
+    def build(self, spec: WorkerSpec, rendezvous: Rendezvous) -> None:
+        """Make the worker, once its model is fetched."""
         from cluster.logs import set_up_logs
-        from workers.models.resolve import resolve_model
         from workers.worker import Worker
 
+        assert self._folder is not None, "a model is fetched before a worker is built"
         set_up_logs(spec.config.log, f"{spec.replica} rank {spec.global_rank}")
-        self._worker = Worker(spec, resolve_model(model), rendezvous)
+        self._worker = Worker(spec, self._folder, rendezvous)
 
     def open_store(self) -> str:
         """See Worker.open_store."""

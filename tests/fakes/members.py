@@ -24,11 +24,10 @@ class QuietWorker:
         os.environ.update(environ)
 
     def fetch(self, model: str) -> None:
-        del model
-
-    def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
         self._model = model
+
+    def build(self, spec: WorkerSpec, rendezvous: Rendezvous) -> None:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
         self._spec = spec
         self._rendezvous = rendezvous
         self._inbox = Inbox(spec.host)

@@ -220,7 +220,7 @@ class FakeWorker:
     def fetch(self, model: str) -> None:
         time.sleep(self._world.fetch_s)
 
-    def build(self, spec: WorkerSpec, model: str, rendezvous: Rendezvous) -> None:
+    def build(self, spec: WorkerSpec, rendezvous: Rendezvous) -> None:
         self._spec = spec
         self._world.rendezvous.append(rendezvous)
 
