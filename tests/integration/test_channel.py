@@ -86,10 +86,11 @@ def test_who_was_not_written_to_for_long_costs_nothing(monkeypatch: pytest.Monke
             outbox.send(inbox.address, Shutdown(reason=str(number)))
             counts.append(len(list(Path("/proc/self/fd").iterdir())))
         assert max(counts) < counts[0] + len(counts) / 2
+        assert receive(inbox, 30) == [Shutdown(reason=str(number)) for number in range(30)]
         now_s += 1000.0
         outbox.send("tcp://127.0.0.1:1", Drain())
         outbox.send(inbox.address, Drain())
-        assert receive(inbox, 31) == [*(Shutdown(reason=str(number)) for number in range(30)), Drain()]
+        assert receive(inbox, 1) == [Drain()]
 
 
 def test_an_event_loop_takes_messages_of_members() -> None:
