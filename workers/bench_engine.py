@@ -52,6 +52,8 @@ class EngineBench:
         self._runner = _make_runner(self._model, most_tokens)
         self._peer: TransformersPeer | None = None
         self._no_peer = ""
+        self._host_s: list[float] = []
+        """That each step after a prompt took to begin."""
         try:
             self._peer = TransformersPeer(ENGINE_SHAPES[name], self._model)
         except ImportError as error:
@@ -69,7 +71,9 @@ class EngineBench:
         rng = random.Random(prompt_len)
         prompt = [rng.randrange(self._model.config.vocab_size) for _ in range(prompt_len)]
         ours, theirs, problem = [], [], self._no_peer
-        for _ in range(1 + num_rounds):
+        for number in range(1 + num_rounds):
+            if number == 1:
+                self._host_s.clear()
             ours.append(self._generate(prompt, output_len))
             if not problem and self._peer is not None:
                 try:
@@ -90,6 +94,7 @@ class EngineBench:
             tpot_floor_s=tpot_floor_s,
             ttft_ratio=own.ttft_s / ttft_floor_s,
             tpot_ratio=own.tpot_s / tpot_floor_s,
+            host_s=median(self._host_s) if self._runner.is_asynchronous else None,
             transformers_ttft_s=None if peer is None else peer.ttft_s,
             transformers_tpot_s=None if peer is None else peer.tpot_s,
             num_same_tokens=None if peer is None else num_same(own.token_ids, peer.token_ids),
@@ -121,7 +126,11 @@ class EngineBench:
     def _begin(self, row: Row, admit: Admit | None = None) -> BegunStep:
         admits, releases = ([], []) if admit is None else ([admit], [_ROOM])
         plan = StepPlan(step=1, strategy=Strategy.NONE, admits=admits, rows=[row], releases=releases)
-        return self._runner.begin(plan)
+        start_s = time.perf_counter()
+        begun = self._runner.begin(plan)
+        if row.output_position:
+            self._host_s.append(time.perf_counter() - start_s)
+        return begun
 
 
 def model_work(model: DecoderModel) -> ModelWork:

@@ -61,7 +61,8 @@ class KernelBench:
                         work=case.work,
                         seconds=seconds,
                         share_of_limit=case.work / limits.of(case.limit) / seconds,
-                        sdpa_seconds=self._seconds(case.peer) if case.peer else None,
+                        torch_seconds=self._seconds(case.peer) if case.peer else None,
+                        flash_attn_seconds=self._seconds(case.flash) if case.flash else None,
                     )
                 )
         return results

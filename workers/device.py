@@ -56,6 +56,6 @@ def on_device(on_cpu: torch.Tensor, device: torch.device) -> torch.Tensor:
     return on_cpu.pin_memory().to(device, non_blocking=True) if on_cpu.numel() else on_cpu.to(device)
 
 
-def index_on(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Rows of a tensor there, as an index: a list would be copied while the host waits."""
-    return on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+def index_on(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers there, such as rows for an index: a list would be copied while the host waits."""
+    return on_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)

@@ -120,6 +120,8 @@ class EngineResult:
     ttft_ratio: float
     """1 where nothing is lost."""
     tpot_ratio: float
+    host_s: float | None
+    """Of a later token's step, what the host is busy with; None where the host computes."""
     transformers_ttft_s: float | None
     transformers_tpot_s: float | None
     num_same_tokens: int | None

@@ -7,13 +7,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cluster.spec.sampling import Sampling
 from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.tiling import PROGRAMS
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
+from workers.device import index_on
+from workers.engine.chances import plain_race
+from workers.engine.cutoffs import Limits, ranked_cutoffs
 from workers.kernel_result import HeadShape, Limit
 from workers.kernels.copy_pages import gather_pages, scatter_pages
+from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.grouped_matmul import grouped_matmul
-from workers.kernels.merge import merge_partials
+from workers.kernels.merge import merge_partials, merge_parts
+from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
@@ -35,7 +42,9 @@ class KernelCase:
     """FLOPs, or bytes read and written at least."""
     run: Callable[[], object]
     peer: Callable[[], object] | None = None
-    """Torch's own attention over the same keys, which lie in rows."""
+    """The same by torch alone: its own attention, over as many keys that lie in rows, and draws."""
+    flash: Callable[[], object] | None = None
+    """The same by the flash_attn package, where that is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +57,8 @@ class Sizes:
     decode_len: int = 32_768
     decode_kv_bytes: int = 2 << 30
     """Of all requests that are decoded together."""
+    num_drawn: int = 64
+    """Tokens that are drawn together."""
     moved_kv_bytes: int = 512 << 20
     """That are stored and gathered: more than a cache holds."""
 
@@ -57,8 +68,10 @@ def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterat
     yield _prefill(shape, device, sizes.prompt_len, 0)
     yield _prefill(shape, device, sizes.chunk_len, sizes.prefix_len)
     yield _decode(shape, device, sizes)
+    yield _decoded_parts(shape, device, _num_decoded(shape, sizes))
     yield from _of_rows(shape, device, sizes.prompt_len)
     yield _experts(shape, device, sizes.prompt_len)
+    yield from _of_draws(shape, device, sizes.num_drawn)
     yield from _of_pages(shape, device, sizes.moved_kv_bytes // _row_bytes(shape))
 
 
@@ -68,21 +81,22 @@ def _prefill(shape: HeadShape, device: torch.device, num_tokens: int, prefix_len
     query = _random(device, num_tokens, shape.heads, shape.head_dim)
     step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
     pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
+    key, value = _random(device, 2, total, shape.kv_heads, shape.head_dim)
     peer = None
     if not prefix_len:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, *_random(device, 2, total, shape.kv_heads, shape.head_dim)))
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
 
         def peer() -> object:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     name = f"prefill {num_tokens}" + (f" behind {prefix_len}" if prefix_len else "")
     work = 4.0 * shape.heads * shape.head_dim * pairs
-    return KernelCase(name, Limit.FLOPS, work, lambda: step.attend(query, *pool.layer_view(0)), peer)
+    flash = _flash(query[None], key[None], value[None], causal=True)
+    return KernelCase(name, Limit.FLOPS, work, lambda: step.attend(query, *pool.layer_view(0)), peer, flash)
 
 
 def _decode(shape: HeadShape, device: torch.device, sizes: Sizes) -> KernelCase:
-    length, row_bytes = sizes.decode_len, _row_bytes(shape)
-    num_requests = max(1, sizes.decode_kv_bytes // (length * row_bytes))
+    length, row_bytes, num_requests = sizes.decode_len, _row_bytes(shape), _num_decoded(shape, sizes)
     pages_each = -(-length // PAGE_SIZE)
     pool, pages = _pages(shape, device, num_requests * pages_each * PAGE_SIZE)
     tables = torch.split(pages, pages_each)
@@ -96,7 +110,35 @@ def _decode(shape: HeadShape, device: torch.device, sizes: Sizes) -> KernelCase:
 
     name = f"decode {num_requests} x {length}"
     work = float(num_requests * length * row_bytes)
-    return KernelCase(name, Limit.BYTES, work, lambda: step.attend(query, *pool.layer_view(0)), peer)
+    flash = _flash(query[:, None], k.transpose(1, 2), v.transpose(1, 2), causal=False)
+    return KernelCase(name, Limit.BYTES, work, lambda: step.attend(query, *pool.layer_view(0)), peer, flash)
+
+
+def _num_decoded(shape: HeadShape, sizes: Sizes) -> int:
+    """Requests, of whose tokens so much KV is read."""
+    return max(1, sizes.decode_kv_bytes // (sizes.decode_len * _row_bytes(shape)))
+
+
+def _decoded_parts(shape: HeadShape, device: torch.device, num_requests: int) -> KernelCase:
+    """What attention of the case before leaves to be joined, where a recorded step has as many programs as it may."""
+    each = (num_requests + PROGRAMS // shape.kv_heads) // num_requests
+    found = torch.randn(num_requests * each, shape.heads, shape.head_dim, device=device)
+    found_lse = torch.zeros(found.shape[:2], device=device)
+    out, lse = _random(device, num_requests, shape.heads, shape.head_dim), found_lse[:num_requests].clone()
+    rows = torch.arange(num_requests, dtype=torch.int32, device=device)
+    joins = torch.stack((rows, rows * each, torch.ones_like(rows), torch.full_like(rows, each)), dim=1)
+    work = float(found.nbytes + found_lse.nbytes + out.nbytes + lse.nbytes)
+    name = f"merge {num_requests} x {each} parts"
+    return KernelCase(name, Limit.BYTES, work, lambda: merge_parts(found, found_lse, joins, out, lse))
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Callable[[], object] | None:
+    """Of ``[request, token, head, D]``; causal ones end with the same token. None without the package."""
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return None
+    return lambda: flash_attn_func(query, key, value, causal=causal)
 
 
 def _of_rows(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:
@@ -119,6 +161,28 @@ def _experts(shape: HeadShape, device: torch.device, num_tokens: int) -> KernelC
     x, weights = _random(device, num_tokens, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
     work = 2.0 * num_tokens * shape.hidden * shape.inner
     return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, counts))
+
+
+def _of_draws(shape: HeadShape, device: torch.device, num_rows: int) -> Iterator[KernelCase]:
+    weights, keys = torch.rand(num_rows, shape.vocab, device=device), list(range(num_rows))
+    keys_there = index_on(keys, device)
+    yield KernelCase(
+        "draw",
+        Limit.BYTES,
+        float(weights.nbytes),
+        lambda: win_race(weights, keys_there),
+        lambda: plain_race(weights, keys),
+    )
+    scores = weights - weights.amax(dim=-1, keepdim=True)
+    limits = Limits.of([Sampling(top_p=0.9)] * num_rows, scores)
+    cutoffs, is_sure = scores[:, 0].clone(), torch.zeros(num_rows, dtype=torch.bool, device=device)
+    yield KernelCase(
+        "top-p of likely many",
+        Limit.BYTES,
+        float(scores.nbytes),
+        lambda: find_cutoffs(scores, *limits, is_sure, cutoffs),
+        lambda: ranked_cutoffs(scores, limits, shape.vocab),
+    )
 
 
 def _of_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:

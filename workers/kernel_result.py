@@ -24,13 +24,14 @@ class HeadShape:
     hidden: int
     inner: int
     """Width of the MLP."""
+    vocab: int
 
 
 SHAPES: Mapping[str, HeadShape] = {
-    "Llama-3-8B": HeadShape(heads=32, kv_heads=8, head_dim=128, hidden=4096, inner=14336),
-    "Qwen3-8B": HeadShape(heads=32, kv_heads=8, head_dim=128, hidden=4096, inner=12288),
-    "Qwen3-0.6B": HeadShape(heads=16, kv_heads=8, head_dim=128, hidden=1024, inner=3072),
-    "Llama-3-70B/TP8": HeadShape(heads=8, kv_heads=1, head_dim=128, hidden=8192, inner=3584),
+    "Llama-3-8B": HeadShape(heads=32, kv_heads=8, head_dim=128, hidden=4096, inner=14336, vocab=128_256),
+    "Qwen3-8B": HeadShape(heads=32, kv_heads=8, head_dim=128, hidden=4096, inner=12288, vocab=151_936),
+    "Qwen3-0.6B": HeadShape(heads=16, kv_heads=8, head_dim=128, hidden=1024, inner=3072, vocab=151_936),
+    "Llama-3-70B/TP8": HeadShape(heads=8, kv_heads=1, head_dim=128, hidden=8192, inner=3584, vocab=128_256),
 }
 
 
@@ -58,5 +59,7 @@ class KernelResult:
     seconds: float
     share_of_limit: float
     """1 for a kernel that takes no longer than its work must."""
-    sdpa_seconds: float | None = None
-    """Torch's own attention, over keys that lie in rows."""
+    torch_seconds: float | None = None
+    """The same by torch alone: its own attention (SDPA), over keys that lie in rows, and draws."""
+    flash_attn_seconds: float | None = None
+    """The same by the flash_attn package, where that is installed."""

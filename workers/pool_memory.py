@@ -56,9 +56,12 @@ def _measure(
 ) -> GpuMemory:
     """Graphs are recorded once over the one page that there is, since those to come need the pool's addresses."""
     pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
-    memory = measure_memory(
-        model.device, spec.config.kv.memory_fraction, lambda: runner.run_trash(pool_config.chunk_tokens)
-    )
+
+    def run_largest_step() -> None:
+        runner.run_trash(pool_config.chunk_tokens)
+        runner.draw_trash(pool_config.max_requests)
+
+    memory = measure_memory(model.device, spec.config.kv.memory_fraction, run_largest_step)
     if make_record is None:
         return memory
     runner.record_decode(pool_config.max_requests, make_record())

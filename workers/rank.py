@@ -1,7 +1,7 @@
 """The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
-from cluster.spec.decode_graphs import records_decode
+from cluster.spec.decode_graphs import records_decode, why_unrecorded
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
@@ -21,6 +21,7 @@ from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
+from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.open_pool import open_pool
@@ -68,7 +69,7 @@ class Rank:
     """As the slowest rank of the replica measured them; on decode, where nothing is chosen by them, the defaults."""
     grammars: Grammars | None
     """Where tokens are drawn."""
-    host_pages: HostPages | None
+    host_pages: HostPages | GpuHostPages | None
     """On decode, where it is one stage."""
     keep_cost: KeepCost | None
     """As this rank measured it, where there are host pages."""
@@ -136,12 +137,15 @@ def _load(
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
     on_gpu = device.type == "cuda"
     regions = [region, host_region] if host_region is not None else [region]
-    pinned = PinnedMemory([each.buffer for each in regions if each.buffer.nbytes] if on_gpu else [])
-    host_pages = None if on_gpu else _make_host_pages(spec, layout, pool)
+    host_pages = _make_host_pages(spec, layout, pool)
+    pinned = PinnedMemory(_copied_memory(regions, host_pages) if on_gpu else [])
     runner = _make_runner(spec, model, pool, attention.backend, groups, grammars, staging, host_pages)
     if make_record is not None:
         runner.record_decode(config.decode.max_requests, make_record())
         _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
+    elif reason := why_unrecorded(config, spec.pool):
+        runner.why_unrecorded = reason
+        _log.info("decode steps are not recorded: %s", reason)
     shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, geometry.dtype)
     return Rank(
         geometry=geometry,
@@ -173,7 +177,7 @@ def _make_runner(
     groups: RankGroups,
     grammars: Grammars | None,
     staging: Staging | RegisteredPages | None,
-    host_pages: HostPages | None,
+    host_pages: HostPages | GpuHostPages | None,
 ) -> ModelRunner:
     """Warm."""
     runner = ModelRunner(
@@ -210,12 +214,18 @@ def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:
     )
 
 
-def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> HostPages | None:
+def _copied_memory(regions: Sequence[Region], host_pages: HostPages | GpuHostPages | None) -> list[memoryview]:
+    """All that a GPU copies from and to."""
+    kept = [host_pages.memory] if isinstance(host_pages, GpuHostPages) else []
+    return [*(region.buffer for region in regions if region.buffer.nbytes), *kept]
+
+
+def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> HostPages | GpuHostPages | None:
     """Memory for what retracted requests give back; only decode has any."""
     num_slots = num_host_slots(spec.config.decode.host_memory_gib, layout)
     # Of several stages one may still copy when the leader takes a step for done.
     if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
-        return HostPages(pool, num_slots)
+        return GpuHostPages(pool, num_slots) if pool.data.is_cuda else HostPages(pool, num_slots)
     return None
 
 

@@ -14,6 +14,10 @@ from cluster.bench.statistics import RequestRecord
 _RUN_SALT = secrets.token_hex(8)
 """So that a run finds nothing that an earlier one left in a prefix cache."""
 
+_NO_TOKEN = "there is no token"
+"""So the router refuses ids beyond the model's vocabulary."""
+_FEW_TOKENS = "; the model's vocabulary is smaller than --vocab-size says"
+
 
 class StreamError(Exception):
     """A request that did not bring a whole answer; the message is what the report counts."""
@@ -70,7 +74,9 @@ async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], progr
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             await response.aread()
-            raise StreamError(f"HTTP {response.status_code}: {error_message(response.text)}")
+            message = error_message(response.text)
+            advice = _FEW_TOKENS if _NO_TOKEN in message else ""
+            raise StreamError(f"HTTP {response.status_code}: {message}{advice}")
         progress.timeline_path = response.headers.get("x-baton-timeline")
         async for line in response.aiter_lines():
             event = parse_line(line)

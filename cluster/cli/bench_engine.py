@@ -58,7 +58,7 @@ def _print_limits(limits: "ChipLimits", as_json: bool) -> None:
         return
     typer.echo(f"{limits.device}: {limits.flops_per_s / 1e12:.3g} TFLOP/s, {limits.bytes_per_s / 1e12:.3g} TB/s copied")
     typer.echo(
-        f"{'model':12} {'prompt':>7} {'TTFT ms':>10} {'of floor':>9} {'TPOT ms':>9} {'of floor':>9} "
+        f"{'model':12} {'prompt':>7} {'TTFT ms':>10} {'of floor':>9} {'TPOT ms':>9} {'of floor':>9} {'host ms':>8} "
         f"{'transformers: TTFT':>19} {'TPOT':>9}"
     )
 
@@ -70,9 +70,10 @@ def _print_result(result: "EngineResult", as_json: bool) -> None:
     peer = f" {result.transformers_problem}"
     if result.transformers_ttft_s is not None and result.transformers_tpot_s is not None:
         peer = f"{result.transformers_ttft_s * 1e3:19.1f} {result.transformers_tpot_s * 1e3:9.2f}"
+    host = "" if result.host_s is None else f"{result.host_s * 1e3:.3f}"
     typer.echo(
         f"{result.model:12} {result.prompt_len:7} {result.ttft_s * 1e3:10.1f} {result.ttft_ratio:8.2f}x "
-        f"{result.tpot_s * 1e3:9.2f} {result.tpot_ratio:8.2f}x {peer}"
+        f"{result.tpot_s * 1e3:9.2f} {result.tpot_ratio:8.2f}x {host:>8} {peer}"
     )
 
 

@@ -42,7 +42,9 @@ def _print_limits(limits: "ChipLimits", as_json: bool) -> None:
     typer.echo(
         f"{limits.device}: {limits.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {limits.bytes_per_s / 1e12:.2f} TB/s copied"
     )
-    typer.echo(f"{'model':16} {'kernel':26} {'us':>10} {'rate':>15} {'of limit':>9} {'SDPA us':>10}")
+    typer.echo(
+        f"{'model':16} {'kernel':26} {'us':>10} {'rate':>15} {'of limit':>9} {'torch us':>10} {'flash_attn us':>13}"
+    )
 
 
 def _print_result(result: "KernelResult", as_json: bool) -> None:
@@ -50,8 +52,9 @@ def _print_result(result: "KernelResult", as_json: bool) -> None:
         typer.echo(json.dumps(dataclasses.asdict(result)))
         return
     unit = "TFLOP/s" if result.limit == "flops" else "TB/s"
-    sdpa = "" if result.sdpa_seconds is None else f"{result.sdpa_seconds * 1e6:.1f}"
+    peers = (result.torch_seconds, result.flash_attn_seconds)
+    torch_us, flash = ("" if seconds is None else f"{seconds * 1e6:.1f}" for seconds in peers)
     typer.echo(
         f"{result.model:16} {result.kernel:26} {result.seconds * 1e6:10.1f} "
-        f"{result.work / result.seconds / 1e12:7.2f} {unit:7} {result.share_of_limit:9.1%} {sdpa:>10}"
+        f"{result.work / result.seconds / 1e12:7.2f} {unit:7} {result.share_of_limit:9.1%} {torch_us:>10} {flash:>13}"
     )

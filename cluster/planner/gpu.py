@@ -12,27 +12,29 @@ _PAGE_ID_BYTES = 8
 # Allowances, not measurements: what CUDA keeps of a layer in a graph, and cuBLAS for the stream of recording.
 _GRAPH_LAYER_BYTES = 256 << 10
 _WORKSPACE_BYTES = 32 << 20
+_DRAW_BYTES = 24
+"""Of a logit in a draw with top-p: 21 as tensors that exist at once, counted on a CPU."""
 
 
 def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> GpuMemory:
     """Of the worker with most weights."""
-    itemsize = DTYPE_BYTES[model.geometry.dtype]
     return GpuMemory(
         total=config.resources.gpu_memory_gib,
         fraction=config.kv.memory_fraction,
         weights=weights_gib(config, pool, model),
-        activations=_num_activations(pool, model) * itemsize / GIB,
+        activations=_activation_bytes(pool, model) / GIB,
         graphs=_graph_bytes(config, pool, model) / GIB,
     )
 
 
-def _num_activations(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
-    """Of the widest layer, for a whole step's tokens on one rank, and fp32 logits of all requests."""
+def _activation_bytes(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
+    """Of the widest layer, for a whole step's tokens on one rank, and of drawing a token of every request."""
     num_tokens, counts = -(-pool.chunk_tokens // pool.parallel.cp), model.weights
     widths = (counts.heads_width + counts.mlp_width) / pool.parallel.tp
     # Of all shards' tokens each computes as much less of the width as they are more, but holds them, and their sums.
     brought = 2 * counts.hidden * (_num_shards(pool.parallel, model) - 1)
-    return num_tokens * (4 * counts.hidden + widths + brought) + 4 * pool.max_requests * counts.vocab
+    layer = num_tokens * (4 * counts.hidden + widths + brought) * DTYPE_BYTES[model.geometry.dtype]
+    return layer + _DRAW_BYTES * pool.max_requests * counts.vocab
 
 
 def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:

@@ -6,13 +6,30 @@ from cluster.spec.strategy import Collectives
 
 def records_decode(config: DeployConfig, pool: PoolConfig) -> bool:
     """Whether workers of a pool record decode steps; of models with experts none can be recorded."""
+    return _could_record(config, pool) and not why_unrecorded(config, pool)
+
+
+def why_unrecorded(config: DeployConfig, pool: PoolConfig) -> str:
+    """What keeps workers for decode on GPUs from it; empty for nothing, and for other workers."""
     resources, parallel = config.resources, pool.parallel
-    if resources.device is not Device.CUDA or not isinstance(pool, DecodeConfig):
-        return False
-    is_alone = parallel.pp == parallel.dp == 1
+    if not _could_record(config, pool):
+        return ""
+    if resources.attention is AttentionSetting.FLASH_ATTN:
+        return "attention by flash_attn"
+    if parallel.pp > 1:
+        return "pipeline stages"
+    if parallel.dp > 1:
+        return "ranks with requests of their own"
+    if parallel.tp == 1:
+        return ""
     # What goes through the host in the middle of a step cannot be replayed.
-    on_gpus = parallel.tp == 1 or resources.collectives is Collectives.AUTO
-    return is_alone and on_gpus and resources.attention is not AttentionSetting.FLASH_ATTN
+    if resources.collectives is Collectives.TCP:
+        return "sums over TCP"
+    return "sums that ranks compare" if resources.check_collectives else ""
+
+
+def _could_record(config: DeployConfig, pool: PoolConfig) -> bool:
+    return config.resources.device is Device.CUDA and isinstance(pool, DecodeConfig)
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -12,7 +12,7 @@ class HostMemory:
     pages: float
     """The pool, or what a GPU's pages pass through."""
     retracted: float
-    """``decode.host_memory_gib``, taken as it is needed."""
+    """``decode.host_memory_gib``, on a CPU taken as it is needed."""
     cached: float
     """``hicache.host_gib``, or ``host_ratio``"""
     lent: float

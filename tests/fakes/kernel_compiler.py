@@ -22,8 +22,10 @@ MOST_SHARED_BYTES = 227 << 10
 MOST_BESIDE = 65_535
 """Programs along the second and the third axis of a launch: only the first one has room for tokens and pages."""
 _TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",

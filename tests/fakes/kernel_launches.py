@@ -11,8 +11,10 @@ from workers.attention.triton.backend import TritonAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.kernels.copy_pages import gather_pages, scatter_pages
+from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.grouped_matmul import grouped_matmul
 from workers.kernels.merge import merge_partials, merge_parts
+from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
@@ -75,6 +77,12 @@ def _rotate() -> object:
     return rotate(query, turn, turn, _bf16(128), 1e-6)
 
 
+def _draws() -> object:
+    weights, sure = torch.zeros(4, 128256), torch.zeros(4, dtype=torch.bool)
+    find_cutoffs(weights, torch.ones(4, dtype=torch.int64), torch.ones(4, dtype=torch.float64), sure, torch.zeros(4))
+    return win_race(weights, torch.arange(4))
+
+
 def _experts() -> object:
     grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), [10, 0, 3, 7, 0, 0, 0, 0])
     return grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), [1000, 1000])
@@ -104,6 +112,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention": _attention(torch.bfloat16, 128, 4, 64),
     "attention of wide heads": _attention(torch.bfloat16, 256, 16, 128),
     "attention of odd heads": _attention(torch.bfloat16, 80, 5, 16),
+    "attention in fp16": _attention(torch.float16, 128, 4, 64),
     "attention in fp32": _attention(torch.float32, 64, 1, 64),
     "attention of rows": _rows,
     "merge": _merge,
@@ -117,6 +126,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "gate of experts": lambda: swiglu(torch.empty(MANY, 2 * 768, dtype=torch.bfloat16)),
     "copy of a pool": _copy_most,
     "experts": _experts,
+    "draws": _draws,
 }
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from tests.fakes.kernel_cases import DTYPES, compare
 from workers.cache.page_pool import PagePool
+from workers.context_parallel.merge import Partial, merge
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.grouped_matmul import grouped_matmul
+from workers.kernels.merge import merge_partials, merge_parts
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
@@ -14,13 +17,12 @@ from workers.kernels.swiglu import swiglu
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
 
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 NUM_ROWS = st.sampled_from([0, 1, 2, 5, 17])
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """``wanted`` is computed in fp64 from what the kernel was given."""
-    tolerance = 5e-6 if found.dtype == torch.float32 else 4e-3
+    tolerance = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[found.dtype]
     assert found.shape == wanted.shape
     difference = (found.cpu().double() - wanted).norm()
     assert difference <= tolerance * max(wanted.norm().item(), 1e-3), f"{difference}"
@@ -97,4 +99,54 @@ def check_grouped(data: st.DataObject, device: str) -> None:
     near(grouped_matmul(x.to(device), weights.to(device), counts), torch.cat(parts))
 
 
-CHECKS = (check_store, check_copy, check_norm, check_rotate, check_swiglu, check_grouped)
+def check_merged_parts(data: st.DataObject, device: str) -> None:
+    """More than are held at once; what lies between and behind a row's own is not to be looked at."""
+    step, dim, dtype = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([64, 80, 256])), data.draw(DTYPES)
+    counts = torch.randint(1, data.draw(st.integers(1, 40)) + 1, (3,)).tolist()
+    firsts = [1, 1 + step * counts[0], 1 + step * (counts[0] + counts[1])]
+    found = torch.full((firsts[2] + step * counts[2], 2, dim), torch.nan)
+    lse = torch.full(found.shape[:2], torch.nan)
+    own = [[first + step * number for number in range(count)] for first, count in zip(firsts, counts, strict=True)]
+    for parts in own:
+        found[parts], lse[parts] = torch.randn(len(parts), 2, dim), 30 * torch.randn(len(parts), 2)
+    lse[torch.rand(lse.shape) < 0.3] = -torch.inf
+    found[lse == -torch.inf] = 0
+    result = Partial(torch.full((4, 2, dim), 7.0, dtype=dtype).to(device), torch.full((4, 2), 7.0).to(device))
+    rows = [2, -1, 0]
+    joins = [[row, first, step, count] for row, first, count in zip(rows, firsts, counts, strict=True)]
+    merge_parts(found.to(device), lse.to(device), torch.tensor(joins, dtype=torch.int32).to(device), *result)
+    assert result.out[[1, 3]].eq(7).all()
+    for row, parts in zip(rows, own, strict=True):
+        if row >= 0:
+            expected = _merged_in_double([Partial(found[part : part + 1], lse[part : part + 1]) for part in parts])
+            compare(Partial(*(x[row : row + 1] for x in result)), expected, dtype)
+
+
+def check_merged_partials(data: st.DataObject, device: str) -> None:
+    """Of up to six ranks; what comes from others may be in fp32."""
+    shape = data.draw(st.sampled_from([(0, 1), (1, 3), (9, 2)]))
+    dim, dtype = data.draw(st.sampled_from([64, 80, 256])), data.draw(DTYPES)
+    dtypes = [dtype, *data.draw(st.lists(st.sampled_from([dtype, torch.float32]), max_size=5))]
+    outs, lses = [torch.randn(*shape, dim).to(each) for each in dtypes], [torch.randn(shape) for _ in dtypes]
+    for out, lse in zip(outs, lses, strict=True):
+        is_empty = torch.rand(shape) < data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+        out[is_empty], lse[is_empty] = 0, -torch.inf
+    expected = _merged_in_double([Partial(out, lse) for out, lse in zip(outs, lses, strict=True)])
+    result = merge_partials([out.to(device) for out in outs], [lse.to(device) for lse in lses])
+    compare(Partial(*result), expected, dtype)
+
+
+def _merged_in_double(parts: list[Partial]) -> Partial:
+    return merge([Partial(part.out.double(), part.lse.double()) for part in parts])
+
+
+CHECKS = (
+    check_store,
+    check_copy,
+    check_norm,
+    check_rotate,
+    check_swiglu,
+    check_grouped,
+    check_merged_parts,
+    check_merged_partials,
+)

@@ -5,14 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kernel_cases import PagedCase, check_paged, check_rows, compiled_cases
+from tests.fakes.kernel_cases import DTYPES, PagedCase, check_paged, check_rows, compiled_cases
 from tests.unit.workers.test_row_attention import rank_pairs
 from workers.attention.triton.backend import TritonAttention
 from workers.context_parallel.runs import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
-
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @settings(max_examples=200)

@@ -1,14 +1,18 @@
 """Recorded decode steps and their memory, and the engine's bench, on a GPU: `pytest -m gpu tests/gpu`."""
 
+import random
 from functools import partial
+from typing import TypeVar
 
 import pytest
 import torch
 
 from cluster.spec.config import Device
+from cluster.spec.strategy import Strategy
 from workers.attention.triton.backend import TritonAttention
 from workers.bench_engine import EngineBench
 from workers.cache.page_pool import PagePool
+from workers.engine.batch import BatchRow
 from workers.engine.gpu_recorder import GpuRecorder
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
@@ -20,11 +24,20 @@ from workers.parallel.collectives import Communicator
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
 
 
+T = TypeVar("T")
+
+
 def runner_of(model: DecoderModel, num_pages: int) -> ModelRunner:
     config = model.config
     shape = (config.num_kv_heads, config.num_layers, 64, config.head_dim, model.dtype)
     pool = PagePool(num_pages, *shape, device=model.device)
     return ModelRunner(model, pool, TritonAttention(), Communicator("cp"))
+
+
+def checked(found: T | None) -> T:
+    """What is there."""
+    assert found is not None
+    return found
 
 
 def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> None:
@@ -43,6 +56,27 @@ def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> No
     assert min(others) > 0
     assert max(others) <= first
     assert max(others) - min(others) <= 32 << 20, "whatever the pool holds"
+
+
+def test_replayed_steps_are_the_usual_ones() -> None:
+    """Of batches that grow and shrink, requests of any lengths, and pages in no order."""
+    device = torch.device("cuda", 0)
+    model = random_model(ModelConfig.from_mapping(ENGINE_SHAPES["tiny"], {}), torch.bfloat16, device)
+    runner = runner_of(model, 200)
+    runner._pool.data.normal_()
+    runner.record_decode(16, GpuRecorder(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+    rng = random.Random(0)
+    for count in (16, 1, 3, 11, 2):
+        free, rows = rng.sample(range(200), 200), []
+        for _ in range(count):
+            prefix_len = rng.choice([0, 1, 63, 64, rng.randrange(700)])
+            pages = [free.pop() for _ in range(prefix_len // 64 + 1)]
+            rows.append(BatchRow([rng.randrange(256)], prefix_len, pages, sampled=True))
+        with torch.inference_mode():
+            replayed = checked(runner._graphs).run(rows)
+            found = checked(replayed).clone()
+            _, wanted = runner._compute(rows, Strategy.NONE, None, None)
+        assert (found - wanted).float().norm() <= 0.02 * wanted.float().norm(), f"{count} requests"
 
 
 def test_after_a_failure_steps_run_as_usual() -> None:
@@ -73,3 +107,4 @@ def test_the_bench_replays_graphs_beside_transformers() -> None:
     assert result.num_same_tokens
     assert min(result.ttft_ratio, result.tpot_ratio) > 0
     assert bench.limits().flops_per_s > 0
+    assert result.host_s

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.spec.ids import Room
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import Endpoint
 from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import HostCopy
 from transfer.backends.interface import Region
+from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_pool import PagePool
 from workers.cache.pinned import PinnedMemory
@@ -118,6 +121,23 @@ def test_layers_are_read_while_others_come(world: World) -> None:
     assert torch.equal(torch.stack(seen, dim=2), expected)
 
 
+def test_kept_pages_come_back_in_the_order_of_steps() -> None:
+    """The host waits for nothing in between; what a step writes to the pages comes behind the copies."""
+    pool = PagePool(8, 1, 1, 2, 4, torch.float32, device=torch.device(DEVICE))
+    pool.data.copy_(torch.arange(9).view(-1, 1, 1, 1, 1, 1).expand_as(pool.data))
+    host = GpuHostPages(pool, 4)
+    pinned = PinnedMemory([host.memory])
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+    host.begin([HostCopy(room=Room(1), pages=[2, 5], slots=[3, 0])], [])
+    pool.data[[2, 5]] = -1.0
+    host.begin([], [HostCopy(room=Room(1), pages=[6, 4], slots=[0, 3])])
+    host.finish()
+    assert [float(pool.data[page].mean()) for page in (6, 4, 2, 5)] == [5, 2, -1, -1]
+    assert host.measure_page_s() > 0
+    host.close()
+    pinned.close()
+
+
 def test_tokens_are_those_that_a_cpu_draws() -> None:
     rows = [
         Sampling(temperature=0.0),
@@ -125,6 +145,7 @@ def test_tokens_are_those_that_a_cpu_draws() -> None:
         Sampling(temperature=0.7, top_p=0.9, seed=2),
         Sampling(temperature=1.0, top_k=40, seed=3),
         Sampling(temperature=1.5, top_k=2000, top_p=0.8, min_p=0.01, seed=4),
+        Sampling(temperature=3.0, top_p=0.99, seed=5),
     ] * 8
     logits = 3 * torch.randn(len(rows), 50_000, generator=torch.Generator().manual_seed(0))
     positions = list(range(len(rows)))

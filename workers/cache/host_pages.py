@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -14,6 +14,12 @@ from workers.cache.page_pool import PagePool
 _SAMPLES = 5
 _Copy = tuple[Tensor, Tensor]
 """From and to."""
+
+
+def pairs_of(copies: Sequence[HostCopy]) -> Iterator[tuple[int, int]]:
+    """Every page, and its slot."""
+    for copy in copies:
+        yield from zip(copy.pages, copy.slots, strict=True)
 
 
 class HostPages:
@@ -52,12 +58,10 @@ class HostPages:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="host pages", daemon=True)
             self._thread.start()
-        for save in saves:
-            for page, slot in zip(save.pages, save.slots, strict=True):
-                self._put(page, (self._pages[page], self._slots[slot]))
-        for load in loads:
-            for page, slot in zip(load.pages, load.slots, strict=True):
-                self._put(page, (self._slots[slot], self._pages[page]))
+        for page, slot in pairs_of(saves):
+            self._put(page, (self._pages[page], self._slots[slot]))
+        for page, slot in pairs_of(loads):
+            self._put(page, (self._slots[slot], self._pages[page]))
 
     def wait_for(self, tables: Iterable[Sequence[int]]) -> None:
         """Wait for the copies from and to these pages, which the step reads or writes."""

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,13 +22,29 @@ from workers.parallel.collectives import Communicator
 _SAMPLE_S = 0.02
 """What takes this long is not repeated, and nothing larger is measured."""
 _REPEATS = 5
-_FEW_TOKENS, _MOST_TOKENS = 16, 256
-_QUERIES, _PREFIX = 128, 896
 _SHORT_RUNS = 8
-_ROWS = (16, 512)
 _PAUSES = 3
 """Work behind which a collective may hide, in its own times."""
 _FALLBACK = Rates()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """How much is computed to time it."""
+
+    tokens: tuple[int, int]
+    """Next to none, and so many that what they take is arithmetic; four times as many from step to step."""
+    queries: int
+    prefix: int
+    rows: tuple[int, int]
+    """Of each rank in a collective."""
+
+
+SAMPLES: Mapping[str, Samples] = {
+    "cpu": Samples(tokens=(16, 256), queries=128, prefix=896, rows=(16, 512)),
+    # With as few tokens a GPU reads weights, and the host launches, for longer than anything is multiplied.
+    "cuda": Samples(tokens=(32, 2048), queries=2048, prefix=6144, rows=(16, 4096)),
+}
 
 
 def calibrate(
@@ -91,15 +108,16 @@ def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, floa
         rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
         return _least_s(model.device, lambda: layer(hidden, rotation, _NoAttention(), None))
 
-    num_tokens, few_s = _FEW_TOKENS, layer_s(_FEW_TOKENS)
+    few_tokens, most_tokens = SAMPLES[model.device.type].tokens
+    num_tokens, few_s = few_tokens, layer_s(few_tokens)
     many_s = few_s
-    while num_tokens < _MOST_TOKENS and many_s < _SAMPLE_S:
+    while num_tokens < most_tokens and many_s < _SAMPLE_S:
         num_tokens *= 4
         many_s = layer_s(num_tokens)
-    if num_tokens == _FEW_TOKENS:
+    if num_tokens == few_tokens:
         return 0.0, _rate(num_tokens * flops, few_s, _FALLBACK.linear_flops_per_s)
-    flops_per_s = _rate((num_tokens - _FEW_TOKENS) * flops, many_s - few_s, _FALLBACK.linear_flops_per_s)
-    return max(0.0, few_s - _FEW_TOKENS * flops / flops_per_s), flops_per_s
+    flops_per_s = _rate((num_tokens - few_tokens) * flops, many_s - few_s, _FALLBACK.linear_flops_per_s)
+    return max(0.0, few_s - few_tokens * flops / flops_per_s), flops_per_s
 
 
 def alone_flops(model: DecoderModel, shape: ModelShape) -> float:
@@ -115,7 +133,8 @@ def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
     """Time of a run of next to no work, and FLOP/s of a run on a longer prefix."""
-    table = torch.full((-(-(_PREFIX + _QUERIES) // pool.page_size),), pool.num_pages)
+    samples = SAMPLES[model.device.type]
+    table = torch.full((-(-(samples.prefix + samples.queries) // pool.page_size),), pool.num_pages)
 
     def runs_s(runs: Sequence[Run]) -> float:
         attention = backend.prepare(runs, [table] * len(runs), pool.page_size)
@@ -125,7 +144,7 @@ def _measure_attention(
         return _least_s(model.device, lambda: attention.attend(query, *pool.layer_view(0)))
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
-    long = Run(0, _PREFIX, _QUERIES, 1)
+    long = Run(0, samples.prefix, samples.queries, 1)
     flops = computed_pairs(long) * shape.attention_flops
     return run_s, _rate(flops, runs_s([long]) - run_s, _FALLBACK.attention_flops_per_s)
 
@@ -150,15 +169,16 @@ def _measure_exchange(model: DecoderModel, group: Communicator, shape: ModelShap
 
         return min(_waited_s(model.device, group, exchange) for _ in range(_REPEATS))
 
-    few_s, many_s = (gather_s(num_rows) for num_rows in _ROWS)
-    received = (group.size - 1) * (_ROWS[1] - _ROWS[0]) * shape.kv_row_bytes
+    few_rows, many_rows = SAMPLES[model.device.type].rows
+    few_s, many_s = gather_s(few_rows), gather_s(many_rows)
+    received = (group.size - 1) * (many_rows - few_rows) * shape.kv_row_bytes
     bytes_per_s = _rate(received, many_s - few_s, _FALLBACK.exchange_bytes_per_s)
     if not group.in_background:
         return few_s, bytes_per_s, 0.0
     if model.device.type == "cuda":
         # On a stream of its own, which the host does not see.
         return few_s, bytes_per_s, 1.0
-    hidden_s = many_s - gather_s(_ROWS[1], pause_s=_PAUSES * many_s)
+    hidden_s = many_s - gather_s(many_rows, pause_s=_PAUSES * many_s)
     return few_s, bytes_per_s, min(max(hidden_s / many_s, 0.0), 1.0)
 
 
@@ -172,8 +192,9 @@ def _measure_all_reduce(model: DecoderModel) -> tuple[float, float]:
         hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype)
         return min(_waited_s(model.device, group, lambda: group.all_reduce(hidden)) for _ in range(_REPEATS))
 
-    few_s, many_s = (sum_s(num_rows) for num_rows in _ROWS)
-    return few_s, max(0.0, many_s - few_s) / (_ROWS[1] - _ROWS[0])
+    few_rows, many_rows = SAMPLES[model.device.type].rows
+    few_s, many_s = sum_s(few_rows), sum_s(many_rows)
+    return few_s, max(0.0, many_s - few_s) / (many_rows - few_rows)
 
 
 def _waited_s(device: torch.device, group: Communicator, call: Callable[[], object]) -> float:
@@ -190,17 +211,19 @@ def _waited_s(device: torch.device, group: Communicator, call: Callable[[], obje
 
 def _measure_merge(model: DecoderModel) -> float:
     """Seconds that one partial of one token costs."""
-    shape = (_MOST_TOKENS, model.config.num_heads)
+    _, num_tokens = SAMPLES[model.device.type].tokens
+    shape = (num_tokens, model.config.num_heads)
     partial = Partial(torch.zeros(*shape, model.config.head_dim, dtype=model.dtype), torch.zeros(shape))
-    return _least_s(model.device, lambda: merge([partial, partial])) / (2 * _MOST_TOKENS)
+    return _least_s(model.device, lambda: merge([partial, partial])) / (2 * num_tokens)
 
 
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     """Seconds a row."""
-    slots = pool.at(torch.full((_MOST_TOKENS,), pool.trash_slot))
+    _, num_tokens = SAMPLES[model.device.type].tokens
+    slots = pool.at(torch.full((num_tokens,), pool.trash_slot))
     row = (2, model.config.num_kv_heads, model.config.head_dim)
-    kv = torch.zeros(_MOST_TOKENS, *row, dtype=model.dtype)
-    return _least_s(model.device, lambda: slots.write(0, kv)) / _MOST_TOKENS
+    kv = torch.zeros(num_tokens, *row, dtype=model.dtype)
+    return _least_s(model.device, lambda: slots.write(0, kv)) / num_tokens
 
 
 def _hidden(model: DecoderModel, num_tokens: int) -> Tensor:

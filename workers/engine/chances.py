@@ -7,7 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.device import on_device
+from workers.device import index_on
+from workers.kernel_devices import has_kernels
 
 _STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FRACTION_BITS = 53
@@ -33,6 +34,15 @@ def win_race(weights: Tensor, keys: Sequence[int]) -> Tensor:
     winner changes with a likelihood of that order; by inverse transform it would be so for each border between two
     tokens of the vocabulary.
     """
+    if has_kernels(weights):
+        from workers.kernels import race
+
+        return race.win_race(weights, index_on(keys, weights.device))
+    return plain_race(weights, keys)
+
+
+def plain_race(weights: Tensor, keys: Sequence[int]) -> Tensor:
+    """The same by torch alone."""
     num_rows, vocab_size = weights.shape
     at_once = max(1, _CACHED // vocab_size) if weights.device.type == "cpu" else num_rows
     blocks = [slice(first, first + at_once) for first in range(0, num_rows, at_once)]
@@ -50,7 +60,7 @@ def likeliest(scores: Tensor) -> Tensor:
 
 def _exponentials(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
     """``[num_keys, vocab_size]`` fp32, of mean 1: a generator SplitMix64 (Steele, Lea and Flood, 2014) for each key."""
-    bits = on_device(torch.tensor(keys, dtype=torch.int64), device)[:, None] + _steps(vocab_size, device)
+    bits = index_on(keys, device)[:, None] + _steps(vocab_size, device)
     shifted = torch.empty_like(bits)
     bits ^= _shift(bits, 30, shifted)
     bits *= _signed(_FIRST_FACTOR)

@@ -1,7 +1,9 @@
 """One rank's forward pass: follows step plans, keeps the page table of every request it has been told of."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,16 +12,18 @@ from cluster.grammar import Grammars
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
-from cluster.spec.sampling import Sampled, TokenLogprobs
+from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from cluster.spec.step_messages import Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
+from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_pool import OnStored, PagePool
 from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
+from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
 from workers.device import synchronize
 from workers.engine.attention_context import CpExchange, StepContext
@@ -30,7 +34,7 @@ from workers.engine.gpu_memory import bytes_kept_by
 from workers.engine.gpu_recorder import Record
 from workers.engine.known_request import KnownRequest
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
-from workers.engine.sampler import begin_sample
+from workers.engine.sampler import begin_sample, draw
 from workers.engine.sampling_state import SamplingState
 from workers.kernel_devices import has_kernels
 from workers.models.decoder import DecoderModel
@@ -40,8 +44,9 @@ from workers.parallel.pipeline import Pipeline
 _SAMPLE_TOKENS = 32
 _FIRST_STEP = [(1, 0)]
 """Tokens of a CP rank, and of the prefix."""
-_KERNEL_STEPS = [*((1 << power, 0) for power in range(8)), (1, 1024)]
-"""For attention in blocks of every size, and in parts that are joined: on a GPU each is compiled at its first use."""
+_KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
+"""For attention in blocks of every size, as a whole and, behind a prefix or over as many rows of other ranks, in parts
+that are joined: on a GPU each is compiled at its first use."""
 
 if TYPE_CHECKING:
     from workers.engine.decode_graphs import DecodeGraphs
@@ -59,7 +64,7 @@ class ModelRunner:
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
         pipeline: Pipeline | None = None,
-        host_pages: HostPages | None = None,
+        host_pages: HostPages | GpuHostPages | None = None,
         staging: Staging | RegisteredPages | None = None,
         head_copies: HeadCopies | None = None,
     ) -> None:
@@ -72,6 +77,9 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
         """Of the GPU's memory, that recorded steps hold."""
+        self.why_unrecorded = ""
+        """On a GPU for decode, where no step is."""
+        self._unrecorded: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
@@ -97,6 +105,20 @@ class ModelRunner:
         """
         for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.data) else _FIRST_STEP:
             self.run_trash(self._cp_group.size * num_tokens, prefix_len)
+        if has_kernels(self._pool.data):
+            self._merge_trash()
+            self.draw_trash(1)
+
+    def _merge_trash(self) -> None:
+        """As many partials as there may be, of a prefix and of every rank: each number is compiled at its first use."""
+        config, size = self._model.config, self._cp_group.size
+        kinds = [[self._model.dtype] * count for count in range(2, size + 2)]
+        if self._is_sharded:
+            # What has come home from all ranks is in fp32, behind those of the new rows of some.
+            kinds += [[self._model.dtype] * count + [torch.float32] * size for count in range(1, size + 1)]
+        out = torch.zeros(1, config.num_heads, config.head_dim, device=self._model.device)
+        for dtypes in kinds if size > 1 else []:
+            merge([Partial(out.to(dtype), out[..., 0].contiguous()) for dtype in dtypes])
 
     def measure_token_s(self) -> float:
         """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
@@ -115,6 +137,17 @@ class ModelRunner:
             context, hidden = self._compute([row], Strategy.CONTIGUOUS, None, lens)
             if self._pipeline.is_last:
                 self._model.logits(context.last.join_last(hidden))
+
+    def draw_trash(self, num_rows: int) -> None:
+        """Draw tokens that nobody asked for, with top-p; every rank of the replica calls this."""
+        if not self._pipeline.is_last:
+            return
+        model, sampling = self._model, Sampling(temperature=1.0, top_p=0.5, seed=0)
+        with torch.inference_mode():
+            hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+            logits = model.logits(hidden)
+            if self.draws:
+                draw(logits, [sampling] * num_rows, range(num_rows))
 
     def _trash_lens(self, extend: Extend) -> ShardLens | None:
         """All DP ranks run the same."""
@@ -140,8 +173,8 @@ class ModelRunner:
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Steps replayed, and those that were not, by reason; empty where none are recorded."""
-        return dict(self._graphs.counts) if self._graphs is not None else {}
+        """Steps replayed, and those that were not, by reason; empty where none are to be recorded."""
+        return dict(self._unrecorded if self._graphs is None else self._graphs.counts + self._unrecorded)
 
     @property
     def _owners(self) -> int:
@@ -165,6 +198,7 @@ class ModelRunner:
         by ``PagePool.in_step``.
         """
         self._take_notice(plan)
+        is_awaited = any(row.samples for row in plan.rows)
         if self._staging is not None:
             self._staging.take_in(plan.arrived)
         if self._head_copies is not None:
@@ -172,11 +206,14 @@ class ModelRunner:
         if self._host_pages is not None:
             self._host_pages.begin(plan.saves, plan.loads)
             self._host_pages.wait_for(self.requests[row.room].table.all.tolist() for row in plan.rows)
-            if not any(row.samples for row in plan.rows):
+            if not is_awaited:
                 self._host_pages.finish()
         has_tokens = bool(plan.rows) or any(plan.shard_lens)
         with torch.inference_mode(), self._pool.in_step(arrivals, on_stored):
             drawn = self._forward(plan) if has_tokens else Drawn()
+        if (plan.saves or plan.loads) and not is_awaited:
+            # Nobody waits for a token, so the step ends here; it is computed where every rank has ended its copies.
+            synchronize(self._model.device)
         return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn)
 
     def _take_notice(self, plan: StepPlan) -> None:
@@ -197,8 +234,7 @@ class ModelRunner:
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
         followed = self._drawn.followed(plan.rows)
-        is_recorded = self._graphs is not None and shards is None and plan.fill is None
-        last = self._graphs.run(rows, followed) if self._graphs is not None and is_recorded else None
+        last = self._replay(plan, rows, followed)
         if last is None:
             context, hidden = self._compute(rows, plan.strategy, plan.passing, shards, followed)
             if not self._pipeline.is_last:
@@ -217,6 +253,13 @@ class ModelRunner:
             return Drawn()
         self._drawn = self._begin_sample(sampled, logits)
         return self._drawn
+
+    def _replay(self, plan: StepPlan, rows: Sequence[BatchRow], followed: Followed | None) -> torch.Tensor | None:
+        """Final hidden states of a recorded step; None for one that is to be computed."""
+        reason = "layers on their way" if self._graphs is not None and plan.fill is not None else self.why_unrecorded
+        if reason:
+            self._unrecorded[reason] += 1
+        return self._graphs.run(rows, followed) if self._graphs is not None and not reason else None
 
     def _compute(
         self,

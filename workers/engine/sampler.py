@@ -11,17 +11,12 @@ from torch import Tensor
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from workers.device import Arriving, index_on, on_device
 from workers.engine.chances import key_of, likeliest, win_race
+from workers.engine.cutoffs import keep_likeliest
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
 _GREEDY_BELOW = 1e-5
 """Temperatures that leave nothing but the likeliest token, and would divide by zero in fp32 at last."""
-
-_ROUNDING = 1e-4
-"""Logits in fp32 that differ by less may be equals."""
-
-_NUM_RANKED = 1024
-"""Tokens that are ranked at first; few rows must look further to know where their top-p ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,48 +110,9 @@ def _weights(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
     sorting = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
     if sorting:
         index = index_on(sorting, scores.device)
-        scores[index] = _keep_likeliest(scores[index], [rows[place] for place in sorting])
+        scores[index] = keep_likeliest(scores[index], [rows[place] for place in sorting])
     floor = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows], logits)
     return scores.masked_fill(scores < floor, -math.inf).exp()
-
-
-def _keep_likeliest(scores: Tensor, rows: Sequence[Sampling]) -> Tensor:
-    """Scores with everything outside the top-k, then outside the smallest set of mass top-p, at -inf.
-
-    Equals of the last token that is kept are kept too, so that neither an order among them nor rounding, which may
-    differ with the company in the batch, changes what is drawn.
-    """
-    vocab_size = scores.shape[-1]
-    cutoffs, is_sure = _cutoffs(scores, rows, min(vocab_size, _NUM_RANKED))
-    unsure = [place for place, row in enumerate(rows) if not 0 < row.top_k <= _NUM_RANKED]
-    if scores.device.type == "cpu":  # a GPU ranks the whole vocabulary sooner than the host knows whether it must
-        unsure = [place for place in unsure if not is_sure[place]]
-    if unsure:
-        index = index_on(unsure, scores.device)
-        cutoffs[index], _ = _cutoffs(scores[index], [rows[place] for place in unsure], vocab_size)
-    rounding = _column([_ROUNDING / row.temperature for row in rows], scores)
-    return scores.masked_fill(scores < cutoffs - rounding, -math.inf)
-
-
-def _cutoffs(scores: Tensor, rows: Sequence[Sampling], num_ranked: int) -> tuple[Tensor, Tensor]:
-    """Each row's least score to keep ``[num_rows, 1]``, and whether that many likeliest tokens suffice to know it.
-
-    Scores are at most 0, and 0 for the likeliest.
-    """
-    ranked = scores.topk(num_ranked, dim=-1).values
-    top_k = on_device(torch.tensor([[row.top_k or scores.shape[-1]] for row in rows]), scores.device)
-    top_p = on_device(torch.tensor([[row.top_p] for row in rows], dtype=torch.float64), scores.device)
-    is_outside = torch.arange(num_ranked, device=scores.device) >= top_k
-    weights = ranked.exp().double().masked_fill(is_outside, 0.0)
-    total = scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    total = torch.where(top_k <= num_ranked, weights.sum(dim=-1, keepdim=True), total)
-    is_beyond = (weights.cumsum(dim=-1) - weights >= top_p * total) & (top_p < 1)
-    is_beyond[:, 0] = False
-    num_kept = num_ranked - (is_outside | is_beyond).sum(dim=-1, keepdim=True)
-    vocab_size = scores.shape[-1]
-    # Top-p is a share of what top-k leaves; its mass is known where that is ranked, or is everything.
-    is_sure = (top_k <= num_ranked) | (is_beyond[:, -1:] & (top_k >= vocab_size)) | (num_ranked == vocab_size)
-    return ranked.gather(-1, num_kept - 1), is_sure.squeeze(-1)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -33,7 +33,10 @@ def leave_store(store: Store, global_rank: int) -> None:
 def exchange(store: Store, name: str, rank: int, size: int, word: str) -> list[str]:
     """The words of a group's ranks, by rank; RuntimeError where one does not come. ``store`` has no prefix."""
     store.set(f"{name}/{rank}", word)
-    return [word_at(store, f"{name}/{peer}") for peer in range(size)]
+    words = [word_at(store, f"{name}/{peer}") for peer in range(size)]
+    # One of them may have said its word, and given up since: it would be waited for in what comes next.
+    _check_all_stay(store)
+    return words
 
 
 def word_at(store: Store, key: str) -> str:
@@ -41,10 +44,14 @@ def word_at(store: Store, key: str) -> str:
     limit_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs leave it out
     end_s, pause_s = time.monotonic() + limit_s, _FIRST_LOOK_S
     while not store.check([key]):
-        if store.check([_LEFT]):
-            raise RuntimeError(f"rank {bytes(store.get(_LEFT)).decode()} has left")
+        _check_all_stay(store)
         if time.monotonic() > end_s:
             raise RuntimeError(f"nothing within {limit_s:g} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_EVERY_S)
     return bytes(store.get(key)).decode()
+
+
+def _check_all_stay(store: Store) -> None:
+    if store.check([_LEFT]):
+        raise RuntimeError(f"rank {bytes(store.get(_LEFT)).decode()} has left")

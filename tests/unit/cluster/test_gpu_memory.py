@@ -83,6 +83,14 @@ def test_graphs_of_decode_are_expected(tmp_path: Path) -> None:
     assert expected_memory(config, config.decode, model).graphs == 0
 
 
+def test_drawing_for_every_request_is_expected(tmp_path: Path) -> None:
+    def activations(max_requests: int) -> float:
+        config, model = planned(tmp_path, LLAMA_3_8B, f"decode: {{max_requests: {max_requests}}}")
+        return expected_memory(config, config.decode, model).activations * GIB
+
+    assert activations(256) - activations(64) == pytest.approx(192 * 128256 * 24)
+
+
 def test_ranks_with_requests_of_their_own_share_mlps(tmp_path: Path) -> None:
     config, model = planned(tmp_path, LLAMA_3_70B, "prefill: {parallel: {dp: 8}}\ndecode: {parallel: {dp: 8}}")
     assert expected_memory(config, config.decode, model).weights == pytest.approx(39.5, rel=0.01)

@@ -54,6 +54,8 @@ def test_both_engines_say_the_same(bench: EngineBench, monkeypatch: pytest.Monke
     assert result.tpot_ratio == result.tpot_s / result.tpot_floor_s
     assert min(result.transformers_ttft_s or 0, result.transformers_tpot_s or 0) > 0
     assert result.transformers_problem is None
+    assert (result.host_s is not None) == ahead
+    assert len(bench._host_s) == 5, "of the round that counts, each step but the prompt's"
 
 
 def test_tables_that_are_one_count_once_and_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:

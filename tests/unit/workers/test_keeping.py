@@ -12,6 +12,7 @@ from cluster.spec.step_messages import HostCopy
 from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import check
 from tests.fakes.paged_ranks import PAGE_SIZE
+from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.host_pages import HostPages
 from workers.cache.page_pool import PagePool
 from workers.scheduler.keeping import HostKeeper, KeepCost
@@ -109,9 +110,10 @@ def pool_of(num_pages: int) -> PagePool:
     return pool
 
 
-def test_pages_come_back_as_they_were_though_others_took_them() -> None:
+@pytest.mark.parametrize("kind", [HostPages, GpuHostPages])
+def test_pages_come_back_as_they_were_though_others_took_them(kind: type[HostPages] | type[GpuHostPages]) -> None:
     pool = pool_of(8)
-    host = HostPages(pool, 4)
+    host = kind(pool, 4)
     host.begin([HostCopy(room=Room(1), pages=[2, 5, 7], slots=[3, 0, 1])], [])
     host.wait_for([[5]])
     pool.data[5] = -1.0

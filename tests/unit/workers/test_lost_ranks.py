@@ -90,6 +90,15 @@ def test_a_rank_that_is_gone_is_missed_in_groups_it_is_not_in() -> None:
     on_thread_ranks(4, join)
 
 
+def test_a_rank_that_said_its_word_and_left_is_not_waited_for_in_what_comes_next() -> None:
+    """It has seen that a third one is gone, before this one came."""
+    store = HashStore()
+    store.set("tp/0/here/1", "here")
+    leave_store(store, 2)
+    with pytest.raises(PeerLostError, match=r"rank 2 has left$"):
+        join_group(store, "tp/0", [0, 1], 0, host="127.0.0.1", timeout_s=3600)
+
+
 def test_a_rank_that_does_not_read_is_lost() -> None:
     class Full:
         def broadcast(self, addresses: Iterable[str], message: Message) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
@@ -17,8 +16,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers import TopPLogitsWarper as TransformersTopP
 
 from cluster.spec.sampling import Sampling
-from workers import device
-from workers.engine import chances, logits_processors, sampler
+from workers.engine import cutoffs, sampler
 
 VOCAB_SIZE = 40
 NUM_DRAWS = 4000
@@ -81,8 +79,8 @@ def test_what_is_kept_equals_a_full_ranking(top_k: int, top_p: float, levels: in
     scores = (some_logits(4, seed) * levels).round() / levels
     scores -= scores.amax(dim=-1, keepdim=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "_NUM_RANKED", num_ranked)
-        kept = sampler._keep_likeliest(scores, [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)] * 4) > -torch.inf
+        patch.setattr(cutoffs, "_NUM_RANKED", num_ranked)
+        kept = cutoffs.keep_likeliest(scores, [Sampling(temperature=1.0, top_k=top_k, top_p=top_p)] * 4) > -torch.inf
     for row in range(4):
         ranked = sorted(scores[row].double().tolist(), reverse=True)[: top_k or None]
         mass, total, least = 0.0, sum(map(math.exp, ranked)), ranked[0]
@@ -203,26 +201,3 @@ def test_what_was_drawn_leaves_for_the_host_at_once(monkeypatch: pytest.MonkeyPa
     draws.token_ids.zero_()  # as the next step may do
     assert [sampled.token_id for sampled in draws.wait()] == [1, 2]
     assert events[5:] == ["awaited"]
-
-
-def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without content raise where something must be known of it."""
-    for module in (device, sampler, chances, logits_processors):
-        monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
-    rows = [*FILTERS.values(), Sampling(), Sampling(temperature=1.0, top_k=2000, top_p=0.5), Sampling(top_p=0.5)]
-    states: list[Any] = [
-        SimpleNamespace(
-            asks=True,
-            sampling=row,
-            allowed=np.arange(3),
-            shifts=lambda _: (np.arange(2), np.ones(2, np.float32)),
-            counts=SimpleNamespace(ids=np.arange(4), counts=np.ones(4, np.float32)),
-            grammar=SimpleNamespace(allowed=lambda _: np.ones(VOCAB_SIZE, np.bool_)),
-        )
-        for row in rows
-    ]
-    logits = torch.empty(len(rows), VOCAB_SIZE, device="meta")
-    logits_processors.process(logits, states, range(len(rows)))
-    assert sampler.draw(logits, rows, range(len(rows))).shape == (len(rows),)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        logits.nonzero()

@@ -1,6 +1,6 @@
 """The step scheduler against a model whose next token is a function of the whole sequence so far."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from hypothesis import given
@@ -12,6 +12,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import fixed
+from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -45,11 +46,14 @@ def sequence(
 
 
 class Ranks:
-    """Followers that remember what plans told them, and check that plans are consistent."""
+    """Followers that have tokens in pages, as told by plans, and check that plans are consistent."""
 
     def __init__(self) -> None:
         self.tokens: dict[Room, list[int]] = {}
         self.pages: dict[Room, list[int]] = {}
+        self.memory: dict[int, list[int]] = defaultdict(list)
+        """Of every page, the tokens whose KV it has; so of every slot of the host."""
+        self.host: dict[int, list[int]] = {}
         self.drawn: dict[Room, int] = {}
         """In the newest step."""
 
@@ -59,20 +63,37 @@ class Ranks:
         for admit in plan.admits:
             assert admit.room not in self.tokens
             self.tokens[admit.room], self.pages[admit.room] = [], []
+        for save in plan.saves:
+            self.host |= {slot: [*self.memory[page]] for page, slot in zip(save.pages, save.slots, strict=True)}
+        for load in plan.loads:
+            self.memory |= {page: [*self.host[slot]] for page, slot in zip(load.pages, load.slots, strict=True)}
         sampled: dict[Room, Sampled] = {}
         for row in plan.rows:
-            known = self.tokens[row.room]
+            self.pages[row.room] += row.new_pages
             assert row.token_ids, "a row without tokens"
+            if not self.tokens[row.room]:
+                self.tokens[row.room] = self._read(row.room, row.first_position)
+            known = self.tokens[row.room]
             assert row.first_position == len(known)
             known += [self.drawn[row.room]] if row.follows else row.token_ids
-            self.pages[row.room] += row.new_pages
             assert len(self.pages[row.room]) * PAGE_SIZE >= len(known)
+            self._write(row.room, row.first_position)
             if row.samples:
                 sampled[row.room] = Sampled(token_id=next_token(known))
         self.drawn = {room: drawn.token_id for room, drawn in sampled.items()}
         in_step = [page for row in plan.rows for page in self.pages[row.room]]
         assert len(in_step) == len(set(in_step)), "two rows of a step share a page"
         return sampled
+
+    def _read(self, room: Room, num_tokens: int) -> list[int]:
+        """What came back from the host."""
+        found = [token for page in self.pages[room] for token in self.memory[page][:PAGE_SIZE]] if num_tokens else []
+        return found[:num_tokens]
+
+    def _write(self, room: Room, first_position: int) -> None:
+        for place in range(first_position // PAGE_SIZE, -(-len(self.tokens[room]) // PAGE_SIZE)):
+            held = self.tokens[room][place * PAGE_SIZE : (place + 1) * PAGE_SIZE]
+            self.memory[self.pages[room][place]] = held
 
 
 @given(
@@ -84,6 +105,7 @@ class Ranks:
     num_owners=st.integers(1, 3),
     depth=st.integers(1, 3),
     runs_ahead=st.booleans(),
+    num_slots=st.integers(0, 12),
     stops=st.sampled_from([range(0), range(0, 1009, 5)]),
     penalty=st.sampled_from([0.0, 0.0, 1.0]),
 )
@@ -96,6 +118,7 @@ def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     num_owners: int,
     depth: int,
     runs_ahead: bool,
+    num_slots: int,
     stops: range,
     penalty: float,
 ) -> None:
@@ -103,7 +126,9 @@ def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     depth = 2 if runs_ahead else depth
     allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
     limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth, runs_ahead=runs_ahead)
-    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
+    # Several stages, which have no order of copies among each other, keep nothing.
+    keeper = HostKeeper(num_slots if runs_ahead or depth == 1 else 0)
+    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper)
     ranks = Ranks()
     under_way: deque[tuple[StepPlan, dict[Room, Sampled]]] = deque()
     for room, prompt in enumerate(prompts):

@@ -5,16 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kernel_cases import PagedCase, check_paged, check_rows, compare, paged_cases
+from tests.fakes.kernel_cases import DTYPES, PagedCase, check_paged, check_rows, paged_cases
 from tests.unit.workers.test_row_attention import rank_pairs
 from workers.attention.triton import backend as triton_backend
 from workers.attention.triton import tiling
 from workers.attention.triton.backend import TritonAttention
-from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.runs import Run
-from workers.kernels.merge import merge_partials, merge_parts
-
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 @settings(max_examples=8)
@@ -96,46 +92,3 @@ def test_pages_of_another_size_are_our_own_bug() -> None:
         step.attend(torch.ones(1, 1, 64), torch.ones(1, 1, 8, 64), torch.ones(1, 1, 8, 64))
     with pytest.raises(AssertionError, match="ends past its pages"):
         triton_backend.paged_items([Run(0, 16, 1, 1)], [1], 16, None)
-
-
-@settings(max_examples=10)
-@given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
-def test_merging_parts(most: int, step: int, seed: int) -> None:
-    """More than are held at once; what lies between and behind a row's own is not to be looked at."""
-    torch.manual_seed(seed)
-    counts = torch.randint(1, most + 1, (3,)).tolist()
-    firsts = [1, 1 + step * counts[0], 1 + step * (counts[0] + counts[1])]
-    found = torch.full((firsts[2] + step * counts[2], 2, 80), torch.nan)
-    found_lse = torch.full(found.shape[:2], torch.nan)
-    own = [[first + step * number for number in range(count)] for first, count in zip(firsts, counts, strict=True)]
-    for parts in own:
-        found[parts], found_lse[parts] = torch.randn(len(parts), 2, 80), 30 * torch.randn(len(parts), 2)
-    found_lse[torch.rand(found_lse.shape) < 0.3] = -torch.inf
-    found[found_lse == -torch.inf] = 0
-    result = Partial(torch.full((4, 2, 80), 7.0), torch.full((4, 2), 7.0))
-    rows = [2, -1, 0]
-    joins = [[row, first, step, count] for row, first, count in zip(rows, firsts, counts, strict=True)]
-    merge_parts(found, found_lse, torch.tensor(joins, dtype=torch.int32), *result)
-    assert result.out[[1, 3]].eq(7).all()
-    for row, parts in zip(rows, own, strict=True):
-        if row >= 0:
-            expected = merge_in_double([Partial(found[part : part + 1], found_lse[part : part + 1]) for part in parts])
-            compare(Partial(*(x[row : row + 1] for x in result)), expected, torch.float32)
-
-
-def merge_in_double(parts: list[Partial]) -> Partial:
-    return merge([Partial(part.out.double(), part.lse.double()) for part in parts])
-
-
-@settings(max_examples=10)
-@given(st.integers(1, 6), st.sampled_from([(0, 1), (1, 3), (9, 2)]), st.sampled_from([64, 80]), st.data())
-def test_merging_partials(num: int, shape: tuple[int, int], head_dim: int, data: st.DataObject) -> None:
-    dtype = data.draw(DTYPES)
-    torch.manual_seed(0)
-    outs = [torch.randn(*shape, head_dim).to(dtype) for _ in range(num)]
-    lses = [torch.randn(shape) for _ in range(num)]
-    for out, lse in zip(outs, lses, strict=True):
-        is_empty = torch.rand(shape) < data.draw(st.sampled_from([0.0, 0.5, 1.0]))
-        out[is_empty], lse[is_empty] = 0, -torch.inf
-    expected = merge_in_double([Partial(out, lse) for out, lse in zip(outs, lses, strict=True)])
-    compare(Partial(*merge_partials(outs, lses)), expected, dtype)

@@ -1,8 +1,10 @@
 """Graphs are counted before pages are: a GPU that only counts bytes stands in for one that computes."""
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +13,20 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.decode_graphs import batch_sizes, records_decode
+from cluster.spec.decode_graphs import batch_sizes, records_decode, why_unrecorded
 from cluster.spec.errors import UserError
+from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
+from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
 from workers.attention.torch_backend import TorchAttention
 from workers.cache.page_pool import PagePool
+from workers.engine import runner
 from workers.engine.gpu_recorder import Record
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
@@ -97,15 +104,34 @@ def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.M
     gpu.used += int(pages_gib * GIB)
     config = model.config
     pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
-    runner = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
-    runner.record_decode(8, gpu.make_record())
-    assert runner.graph_bytes == len(SIZES) * GRAPH
+    one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
+    one.record_decode(8, gpu.make_record())
+    assert one.graph_bytes == len(SIZES) * GRAPH
     assert gpu.used + ACTIVATIONS == 0.9 * TOTAL
 
 
 def test_without_graphs_pages_take_their_part(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu(monkeypatch)
     assert ask(worker({}), model, None) * GIB == 0.9 * TOTAL - WEIGHTS - ACTIVATIONS - OTHERS
+
+
+def test_tokens_of_most_requests_are_drawn_before_memory_is_read(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one their logits, and what ranks them, would pass for nothing."""
+    FakeGpu(monkeypatch)
+    before = ask(worker({}), model, None)
+    num_drawn = 0
+
+    def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> None:
+        nonlocal num_drawn
+        num_drawn += len(logits)
+        assert len(rows) == len(positions) == len(logits)
+        assert all(row.top_p < 1 and row.temperature for row in rows)
+
+    monkeypatch.setattr(runner, "draw", draw)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: WEIGHTS + ACTIVATIONS + num_drawn * GIB)
+    assert ask(worker({}), model, None) == before - 8
 
 
 def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,20 +159,58 @@ def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch
     loaded.close()
 
 
+def test_a_rank_that_records_nothing_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(rank, "records_decode", lambda *_: False)
+    monkeypatch.setattr(rank, "why_unrecorded", lambda *_: "a reason")
+    FakeGpu(monkeypatch)
+    given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
+    store: Any = HashStore()
+    loaded = rank.load_rank(given, make_checkpoint(tmp_path, "qwen3"), store)
+    admit = Admit(room=Room(1), prompt_len=1, owner_base=0, sampling=Sampling(temperature=0.0), target=None)
+    row = Row(room=Room(1), first_position=0, token_ids=[5], new_pages=[0], samples=True, output_position=0)
+    loaded.runner.execute(StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], rows=[row], releases=[]))
+    assert loaded.runner.graph_steps == {"a reason": 1}
+    loaded.close()
+
+
+def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
+    config = model.config
+    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
+    one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
+    fill: Any = object()
+    assert (
+        one._replay(StepPlan(step=1, strategy=Strategy.NONE, admits=[], rows=[], releases=[], fill=fill), [], None)
+        is None
+    )
+    assert one.graph_steps == {"replayed": 2, "layers on their way": 1}
+
+
 @pytest.mark.parametrize(
-    ("text", "recorded"),
+    ("text", "reason"),
     [
-        ({}, True),
-        ({"resources": {"device": "cpu"}}, False),
-        ({"resources": {"device": "cuda", "attention": "flash_attn"}}, False),
-        ({"decode": {"parallel": {"pp": 2}}}, False),
-        ({"decode": {"parallel": {"dp": 2}}}, False),
-        ({"decode": {"parallel": {"tp": 2}}}, True),
-        ({"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, False),
-        ({"resources": {"device": "cuda", "collectives": "tcp"}}, True),
+        ({}, ""),
+        ({"resources": {"device": "cuda", "attention": "flash_attn"}}, "attention by flash_attn"),
+        ({"decode": {"parallel": {"pp": 2}}}, "pipeline stages"),
+        ({"decode": {"parallel": {"dp": 2}}}, "ranks with requests of their own"),
+        ({"decode": {"parallel": {"tp": 2}}}, ""),
+        ({"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
+        (
+            {"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "check_collectives": True}},
+            "sums that ranks compare",
+        ),
+        ({"resources": {"device": "cuda", "collectives": "tcp", "check_collectives": True}}, ""),
     ],
 )
-def test_which_pools_record(text: dict[str, Any], recorded: bool) -> None:
+def test_which_pools_record(text: dict[str, Any], reason: str) -> None:
     config = DeployConfig.model_validate({"resources": {"device": "cuda"}} | text)
-    assert records_decode(config, config.decode) == recorded
+    assert why_unrecorded(config, config.decode) == reason
+    assert records_decode(config, config.decode) == (not reason)
     assert not records_decode(config, config.prefill)
+
+
+def test_no_pool_on_a_cpu_records() -> None:
+    config = DeployConfig.model_validate({"decode": {"parallel": {"pp": 2}}})
+    assert not records_decode(config, config.decode)
+    assert not why_unrecorded(config, config.decode)

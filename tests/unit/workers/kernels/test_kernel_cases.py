@@ -1,6 +1,7 @@
 """Every case of `baton bench kernels` runs, and the work it is said to do is what it must do."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from workers.bench_kernels import KernelBench
 from workers.kernel_cases import Sizes, kernel_cases
 from workers.kernel_result import HeadShape, Limit
 
-SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=16, hidden=32, inner=48)
+SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=16, hidden=32, inner=48, vocab=300)
 TWO_OF_MANY = {"merge 4 partials", "normalise a sum"}
 ROW_BYTES = 2 * 2 * 16 * 2
 SIZES = Sizes(
@@ -21,6 +22,7 @@ SIZES = Sizes(
     chunk_len=10,
     decode_len=130,
     decode_kv_bytes=130 * ROW_BYTES * 3,
+    num_drawn=3,
     moved_kv_bytes=200 * ROW_BYTES,
 )
 
@@ -37,15 +39,41 @@ def test_every_case_runs() -> None:
         "prefill 70": (Limit.FLOPS, 4 * 4 * 16 * 70 * 71 / 2),
         "prefill 10 behind 100": (Limit.FLOPS, 4 * 4 * 16 * (10 * 100 + 10 * 11 / 2)),
         "decode 3 x 130": (Limit.BYTES, 3 * 130 * 2 * 2 * 16 * 2),
+        "merge 3 x 45 parts": (Limit.BYTES, 3 * 4 * (45 * (16 * 4 + 4) + 16 * 2 + 4)),
         "merge 4 partials": (Limit.BYTES, 5 * 70 * 4 * (16 * 2 + 4)),
         "rotate": (Limit.BYTES, 2 * 70 * 4 * 16 * 2),
         "normalise a sum": (Limit.BYTES, 4 * 70 * 32 * 2),
         "gate": (Limit.BYTES, 3 * 70 * 48 * 2),
         "8 experts": (Limit.FLOPS, 2 * 70 * 32 * 48),
+        "draw": (Limit.BYTES, 3 * 300 * 4),
+        "top-p of likely many": (Limit.BYTES, 3 * 300 * 4),
         "store K and V": (Limit.BYTES, 2 * 200 * 2 * 2 * 16 * 2),
         "gather pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
         "scatter pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
     }
+
+
+def test_flash_attn_is_timed_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = ModuleType("flash_attn")
+    calls = []
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
+        assert k.shape == v.shape
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        calls.append((tuple(q.shape), tuple(k.shape), causal))
+
+    package.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    for case in kernel_cases(SHAPE, SIZES, torch.device("cpu")):
+        if case.flash is not None:
+            case.flash()
+    assert calls == [
+        ((1, 70, 4, 16), (1, 70, 2, 16), True),
+        ((1, 10, 4, 16), (1, 110, 2, 16), True),
+        ((3, 1, 4, 16), (3, 130, 2, 16), False),
+    ]
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert all(case.flash is None for case in kernel_cases(SHAPE, SIZES, torch.device("cpu")))
 
 
 def test_no_case_reads_a_tensor_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,43 +1,141 @@
 """What a GPU must compile is compiled before the first request."""
 
+import random
+import threading
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cluster.spec.registry import KvOwnership
+from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.thread_group import on_thread_ranks
+from workers import kernel_devices
+from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend
 from workers.attention.triton.backend import TritonAttention
 from workers.cache.page_pool import PagePool
-from workers.engine import runner
+from workers.context_parallel.merge import Partial, merge
+from workers.context_parallel.runs import Run
+from workers.engine import attention_context, runner
+from workers.engine.batch import BatchRow
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
-from workers.kernels.attention import Blocks, attend, blocks_for
-from workers.kernels.merge import merge_parts
+from workers.kernels import cutoffs, race
+from workers.kernels.attention import Blocks, blocks_for
 from workers.parallel.collectives import Communicator
 
 
 def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in parts, which are in fp32."""
+    model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), dtype=torch.bfloat16)
+    config = model.config
+    pool = PagePool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.bfloat16)
+    one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
+    seen: set[tuple[Blocks, torch.dtype]] = set()
+    joined: list[int] = []
+
+    def note_attend(*tensors: Tensor, **others: Any) -> None:
+        *_, out, lse = tensors
+        seen.add((others["blocks"], out.dtype))
+        out.zero_()
+        lse.zero_()
+
+    monkeypatch.setattr(backend, "attend", note_attend)
+    monkeypatch.setattr(backend, "merge_parts", lambda found, *_: joined.append(len(found)))
+    monkeypatch.setattr(runner, "has_kernels", lambda _: True)
+    one.warm_up()
+    blocks = {blocks_for(rows, config.head_dim, 2, 64) for rows in range(1, 4096)}
+    assert seen == set(product(blocks, (torch.bfloat16, torch.float32)))
+    assert joined
+
+
+def test_drawing_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2))
     config = model.config
     pool = PagePool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.float32)
-    one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
-    seen: set[Blocks] = set()
-    joined: list[int] = []
+    launched: list[str] = []
 
-    def note_blocks(*tensors: Any, blocks: Blocks, **others: Any) -> None:
-        seen.add(blocks)
-        attend(*tensors, blocks=blocks, **others)
+    def win_race(_: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        launched.append("race")
+        return torch.empty_like(keys)
 
-    def note_parts(found: Any, *tensors: Any) -> None:
-        joined.append(len(found))
-        merge_parts(found, *tensors)
+    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: launched.append("cutoffs"))
+    monkeypatch.setattr(race, "win_race", win_race)
+    monkeypatch.setattr(ModelRunner, "run_trash", lambda *_: None)  # slow, and seen to above
+    ModelRunner(model, pool, TritonAttention(), Communicator("cp")).warm_up()
+    assert launched == ["cutoffs", "race"]
 
-    monkeypatch.setattr(backend, "attend", note_blocks)
-    monkeypatch.setattr(backend, "merge_parts", note_parts)
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_rows_of_ranks_are_warm_too(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt's last layer, too, of which one token alone is wanted."""
+    seen: set[tuple[Blocks, torch.dtype]] = set()
+
+    def note_attend(*tensors: Tensor, **others: Any) -> None:
+        seen.add((others["blocks"], tensors[3].dtype))
+
+    monkeypatch.setattr(backend, "attend", note_attend)
+    monkeypatch.setattr(backend, "merge_parts", lambda *_: None)
+
+    def attend(num_queries: int, num_keys: int) -> None:
+        key = torch.empty(num_keys, kv_heads, 128, dtype=torch.bfloat16)
+        query = torch.empty(num_queries, 4 * kv_heads, 128, dtype=torch.bfloat16)
+        runs = [Run(0, num_keys - num_queries, num_queries, 1)], [Run(0, 0, num_keys, 1)]
+        TritonAttention().prepare_rows(*runs).attend(query, key, key)
+
+    for num_tokens, _ in runner._KERNEL_STEPS:
+        attend(num_tokens, num_tokens)
+        attend(1, num_tokens)
+    warm = set(seen)
+    for num_tokens in (1, 100, 1000, 2000, 4096):
+        attend(num_tokens, num_tokens)
+        attend(1, num_tokens)
+    assert seen == warm
+
+
+@pytest.mark.parametrize("ownership", list(KvOwnership))
+def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
+    ownership: KvOwnership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By how many there are, and of which types: each is a kernel."""
+    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     monkeypatch.setattr(runner, "has_kernels", lambda _: True)
-    one.warm_up()
-    assert seen == {blocks_for(rows, config.head_dim, 4, 64) for rows in range(1, 4096)}
-    assert joined
+    merged = threading.local()
+
+    def note_merge(partials: Sequence[Partial]) -> Partial:
+        if len(partials) > 1:  # or it is the result
+            merged.kinds.add(tuple(partial.out.dtype for partial in partials))
+        return merge(partials)
+
+    for module in (attention_context, runner):
+        monkeypatch.setattr(module, "merge", note_merge)
+    passings = [None] if ownership is KvOwnership.REPLICATED else list(Passing)
+
+    def compute(group: Communicator) -> tuple[Any, Any]:
+        """What was merged at the start, and what after it."""
+        merged.kinds = warm = set[Any]()
+        model = load_model(folder, dtype=torch.bfloat16)
+        config = model.config
+        pool = PagePool(20, config.num_kv_heads, config.num_layers, 16, config.head_dim, torch.bfloat16)
+        one = ModelRunner(model, pool, TorchAttention(), group, ownership, None)
+        one.warm_up()
+        merged.kinds = set()
+        rng = random.Random(0)
+        for strategy, passing in product(Strategy, passings):
+            for _ in range(4):
+                # Of several requests, some of which have no token on some ranks, and some no prefix.
+                lens = [(rng.choice([1, 2, 50]), rng.choice([0, 100])) for _ in range(rng.randrange(1, 4))]
+                rows = [BatchRow([1] * count, prefix_len, range(10), sampled=True) for count, prefix_len in lens]
+                with torch.inference_mode():
+                    one._compute(rows, strategy, passing, None)
+        return warm, merged.kinds
+
+    for warm, later in on_thread_ranks(3, compute):
+        assert later <= warm

@@ -1,0 +1,124 @@
+"""Drawing tokens by kernels: the same tokens as in plain torch, whatever limits and scores."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cluster.spec.sampling import Sampling
+from tests.unit.workers.test_sampler import FILTERS, VOCAB_SIZE
+from workers import device, kernel_devices
+from workers.engine import chances, logits_processors, sampler
+from workers.engine import cutoffs as limits
+from workers.engine.chances import key_of
+from workers.engine.cutoffs import Limits, ranked_cutoffs
+from workers.kernels import cutoffs, race
+
+CHOSEN = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 2, 3, 40, 99, 150, 10_000]),
+    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    seed=st.integers(0, 99),
+)
+
+
+@st.composite
+def logits_of(draw: st.DrawFn, num_rows: int) -> Tensor:
+    """Random ones, or few that are equal to many others; some forbidden."""
+    vocab_size = draw(st.sampled_from([1, 2, 100, 150, 5000]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    logits = 3 * torch.randn(num_rows, vocab_size, generator=generator)
+    if draw(st.booleans()):
+        logits = logits.round()
+    forbidden = torch.rand(num_rows, vocab_size, generator=generator) < draw(st.sampled_from([0.0, 0.4]))
+    forbidden[:, 0] = False
+    return logits.masked_fill(forbidden, -math.inf)
+
+
+@settings(max_examples=25)
+@given(st.data(), st.lists(CHOSEN, min_size=1, max_size=4))
+def test_cutoffs_without_ranking(data: st.DataObject, rows: list[Sampling]) -> None:
+    scores = data.draw(logits_of(len(rows)))
+    scores -= scores.amax(dim=-1, keepdim=True)
+    limits = Limits.of(rows, scores)
+    expected, _ = ranked_cutoffs(scores, limits, scores.shape[-1])
+    found, is_sure = torch.full((len(rows),), 7.0), torch.zeros(len(rows), dtype=torch.bool)
+    cutoffs.find_cutoffs(scores, *limits, is_sure, found)
+    # Sums of the same likelihoods in another order may end a token sooner or later, where the mass is just the limit.
+    for row, least, wanted in zip(scores, found.tolist(), expected.tolist(), strict=True):
+        between = row[(row < max(least, wanted)) & (row >= min(least, wanted))]
+        assert between.exp().sum() <= 1e-6 * row.exp().sum()
+
+
+def test_rows_that_are_sure_are_left_alone() -> None:
+    scores = torch.tensor([[0.0, -1.0, -2.0], [0.0, -1.0, -2.0]])
+    found = torch.tensor([5.0, 5.0])
+    top_k, top_p = torch.tensor([2, 2]), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    cutoffs.find_cutoffs(scores, top_k, top_p, torch.tensor([True, False]), found)
+    assert found.tolist() == [5.0, -1.0]
+
+
+@settings(max_examples=25)
+@given(st.sampled_from([1, 100, 4096, 9000]), st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=3))
+def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
+    weights = torch.rand(len(keys), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    weights.masked_fill_(weights < 0.3, 0.0)[:, -1] = 1.0
+    found = race.win_race(weights, torch.tensor(keys))
+    assert found.tolist() == chances.win_race(weights, keys).tolist()
+
+
+def test_clocks_are_as_exact_near_their_ends() -> None:
+    """A race of one token against one whose time is known shows each time to a few parts in a million."""
+    keys = [key_of(seed, 0) for seed in range(300)]
+    times = chances._exponentials(keys, 2, torch.device("cpu"))
+    for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
+        weights = torch.stack([times[:, 0], times[:, 1] * share], dim=1)
+        assert (race.win_race(weights, torch.tensor(keys)) == winner).all()
+
+
+def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.7, top_p=0.9, seed=2),
+        Sampling(temperature=1.0, top_k=40, seed=3),
+        Sampling(temperature=1.5, top_k=2000, top_p=0.8, min_p=0.001, seed=4),
+        Sampling(temperature=2.0, top_p=0.99, seed=5),
+    ] * 3
+    logits = torch.randn(len(rows), 6000, generator=torch.Generator().manual_seed(0))
+    expected = sampler.draw(logits, rows, range(len(rows)))
+    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    assert sampler.draw(logits, rows, range(len(rows))).tolist() == expected.tolist()
+
+
+def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without content raise where something must be known of it."""
+    for module in (device, sampler, limits, logits_processors):
+        monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
+    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: None)
+    monkeypatch.setattr(race, "win_race", lambda _, keys: torch.empty_like(keys))
+    rows = [*FILTERS.values(), Sampling(), Sampling(temperature=1.0, top_k=2000, top_p=0.5), Sampling(top_p=0.5)]
+    states: list[Any] = [
+        SimpleNamespace(
+            asks=True,
+            sampling=row,
+            allowed=np.arange(3),
+            shifts=lambda _: (np.arange(2), np.ones(2, np.float32)),
+            counts=SimpleNamespace(ids=np.arange(4), counts=np.ones(4, np.float32)),
+            grammar=SimpleNamespace(allowed=lambda _: np.ones(VOCAB_SIZE, np.bool_)),
+        )
+        for row in rows
+    ]
+    logits = torch.empty(len(rows), VOCAB_SIZE, device="meta")
+    logits_processors.process(logits, states, range(len(rows)))
+    assert sampler.draw(logits, rows, range(len(rows))).shape == (len(rows),)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        logits.nonzero()

@@ -1,0 +1,81 @@
+"""Where top-k and top-p end in rows whose likeliest tokens are too many to be ranked, by counting instead of sorting.
+
+The reference is workers.engine.cutoffs.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, cutoffs: Tensor) -> None:
+    """Set each row's least score to keep, but for those that are sure.
+
+    scores: ``[num_rows, vocab_size]`` fp32, at most 0, and 0 for the likeliest. Of each row ``[num_rows]``: top_k
+    int64, at least 1; top_p fp64; is_sure bool; cutoffs fp32.
+    """
+    num_rows, vocab_size = scores.shape
+    _cutoff_kernel[(num_rows,)](
+        scores, top_k, top_p, is_sure, cutoffs, scores.stride(0), vocab_size, BLOCK=_BLOCK, num_warps=16
+    )
+
+
+@triton.jit
+def _cutoff_kernel(scores, top_k, top_p, is_sure, cutoffs, stride, vocab_size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(is_sure + row) == 0:
+        of_row = scores + row * stride
+        num_kept = tl.minimum(tl.load(top_k + row), vocab_size)
+        last = tl.full((), 0x7F800000, tl.int32)  # -inf: everything
+        if num_kept < vocab_size:
+            last = _last_with(of_row, vocab_size, num_kept.to(tl.float64), False, BLOCK)
+        share = tl.load(top_p + row)
+        if share < 1:
+            above = _mass_above(of_row, vocab_size, last, True, BLOCK)
+            equals = num_kept - _mass_above(of_row, vocab_size, last, False, BLOCK)
+            total = above + equals * tl.exp(-last.to(tl.float32, bitcast=True)).to(tl.float64)
+            last = tl.minimum(last, _last_with(of_row, vocab_size, share * total, True, BLOCK))
+        tl.store(cutoffs + row, -_largest(of_row, vocab_size, last, BLOCK).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _last_with(scores, vocab_size, limit, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest depth above which there are fewer, or less mass, than the limit; bit by bit."""
+    depth, bit = tl.full((), 0, tl.int32), tl.full((), 1 << 30, tl.int32)
+    while bit > 0:
+        mass = _mass_above(scores, vocab_size, depth | bit, WEIGHED, BLOCK)
+        depth = tl.where(mass < limit, depth | bit, depth)
+        bit = bit >> 1
+    return depth
+
+
+@triton.jit
+def _mass_above(scores, vocab_size, depth, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
+    """Likelihoods, not normed, of all scores above a depth, or how many they are; fp64."""
+    mass = tl.zeros([BLOCK], dtype=tl.float64)
+    for first in range(0, vocab_size, BLOCK):
+        depths = _depths(scores, first, vocab_size, BLOCK)
+        each = tl.exp(-depths.to(tl.float32, bitcast=True)) if WEIGHED else 1.0
+        mass += tl.where(depths < depth, each, 0.0).to(tl.float64)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
+    """The lowest score that is there, at a depth or above; as its depth."""
+    lowest = tl.zeros([BLOCK], dtype=tl.int32)
+    for first in range(0, vocab_size, BLOCK):
+        depths = _depths(scores, first, vocab_size, BLOCK)
+        lowest = tl.maximum(lowest, tl.where(depths <= depth, depths, 0))
+    return tl.max(lowest, 0)
+
+
+@triton.jit
+def _depths(scores, first, vocab_size, BLOCK: tl.constexpr):
+    """How far scores are below 0, as their bits, which as whole numbers have the same order; the highest behind the
+    vocabulary's end."""
+    token_ids = first + tl.arange(0, BLOCK)
+    bits = tl.load(scores + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.int32, bitcast=True)
+    return tl.where(token_ids < vocab_size, bits & 0x7FFFFFFF, 0x7FFFFFFF)
