@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.tiers import Tier
+from router.key_set import KeySet
 
 Owner = tuple[ReplicaId, Incarnation]
 
@@ -24,7 +25,7 @@ class LowerTiers:
     def __init__(self, max_keys: int) -> None:
         """Keeps at most so many keys of host pages, and as many of stored ones."""
         self._max_keys = max_keys
-        self._host: dict[Owner, set[bytes]] = {}
+        self._host: dict[Owner, KeySet] = {}
         self._num_host = 0
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         """What was told of or asked for longest ago first, as storage gives it up."""
@@ -34,11 +35,11 @@ class LowerTiers:
         if tier is Tier.STORAGE:
             self._note_stored(stored, removed)
             return
-        keys = self._host.setdefault(owner, set())
-        before = len(keys)
-        keys.difference_update(removed)
-        keys.update(stored[: self._max_keys - self._num_host])
-        self._num_host += len(keys) - before
+        if owner not in self._host:
+            self._host[owner] = KeySet()
+        keys = self._host[owner]
+        self._num_host -= keys.remove_all(removed)
+        self._num_host += keys.add_all(stored[: self._max_keys - self._num_host])
 
     def forget(self, owner: Owner) -> None:
         """A replica is gone, or tells everything anew."""
@@ -50,9 +51,9 @@ class LowerTiers:
 
     def worth(self, owner: Owner, keys: Sequence[bytes], weights: Weights) -> float:
         """Of the pages that follow those on the device, up to the first that is nowhere; in pages."""
-        host = self._host.get(owner, frozenset[bytes]())
-        if not host and not self._stored:
+        if not self._num_host and not self._stored:
             return 0.0
+        host = self._host.get(owner, frozenset[bytes]())
         worth, found = 0.0, list[bytes]()
         for key in keys:
             if key in host:

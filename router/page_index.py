@@ -11,6 +11,7 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import PageNews
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
+from router.key_set import KeySet
 from router.lower_tiers import LowerTiers, Weights
 
 _ASK_AGAIN_S = 5.0
@@ -22,7 +23,7 @@ class _Known:
     asked_s: float
     next_number: int | None = None
     """Of the news; none before everything was told."""
-    keys: set[bytes] = field(default_factory=set)
+    keys: KeySet = field(default_factory=KeySet)
     is_partial: bool = False
     """Some were left out for want of memory, so that a page may be here without those above it."""
 
@@ -60,20 +61,20 @@ class PageIndex:
         if known is None:
             return False
         if news.number == 0:
-            self._remove(known, list(known.keys))
+            self.num_pages -= known.keys.clear()
             self._below.forget(owner)
             known.is_partial = False
         elif known.next_number is None or news.number < known.next_number:
             return False
         elif news.number > known.next_number:
             self.num_gaps += 1
-            self._remove(known, list(known.keys))
+            self.num_pages -= known.keys.clear()
             self._below.forget(owner)
             known.next_number, known.asked_s = None, now_s
             return True
         known.next_number = news.number + 1
         if news.tier is Tier.DEVICE:
-            self._remove(known, news.removed)
+            self.num_pages -= known.keys.remove_all(news.removed)
             self._store(known, news.stored)
         else:
             self._below.note(owner, news.tier, news.stored, news.removed)
@@ -108,13 +109,6 @@ class PageIndex:
         return frozenset(known.keys) if known else frozenset()
 
     def _store(self, known: _Known, keys: Sequence[bytes]) -> None:
-        before = len(known.keys)
         room = self._max_pages - self.num_pages
         known.is_partial = known.is_partial or len(keys) > room
-        known.keys.update(keys[:room])
-        self.num_pages += len(known.keys) - before
-
-    def _remove(self, known: _Known, keys: Sequence[bytes]) -> None:
-        before = len(known.keys)
-        known.keys.difference_update(keys)
-        self.num_pages -= before - len(known.keys)
+        self.num_pages += known.keys.add_all(keys[:room])
