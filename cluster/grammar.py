@@ -3,6 +3,8 @@
 A grammar travels as one text: JSON in llguidance's form, made by ``router.constraints``.
 """
 
+import functools
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +23,9 @@ _END = "<|baton: end of text|>"
 
 _MAX_COMPILED = 64
 """Grammars that are kept; the least recently used one goes first."""
+
+_MAX_FORMAT_CHARS = 64
+"""No known format has a longer name; what clients send is not kept beyond it."""
 
 _WORDS = {
     ("NoExtensionBias",): "no text can follow it to its end",
@@ -112,6 +117,11 @@ class Grammars:
         return matcher
 
 
+def knows_format(name: str) -> bool:
+    """Texts of this format, as JSON Schemas name it, can be told from others."""
+    return len(name) <= _MAX_FORMAT_CHARS and _takes_format(name)
+
+
 def lark_of(text: str) -> str:
     """A grammar in Lark's syntax, from Lark's or GBNF's.
 
@@ -128,6 +138,12 @@ def lark_of_regex(regex: str) -> str:
     """A grammar in Lark's syntax for the texts that match a regular expression, in Rust's syntax, as a whole."""
     written = llguidance.regex_to_lark(regex, use_ascii="").replace("\n", "\\n").replace("\r", "\\r")
     return f"start: /{written}/"
+
+
+@functools.lru_cache
+def _takes_format(name: str) -> bool:
+    schema = {"type": "string", "format": name}
+    return not llguidance.LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
 def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:

@@ -55,7 +55,9 @@ class Tokenizer:
         """Ids below this have a row in the embedding, if not a token; a tokenizer may have more tokens than that."""
         self.max_context: int | None = text_config.get("max_position_embeddings")
         """Most tokens of prompt and answer together, if the model says."""
-        self.eos_ids = self._eos_ids(_read_json(folder / "generation_config.json"), text_config)
+        self.generation_config = _read_json(folder / "generation_config.json")
+        """Empty where the model has none."""
+        self.eos_ids = self._eos_ids(text_config)
         """Tokens that end an answer."""
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
@@ -100,9 +102,9 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the model's chat template refuses these messages: {error}") from error
 
-    def _eos_ids(self, generation_config: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
+    def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
         """As transformers' ``generate``: the generation configuration, else the model's, else the tokenizer's."""
-        for given in (generation_config.get("eos_token_id"), config.get("eos_token_id")):
+        for given in (self.generation_config.get("eos_token_id"), config.get("eos_token_id")):
             if given is not None:
                 return frozenset([given] if isinstance(given, int) else given)
         token = self.special_tokens.get("eos_token")

@@ -8,6 +8,9 @@ from cluster.spec.ids import Room
 from router.flight import Pair
 from router.stream import Stream
 
+HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-timeline")
+"""Those of every answer, and of timed ones."""
+
 
 class Answer:
     """The choices of one response; leaving its ``with`` block cancels what is still open."""

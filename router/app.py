@@ -4,24 +4,35 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from router.answer import HEADERS
 from router.api import admin, errors, generation, models, overview, response_routes, status, timelines, tokens
 from router.api.arriving import ArrivingBodies
 from router.api.document import complete
 from router.api.keys import key_needed
-from router.api.request_id import RequestIds
+from router.api.request_id import REQUEST_ID, RequestIds
 from router.direct import Direct
 from router.service import Service
+from router.tracing import TRACEPARENT
 
 _BUSY = (generation.routes, response_routes.routes, tokens.routes)
 """Routes whose handlers need nothing of FastAPI, and are too busy to pay for it."""
+_SHOWN = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
+"""Headers of answers that pages of other origins may read."""
 
 
 def create_app(service: Service) -> ASGIApp:
     """The application over one service; runs in the event loop that the service's relay belongs to."""
     busy = [route for routes in _BUSY for route in routes(service).routes if isinstance(route, APIRoute)]
-    return RequestIds(Direct(create_api(service), {route.path: route.endpoint for route in busy}, service))
+    app: ASGIApp = Direct(create_api(service), {route.path: route.endpoint for route in busy}, service)
+    # Around everything, since a page can read only errors that name its origin, and no preflight brings a key.
+    if origins := service.config.router.allowed_origins:
+        app = CORSMiddleware(
+            app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_SHOWN
+        )
+    return RequestIds(app)
 
 
 def create_api(service: Service) -> FastAPI:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.grammar import lark_of_regex
+from router.json_schemas import mended
 from router.reasoning import CLOSING, OPENING, Thinking
 
 _WHITE_SPACE = r"[ \t\r\n]{0,40}"
@@ -63,7 +64,7 @@ def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
     """A JSON value by its schema; ``x-guidance`` in it may set other options of llguidance."""
     if schema is False:
         return Part(field=field, grammar={"json_schema": False})
-    given = {} if schema is True else dict(schema)
+    given = {} if schema is True else mended(schema)
     options = {"whitespace_pattern": _WHITE_SPACE}
     own = given.get("x-guidance", {})
     if isinstance(own, dict):

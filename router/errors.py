@@ -18,7 +18,7 @@ class QueueFullError(BatonError):
 
 
 class NoAnswerError(BatonError):
-    """Replicas did not say that they have heard what an administrator wants."""
+    """Somebody who was asked has not answered in time: a replica, or another router process."""
 
 
 class RefusedError(BatonError):

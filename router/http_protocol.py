@@ -1,14 +1,18 @@
-"""uvicorn's HTTP/1.1, but for two things.
+"""uvicorn's HTTP/1.1, but for three things.
 
 The head of an answer leaves together with the beginning of its body: uvicorn writes them one after another, and each
 write is a call into the kernel, a packet, and a client woken up. And who connects and asks for nothing, or never ends
-the head of a request, is hung up on: uvicorn waits for ever.
+the head of a request, is hung up on: uvicorn waits for ever. And who offers another protocol, as Java's own client
+offers HTTP/2, is answered in HTTP/1.1: httptools would take the body for that protocol, and lose it.
 """
 
 import asyncio
+import re
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -25,6 +29,13 @@ class HttpProtocol(HttpToolsProtocol):
         """Called by the event loop."""
         self._stop_waiting()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop. Bodies, which may be long, are not looked at."""
+        if self._head_due is not None and data.find(b"pgrade:", 0, data.find(b"\r\n\r\n")) >= 0:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _OFFER.sub(b"", head + end) + rest
+        super().data_received(data)
 
     def on_headers_complete(self) -> None:
         """Called by the parser."""

@@ -15,6 +15,7 @@ from cluster.spec.messages import (
     CommandTaken,
     Failure,
     FollowPages,
+    Gathered,
     Inquire,
     Message,
     Output,
@@ -26,6 +27,7 @@ from cluster.spec.messages import (
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
+from cluster.spec.step_messages import GiveTimeline
 from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
 from router.answer import Answer
 from router.commands import Commands
@@ -57,7 +59,6 @@ class Relay:
         outbox: Outbox,
         clock: Clock,
         metrics: Metrics,
-        timelines: Timelines,
         siblings: Siblings,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
@@ -71,9 +72,9 @@ class Relay:
         self._outbox = outbox
         self._clock = clock
         self._metrics = metrics
-        self.timelines = timelines
         self._siblings = siblings
         self.commands = Commands(dispatch.me, lambda peer, command: self._tell(peer.address, command))
+        self.timelines = Timelines(dispatch.me.address, self._tell, lambda: siblings.timed)
         self._progress: dict[Room, Progress] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._num_answers = 0
@@ -127,7 +128,7 @@ class Relay:
         return answer
 
     def on_message(self, message: Message) -> None:
-        """A replica said something."""
+        """A replica said something, or another router process."""
         match message:
             case Output():
                 self._perform(self._dispatch.on_output(message, self._clock.now_s()))
@@ -148,6 +149,10 @@ class Relay:
                 self.commands.on_taken(message)
             case Timeline():
                 self.timelines.on_timeline(message)
+            case GiveTimeline():
+                self.timelines.on_ask(message)
+            case Gathered():
+                self.timelines.on_gathered(message)
             case _:
                 self._dispatch.dropped["foreign"] += 1
         self._on_room()
@@ -218,8 +223,7 @@ class Relay:
                 self._perform(self._dispatch.on_client_left(room))
             progress = self._progress.pop(room)
             if self.timelines.has(room):
-                for address, ask in self.timelines.end(room, progress.intervals(self._clock.now_s())):
-                    self._tell(address, ask)
+                self.timelines.end(room, progress.intervals(self._clock.now_s()))
         self._num_answers -= 1
         if not self._num_answers:
             self._idle.set()

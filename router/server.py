@@ -38,7 +38,6 @@ from router.picker import Picker
 from router.relay import Relay
 from router.service import Service, max_context
 from router.siblings import TELL_S, Figures, Now, Siblings
-from router.timelines import Timelines
 from router.tracing import make_tracing
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
@@ -141,13 +140,12 @@ class RouterServer:
         breakers = Breakers(config.breaker_failures, config.breaker_s)
         picker = Picker(self._config, directory, load, breakers)
         dispatch, metrics = Dispatch(me, config, load, breakers, picker.pair), Metrics()
-        timelines = Timelines(inbox.address)
         gate = Gate(config.max_waiting_requests, config.max_wait_s, lambda: siblings.num_waiting)
         metrics.watch(
             Watched(dispatch, directory, gate, picker.pages, clock, inbox),
             lambda: (figures.told for figures in siblings.figures()),
         )
-        relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, timelines, siblings, gate.look)
+        relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, siblings, gate.look)
         service = Service(
             config=self._config,
             tokenizer=self._tokenizer,
@@ -162,7 +160,7 @@ class RouterServer:
             tracing=self._tracing,
         )
         siblings.watch(
-            lambda: Now(relay.num_open, gate.num_waiting, load.lines(), service.limits.told()),
+            lambda: Now(relay.num_open, gate.num_waiting, load.lines(), service.limits.told(), relay.timelines.told()),
             lambda: Figures(metrics.told(), list(service.recent.tell())),
         )
         return service

@@ -17,6 +17,7 @@ from router.metrics import Metrics
 from router.reasoning import has_thoughts
 from router.recent import MAX_KEPT, RecentRequests
 from router.relay import Relay
+from router.sampling_defaults import SamplingDefaults, defaults_of
 from router.siblings import Siblings
 from router.tool_calls.dialects import Dialect, find_dialect
 from router.tracing import Tracing
@@ -51,6 +52,12 @@ class Service:
     def dialect(self) -> Dialect | None:
         """How the model writes tool calls; None for a model without tools."""
         return find_dialect(self.config.router.tool_parser, self.tokenizer.chat_template)
+
+    @cached_property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """How tokens are drawn where a request does not say."""
+        is_models = self.config.model.sampling_defaults == "model"
+        return defaults_of(self.tokenizer.generation_config) if is_models else SamplingDefaults()
 
     @cached_property
     def has_thoughts(self) -> bool:

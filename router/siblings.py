@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.spec import wire
 from cluster.spec.clock import Clock, SystemClock
-from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.worker_spec import RouterPlace
 from router.board import Board
 from router.measures import Told
@@ -42,6 +42,8 @@ class Now(msgspec.Struct, frozen=True):
     num_waiting: int = 0
     loads: dict[LoadKey, Load] = {}
     accounts: dict[str, Account] = {}
+    timed: dict[Room, str] = {}
+    """The timed requests that it knows, and the inbox where it can be asked for them."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -138,6 +140,11 @@ class Siblings:
     def num_waiting(self) -> int:
         """HTTP requests that wait at others."""
         return sum(now.num_waiting for now in self._read_all())
+
+    @property
+    def timed(self) -> dict[Room, str]:
+        """The timed requests that others know, and the inbox where to ask for each."""
+        return {room: address for now in self._read_all() for room, address in now.timed.items()}
 
     def account(self, name: str) -> Account:
         """What one API key does at others."""

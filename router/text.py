@@ -16,6 +16,8 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """Strings that end the text."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens whose text is not shown where they end the answer."""
+    asked_stop_ids: frozenset[int] = frozenset()
+    """Those of them that the request named, and is told of."""
     include_stop: bool = False
     """What ended the text is shown."""
     skip_special_tokens: bool = True
@@ -35,25 +37,24 @@ class StopScanner:
         self._include = include
         self._held = ""
         """Text that may be the beginning of a stop string."""
-        self.hit = False
-        """A stop string came; what follows it is not let through."""
+        self.hit: str | None = None
+        """The stop string that came; what follows it is not let through."""
 
     def push(self, text: str) -> str:
         """What can be shown now that this text came."""
-        assert not self.hit, "nothing follows a stop string"
+        assert self.hit is None, "nothing follows a stop string"
         if not self._stops:
             return text
         self._held += text
-        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
-            self.hit = True
-            end, start = min(found)
+            end, start, self.hit = min(found)
             return self._let_through(end if self._include else start)
         return self._let_through(len(self._held) - self._num_suspect())
 
     def flush(self) -> str:
         """The text held back, now that nothing can complete it; empty after a hit."""
-        return "" if self.hit else self._let_through(len(self._held))
+        return self._let_through(len(self._held)) if self.hit is None else ""
 
     def _let_through(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
@@ -78,6 +79,8 @@ class Piece(msgspec.Struct, frozen=True):
     """Characters of the text before each token."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of every token of the prompt but the first, where they were asked for; with the first token."""
+    stopped_by: str | int | None = None
+    """The stop string, or the token named by the request, that ended the answer; with the last token."""
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
@@ -91,6 +94,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
         logprobs=tuple(told for piece in pieces for told in piece.logprobs),
         offsets=tuple(offset for piece in pieces for offset in piece.offsets),
         prompt_logprobs=pieces[0].prompt_logprobs,
+        stopped_by=pieces[-1].stopped_by,
     )
 
 
@@ -118,12 +122,20 @@ class AnswerText:
         for index, token_id in enumerate(token_ids):
             offset = self._offset(token_id)
             text, end = self._take(token_id, finish if index == len(token_ids) - 1 else None)
-            pieces.append(Piece(text, end, (token_id,), tuple(logprobs[index : index + 1]), (offset,)))
-            if self._scanner.hit:
+            stopped_by = None if end is None else self._stopped_by(token_id, end)
+            told = tuple(logprobs[index : index + 1])
+            pieces.append(Piece(text, end, (token_id,), told, (offset,), stopped_by=stopped_by))
+            if self._scanner.hit is not None:
                 return pieces
         if finish is not None and not token_ids:
-            pieces.append(Piece(*self._end("", finish)))
+            text, end = self._end("", finish)
+            pieces.append(Piece(text, end, stopped_by=self._scanner.hit))
         return pieces
+
+    def _stopped_by(self, last_token_id: int, end: FinishReason) -> str | int | None:
+        """What ended the answer, if that was a stop string, or its last token."""
+        is_asked = end is FinishReason.STOP and last_token_id in self._rules.asked_stop_ids
+        return last_token_id if is_asked and self._scanner.hit is None else self._scanner.hit
 
     def _offset(self, token_id: int) -> int:
         """Characters of the text before the one to which the next token's first byte belongs."""
@@ -139,7 +151,7 @@ class AnswerText:
         self._num_tokens += 1
         stops = finish is FinishReason.STOP and token_id in self._rules.stop_token_ids
         text = self._scan(self._detokenizer.push(token_id)) if self._rules.include_stop or not stops else ""
-        if self._scanner.hit:
+        if self._scanner.hit is not None:
             return text, FinishReason.STOP
         return (text, None) if finish is None else self._end(text, finish)
 
@@ -147,7 +159,7 @@ class AnswerText:
         """The last text, with what was held back."""
         text += self._scan(self._detokenizer.flush())
         text += self._scanner.flush()
-        return text, FinishReason.STOP if self._scanner.hit else finish
+        return text, finish if self._scanner.hit is None else FinishReason.STOP
 
     def _scan(self, text: str) -> str:
         self._num_chars += len(text)

@@ -6,21 +6,22 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cluster.spec.messages import Gathered
 from cluster.spec.timeline import ClockReading, Interval
-from router.timelines import Gathering, rank_name
+from router.timelines import rank_name
 
 
-def trace_of(gathering: Gathering, clock: ClockReading) -> dict[str, Any]:
+def trace_of(gathered: Gathered, clock: ClockReading) -> dict[str, Any]:
     """The JSON object: one process for the router and each rank, one thread a lane, microseconds since arrival.
 
     Args:
-        gathering: of a request that has ended.
+        gathered: of a request that has ended.
         clock: the router's; processes of another machine are shifted by the difference of their Unix times.
     """
-    assert gathering.router is not None, "a request is written when it has ended"
-    origin_s = min((interval.start_s for interval in gathering.router), default=0.0)
-    events = list(_process(1, "router", gathering.router, origin_s))
-    timelines = sorted(gathering.timelines, key=lambda part: (part.replica.startswith("decode"), part.global_rank))
+    assert gathered.router is not None, "a request is written when it has ended"
+    origin_s = min((interval.start_s for interval in gathered.router), default=0.0)
+    events = list(_process(1, "router", gathered.router, origin_s))
+    timelines = sorted(gathered.timelines, key=lambda part: (part.replica.startswith("decode"), part.global_rank))
     for pid, part in enumerate(timelines, start=2):
         same = part.clock.machine == clock.machine
         shift_s = 0.0 if same else part.clock.unix_offset_s - clock.unix_offset_s
@@ -30,7 +31,7 @@ def trace_of(gathering: Gathering, clock: ClockReading) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"ranks that did not answer": gathering.missing, "intervals left out": left_out},
+        "otherData": {"ranks that did not answer": gathered.missing, "intervals left out": left_out},
     }
 
 

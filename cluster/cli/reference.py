@@ -60,6 +60,8 @@ def _default(value: object) -> str:
             return f"`{str(value).lower()}`"
         case StrEnum() | str() | int():
             return f"`{value}`"
+        case tuple():
+            return f"`[{', '.join(value)}]`"
         case _:
             return f"`{value:g}`"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cluster.spec.config_node import MemoryGib, Node, PositiveInt, PositiveSeconds, Text
+from cluster.spec.config_node import MemoryGib, Node, Origin, PositiveInt, PositiveSeconds, Text
 from cluster.spec.hicache_config import HicacheConfig
 from cluster.spec.log_config import LogConfig
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode, Verify
@@ -60,6 +60,9 @@ class ModelConfig(Node):
     """Type of weights and KV; auto takes the checkpoint's own."""
     max_context: PositiveInt | None = None
     """Most tokens of prompt and answer together; the model's own limit by default."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """What holds for fields that a request leaves out: temperature, top_k, top_p, min_p and repetition_penalty of the
+    model's `generation_config.json`, or OpenAI's, which are temperature 1 and no limits."""
 
     @property
     def name(self) -> str:
@@ -156,7 +159,8 @@ class DecodeConfig(PoolConfig):
     chunk_tokens: PositiveInt = 2048
     """Most tokens computed in one step of each DP rank when a request must be recomputed here."""
     host_memory_gib: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
-    """Host memory of one worker, in GiB, for the KV of requests that gave their pages back, with pp = 1 only."""
+    """Host memory of one worker, in GiB, for the KV of requests that gave their pages back, with pp = 1 only; taken as
+    it is needed on a CPU, and at the start with a GPU."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
     """Most prompts and longest possible answers at one replica, in its pools; beyond it requests wait in the router."""
 
@@ -237,6 +241,8 @@ class RouterConfig(Node):
     """Longest wait in the router; then the answer is 429."""
     api_keys_file: Text | None = None
     """YAML list of API keys (name, key, max_requests, tokens_per_minute, priority); anybody may ask without any key."""
+    allowed_origins: tuple[Origin, ...] = ()
+    """Origins whose pages may use the endpoint from a browser (CORS); `["*"]` for all, none by default."""
     key_max_requests: PositiveInt | None = None
     """Most open requests of one API key; no limit by default."""
     key_tokens_per_minute: PositiveInt | None = None

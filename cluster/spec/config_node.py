@@ -9,6 +9,8 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=1_000_000, strict=True)]
 """Longer than anybody waits, and short of what clocks and sockets cannot count."""
 MemoryGib = Annotated[float, Field(gt=0, le=65536, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$")]
+"""Browsers name no path in it, nor capitals."""
 
 
 class Node(BaseModel):

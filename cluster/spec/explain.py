@@ -15,6 +15,7 @@ Keys = tuple[str, ...]
 _LONGEST_VALUE = 60
 _PATTERNS = {
     r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$": "1 to 63 lower case letters, digits and dashes, no dash first or last",
+    r"^(\*|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+)$": "`*`, or an origin as browsers name it, such as https://chat.example",
 }
 
 
@@ -71,7 +72,7 @@ def _schema_of(keys: Keys) -> dict[str, Any]:
     root = _root()
     node = root
     for key in keys:
-        node = _resolve(node["properties"][key], root)
+        node = _resolve(node["items"] if node.get("type") == "array" else node["properties"][key], root)
     return node
 
 
@@ -97,6 +98,8 @@ def _words(schema: dict[str, Any]) -> str:
             return "true or false"
         case {"pattern": pattern}:
             return _PATTERNS[pattern]
+        case {"type": "array", "items": item}:
+            return f"a list; in it: {_words(item)}"
         case _:
             assert schema.get("type") == "string", f"no words for {schema}"
             return "a text that is not empty, in quotes if it looks like a number"

@@ -134,6 +134,10 @@ def _without(tree: Tree, paths: list[list[str]]) -> Tree:
     for *parents, leaf in paths:
         node = tree
         for parent in parents:
-            node = node[parent]
+            inner = node.get(parent)
+            if not isinstance(inner, dict):  # a list, of which one item is wrong, goes as a whole
+                leaf = parent
+                break
+            node = inner
         node.pop(leaf, None)
     return tree

@@ -1,13 +1,15 @@
 """From a chat request to what replicas are asked, and to how its answer is read: tools, thoughts, structured output."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from router.api.constrain import checked_grammar, wanted_answer
 from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
 from router.api.errors import bad_request
 from router.api.intake import chat_prompt, check, make_ask
 from router.api.requests import ChatRequest
-from router.constraints import Constraint, either, json_part
+from router.constraints import ANY_OBJECT, Constraint, either, json_part
 from router.flight import Ask
 from router.message import MessageReader, NewReader
 from router.reasoning import CLOSING, OPENING, Thinking, thinking_after
@@ -73,25 +75,33 @@ def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
     """What the answer must be: of the form that is asked for, or calls, where they must or may be."""
     answer = wanted_answer(body)
-    if dialect is None or (body.tool_choice in (None, "auto") and answer is None):
+    if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer
     is_free = may_talk(body.tool_choice)
     calls = _calls(body, dialect, service.tokenizer.special_texts, with_text=is_free and answer is None)
     if answer is None:
         return calls
-    if not is_free:
-        raise bad_request("tool_choice: a call that must come leaves no room for a structured answer", "tool_choice")
-    return either(calls, answer)
+    if is_free:
+        return either(calls, answer)
+    if answer.parts["answer"].field.startswith("response_format"):
+        return calls  # as in OpenAI's API, where agents say at every turn what form their last words will have
+    raise bad_request("tool_choice: a call that must come leaves no room for a structured answer", "tool_choice")
+
+
+def _is_best_effort(body: ChatRequest) -> bool:
+    """Calls are the model's own affair, and so are their arguments."""
+    return body.tool_choice in (None, "auto")
 
 
 def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *, with_text: bool) -> Constraint:
     """Calls of what may be called, and, ``with_text``, any text before or instead of them."""
     tools = _callable(body)
     names = [tool.function.name for _, tool in tools]
+    # A schema that cannot be followed is no reason to refuse what is only to be one call at most.
+    holds_schemas = not (with_text and _is_best_effort(body))
     parts = {
         f"arguments_{place}": json_part(
-            _NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters,
-            f"tools[{index}].function.parameters",
+            _schema_of(tool) if holds_schemas else ANY_OBJECT, f"tools[{index}].function.parameters"
         )
         for place, (index, tool) in enumerate(tools)
     }
@@ -100,6 +110,10 @@ def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *
     if with_text:
         rules += dialect.text_lark(names, special_texts, several=several)
     return Constraint(rules=rules, starts=("free" if with_text else "calls",), parts=parts)
+
+
+def _schema_of(tool: Tool) -> Mapping[str, Any]:
+    return _NO_PARAMETERS if tool.function.parameters is None else tool.function.parameters
 
 
 def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:

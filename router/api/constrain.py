@@ -1,14 +1,17 @@
 """From a request's fields to the grammar of its answer."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 from cluster.grammar import lark_of
 from cluster.spec.errors import UserError
+from router.api.constraint_fields import OUTPUT_OPTIONS
 from router.api.errors import bad_request
 from router.api.requests import GenerationRequest
+from router.api.unsupported import refuse_unsupported
 from router.constraints import (
     ANY_OBJECT,
     Constraint,
@@ -36,7 +39,7 @@ def wanted_answer(body: GenerationRequest) -> Constraint | None:
     """What the fields ask of the answer's text; None where they ask nothing.
 
     Raises:
-        ApiError: 400 for two fields at once, or one that does not say what it should.
+        ApiError: 400 for two fields at once, or one that does not say what it should, or is not supported.
     """
     if body.model_fields_set.isdisjoint(_FORMS):
         return None
@@ -51,8 +54,8 @@ def wanted_answer(body: GenerationRequest) -> Constraint | None:
         "ebnf": body.ebnf,
     }
     if outputs is not None:
-        asked = outputs.model_dump(by_alias=True) | {"json_object": outputs.json_object or None}
-        given |= {f"structured_outputs.{kind}": value for kind, value in asked.items()}
+        refuse_unsupported(_in_outputs(outputs.options), _in_outputs(OUTPUT_OPTIONS))
+        given |= _in_outputs(outputs.forms)
     parts = [_part(field, value) for field, value in given.items() if value is not None]
     parts += _formatted(body)
     if len(parts) > 1:
@@ -100,6 +103,10 @@ async def _problem(service: Service, grammar: str) -> str:
     return ""
 
 
+def _in_outputs(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"structured_outputs.{name}": value for name, value in fields.items()}
+
+
 def _part(field: str, value: Any) -> Part:
     kind = field.removeprefix("structured_outputs.").removeprefix("guided_")
     match kind:
@@ -135,7 +142,7 @@ def _formatted(body: GenerationRequest) -> list[Part]:
 def _schema(given: Any, field: str) -> Mapping[str, Any] | bool:
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = from_json(given)  # json.loads has no error of its own for what is nested deeply
         except ValueError as error:
             raise bad_request(f"{field}: not valid JSON: {error}", field) from error
     if not isinstance(given, dict | bool):

@@ -1,5 +1,6 @@
 """Fields of a request that say what its answer must be made of: OpenAI's, vLLM's and SGLang's."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +22,15 @@ EXPECTED = {
     '{"name": ..., "schema": {...}}',
 }
 """In words, the fields that may have several types."""
+
+OUTPUT_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    "structural_tag": (),
+    "whitespace_pattern": (),
+    "disable_any_whitespace": (False,),
+    "disable_additional_properties": (False,),
+    "disable_fallback": (False,),
+}
+"""By further field of ``structured_outputs``, the values besides null that ask for nothing; others are refused."""
 
 
 class _Part(BaseModel):
@@ -52,6 +62,22 @@ class StructuredOutputs(BaseModel):
     regex: Pattern | None = None
     choice: Choices | None = None
     grammar: Pattern | None = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
+    disable_fallback: Any = None
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """What each says of the answer; null for nothing."""
+        given = self.model_dump(by_alias=True, exclude=set(OUTPUT_OPTIONS))
+        return given | {"json_object": self.json_object or None}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values of those in ``OUTPUT_OPTIONS``."""
+        return self.model_dump(include=set(OUTPUT_OPTIONS))
 
 
 class Function(_Part):

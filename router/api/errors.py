@@ -104,7 +104,7 @@ def key_limit(error: KeyLimitError) -> ApiError:
 
 
 def no_answer(error: NoAnswerError) -> ApiError:
-    """What an administrator wants may have been lost on its way."""
+    """Somebody was asked on behalf of the client, who may ask again."""
     return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="no_answer")
 
 

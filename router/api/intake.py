@@ -84,10 +84,15 @@ async def chat_prompt(
 ) -> tuple[list[int], str]:
     """Token ids and text of a conversation, by the model's chat template, which mostly writes special tokens itself.
 
+    The developer is OpenAI's newer word for the system, and so shown to templates that know no developer.
+
     Raises:
         ApiError: 400 when there is no template, or it refuses the messages.
     """
     given = [message.for_template() for message in messages]
+    if "developer" not in (service.tokenizer.chat_template or ""):
+        # Most templates pass over roles that they do not know, and what the developer wants would be lost.
+        given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
 
     def render_and_encode() -> tuple[list[int], str]:
         text = service.tokenizer.apply_chat_template(given, add_generation_prompt, variables)
@@ -196,7 +201,7 @@ def make_ask(
     if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
         raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
     _check_told(prompt_len, body.num_prompt_logprobs)
-    sampling = make_sampling(service.tokenizer, body, stopping.stop_token_ids, grammar)
+    sampling = make_sampling(service, body, stopping.stop_token_ids, grammar)
     salt, is_looked_for = body.salt, sampling.num_prompt_logprobs is None
     return Ask(
         prompt_ids=prompt_ids,
@@ -222,10 +227,12 @@ def _check_told(prompt_len: int, num_prompt_logprobs: int | None) -> None:
 
 
 def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:
+    """Begins with OpenAI's words, by which many clients know that they have to shorten a conversation."""
     limit = service.max_tokens
-    owner = "this model's context is" if limit == service.max_context else "this deployment's KV pool holds"
-    allowed = f"{owner} {limit} tokens for prompt and answer together"
+    most = f"This model's maximum context length is {limit} tokens, prompt and answer together"
+    if limit != service.max_context:
+        most += ", since this deployment's KV pool holds no more"
     if prompt_len >= limit:
-        return bad_request(f"{param}: the prompt has {prompt_len} tokens; {allowed}", param, _TOO_LONG)
-    message = f"max_tokens: the prompt has {prompt_len} tokens and {wanted} more were asked for; {allowed}"
+        return bad_request(f"{param}: {most}. However, the prompt has {prompt_len} tokens", param, _TOO_LONG)
+    message = f"max_tokens: {most}. However, the prompt has {prompt_len} tokens and {wanted} more were asked for"
     return bad_request(message, "max_tokens", _TOO_LONG)

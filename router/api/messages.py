@@ -1,4 +1,8 @@
-"""Messages as OpenAI's API writes them, whole and part by part; thoughts as vLLM does, in ``reasoning_content``."""
+"""Messages as OpenAI's API writes them, whole and part by part.
+
+Thoughts come under both names that clients look for: ``reasoning_content``, SGLang's and DeepSeek's, and ``reasoning``,
+to which vLLM has gone over.
+"""
 
 from msgspec import UNSET
 
@@ -14,6 +18,7 @@ def message(whole: MessagePart) -> Message:
     return Message(
         content=None if calls and not whole.content else whole.content,
         reasoning_content=whole.thoughts or UNSET,
+        reasoning=whole.thoughts or UNSET,
         tool_calls=calls or UNSET,
     )
 
@@ -23,6 +28,7 @@ def delta(part: MessagePart) -> Delta:
     return Delta(
         content=part.content or UNSET,
         reasoning_content=part.thoughts or UNSET,
+        reasoning=part.thoughts or UNSET,
         tool_calls=[_call_delta(call) for call in part.calls] or UNSET,
     )
 

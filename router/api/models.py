@@ -8,7 +8,13 @@ from router.api.document import document
 from router.api.errors import bad_request
 from router.api.intake import chat_prompt, check_model, encode, pack_token_ids
 from router.api.requests import DetokenizeRequest, TokenizeRequest
+from router.api.unsupported import HARMLESS, refuse_unsupported
 from router.service import Service
+
+_HARMLESS = {
+    name: HARMLESS[name] for name in ("chat_template", "continue_final_message", "documents", "truncate_prompt_tokens")
+}
+"""Fields that would change the prompt."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -29,8 +35,12 @@ def routes(service: Service) -> APIRouter:
     @router.post("/tokenize", openapi_extra=document(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, object]:
         """Token ids of a prompt or of messages, as the generating routes would have them."""
-        token_ids = await _tokenize(service, await read(request, TokenizeRequest))
-        return {"count": len(token_ids), "max_model_len": service.max_tokens, "tokens": token_ids}
+        body = await read(request, TokenizeRequest)
+        token_ids = await _tokenize(service, body)
+        told: dict[str, object] = {"count": len(token_ids), "max_model_len": service.max_tokens, "tokens": token_ids}
+        if body.return_token_strs:
+            told["token_strs"] = [service.tokenizer.token_of(token_id) for token_id in token_ids]
+        return told
 
     @router.post("/detokenize", openapi_extra=document(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, object]:
@@ -45,6 +55,7 @@ def routes(service: Service) -> APIRouter:
 
 async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
     check_model(service, body.model)
+    refuse_unsupported(body.others, _HARMLESS)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt: give either prompt or messages", "prompt")
     if body.messages is not None:

@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api.headers import header
 
-_HEADER = b"x-request-id"
+REQUEST_ID = "x-request-id"
+_HEADER = REQUEST_ID.encode()
 _SOUND = re.compile(r"[\x21-\x7e]{1,128}")
 _KEY = "baton.request_id"
 

@@ -14,8 +14,12 @@ from router.api.long_ids import put_back
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 DpRank = Annotated[int, Field(ge=0, lt=2**31)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(ge=0, le=1)]
 """0 leaves the likeliest token alone."""
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -81,12 +85,12 @@ class GenerationRequest(SaltedBody):
 
     model: str
     max_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[TokenId, Bias] | None = None
@@ -219,12 +223,17 @@ class ChatMessage(Body):
     def for_template(self) -> dict[str, Any]:
         """The message as transformers' own server shows it to a template.
 
-        Parts are joined to one text, no content is an empty text, and a tool call's arguments are an object.
+        Parts are joined to one text, no content is an empty text, and a tool call's arguments are an object. Clients
+        send back what they got with null for each field that it had not, of which templates ask whether it is there.
         """
-        given = self.model_dump(exclude_unset=True)
+        given = {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
         given["content"] = self._text()
-        if isinstance(calls := given.get("tool_calls"), list):
+        if (calls := given.get("tool_calls")) == []:
+            del given["tool_calls"]
+        elif isinstance(calls, list):
             given["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        if "reasoning" in given:  # vLLM's word, which templates do not know
+            given.setdefault("reasoning_content", given["reasoning"])
         return given
 
     def _text(self) -> str:
@@ -252,9 +261,7 @@ class ChatRequest(GenerationRequest):
     @property
     def variables(self) -> dict[str, Any]:
         """What the template gets besides the messages; tools that must not be called are shown too, for the cache."""
-        effort = self.reasoning_effort
-        thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
-        return template_variables(self.tools, thinking | (self.chat_template_kwargs or {}))
+        return template_variables(self.tools, self.reasoning_effort, self.chat_template_kwargs)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -272,11 +279,13 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    return_token_strs: bool | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
         """What the chat template gets besides the messages."""
-        return template_variables(self.tools, self.chat_template_kwargs)
+        return template_variables(self.tools, self.reasoning_effort, self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Body):
@@ -286,16 +295,22 @@ class DetokenizeRequest(Body):
     tokens: list[int]
 
 
-def template_variables(tools: list[Tool] | None, others: dict[str, Any] | None) -> dict[str, Any]:
+def template_variables(
+    tools: list[Tool] | None, effort: Effort | None, others: dict[str, Any] | None
+) -> dict[str, Any]:
     """What a chat template gets besides the messages; tools as the client wrote them."""
     written = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
-    return ({"tools": written} if written else {}) | (others or {})
+    thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    return ({"tools": written} if written else {}) | thinking | (others or {})
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call whose arguments, a string in OpenAI's API, are what the string says; others as they are."""
+    """A tool call whose arguments, a string in OpenAI's API, are what the string says; others as they are.
+
+    No text at all, as clients keep it of a call without arguments, says that there are none.
+    """
     match call:
         case {"function": {"arguments": str(text)} as function}:
             with suppress(msgspec.DecodeError):
-                return call | {"function": function | {"arguments": msgspec.json.decode(text)}}
+                return call | {"function": function | {"arguments": msgspec.json.decode(text.strip() or "{}")}}
     return call

@@ -18,6 +18,7 @@ from router.api.response_request import (
     InputItem,
     InputMessage,
     InputPart,
+    InputReference,
     InputThoughts,
     ResponseRequest,
     TextFormat,
@@ -107,7 +108,7 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
     thoughts = ""
     for item in given:
         if isinstance(item, InputThoughts):
-            thoughts = "\n".join(thought.text for thought in item.content or ())
+            thoughts = item.text
             continue
         _add(messages, item, thoughts)
         thoughts = ""
@@ -117,6 +118,9 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
 def _add(messages: list[dict[str, Any]], item: InputItem, thoughts: str) -> None:
     thought = {"reasoning_content": thoughts} if thoughts else {}
     match item:
+        case InputReference(id=name):
+            known = 'nothing is stored here: send the item itself, as clients do with "store": false'
+            raise bad_request(f"input: item_reference {name!r}: {known}", "input", "unsupported")
         case InputMessage(role="assistant"):
             messages.append({"role": "assistant", "content": _text(item.content), **thought})
         case InputMessage():

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from router.api.response_objects import (
     ItemStatus,
     OutputCall,
@@ -15,6 +17,7 @@ from router.api.response_objects import (
     ReasoningText,
 )
 from router.api.responses import ChosenLogprob
+from router.api.sealed_thoughts import sealed
 from router.message import MessageEvent, Thought, new_call_id
 from router.tool_calls.events import Argued, CallBegun, Said
 
@@ -25,8 +28,10 @@ Event = tuple[str, dict[str, Any]]
 class OutputItems:
     """What was said so far. One item grows at a time; what belongs to another one ends it."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
+        """With ``seals_thoughts`` they end in a form for clients that keep no others, too."""
         self._request_id = request_id
+        self._seals_thoughts = seals_thoughts
         self._ended: list[OutputItem] = []
         self._growing: _Growing | None = None
         self._untold: list[ChosenLogprob] = []
@@ -79,8 +84,11 @@ class OutputItems:
         ended, self._growing = self._growing, None
         if ended is None:
             return []
-        self._ended.append(ended.item(status))
-        return ended.end(self._ended[-1])
+        item = ended.item(status)
+        if self._seals_thoughts and isinstance(item, OutputThoughts):
+            item = msgspec.structs.replace(item, encrypted_content=sealed(ended.text))
+        self._ended.append(item)
+        return ended.end(item)
 
 
 class _Growing(ABC):
@@ -150,7 +158,7 @@ class _Message(_Growing):
         return OutputMessage(id=self.item_id, status=status, content=content)
 
     def begin(self) -> list[Event]:
-        return [*super().begin(), self.event("content_part.added", content_index=0, part=self._part)]
+        return [*super().begin(), self.event("content_part.added", content_index=0, part=OutputText(text=""))]
 
     def grow(self, text: str, logprobs: list[ChosenLogprob]) -> list[Event]:
         super().grow(text, logprobs)

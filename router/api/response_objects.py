@@ -39,7 +39,7 @@ class OutputThoughts(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning")
     status: ItemStatus
     summary: list[Any] = []
     content: list[ReasoningText]
-    encrypted_content: None = None
+    encrypted_content: str | None = None
 
 
 class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):
@@ -59,6 +59,8 @@ class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_default
     """Where the prompt's KV came from; ``PromptTokensDetails`` says the same."""
 
     cached_tokens: int
+    cache_write_tokens: int
+    """OpenAI's word for what is charged for, which is nothing here."""
     host_tokens: int = 0
     storage_tokens: int = 0
 

@@ -5,9 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from router.api.constraint_fields import FunctionName, SchemaObject
-from router.api.requests import Body, Effort, NumLogprobs, Positive, RefusalPart, TopP
+from router.api.requests import Body, Effort, NumLogprobs, Positive, RefusalPart, Temperature, TopP
+from router.api.sealed_thoughts import unsealed
 
 LOGPROBS = "message.output_text.logprobs"
+SEALED_THOUGHTS = "reasoning.encrypted_content"
 Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -18,7 +20,7 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What OpenAI's API may add. Only log-probabilities are ever there: the others belong to items that no answer has."""
+"""What OpenAI's API may add: log-probabilities, thoughts, and parts of items that no answer here has."""
 
 
 class InputPart(Body):
@@ -68,6 +70,21 @@ class InputThoughts(Body):
 
     type: Literal["reasoning"]
     content: list[InputThought] | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What it thought; nothing where only others can read it."""
+        if self.content:
+            return "\n".join(thought.text for thought in self.content)
+        return unsealed(self.encrypted_content or "")
+
+
+class InputReference(Body):
+    """An item that a server with a store would know."""
+
+    type: Literal["item_reference"]
+    id: str
 
 
 def _type_of(item: Any) -> str:
@@ -79,7 +96,8 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputThoughts, Tag("reasoning")],
+    | Annotated[InputThoughts, Tag("reasoning")]
+    | Annotated[InputReference, Tag("item_reference")],
     Discriminator(_type_of),
 ]
 
@@ -141,7 +159,7 @@ class ResponseRequest(Body):
     ]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: NumLogprobs | None = None
     include: list[Included] | None = None

@@ -18,8 +18,9 @@ from router.api.response_objects import (
     ResponseObject,
     ResponseUsage,
 )
-from router.api.response_request import Reasoning, ResponseRequest
+from router.api.response_request import SEALED_THOUGHTS, Reasoning, ResponseRequest
 from router.api.responses import Usage
+from router.api.sampling import given_or
 from router.message import MessageReader
 from router.service import Service
 from router.text import Piece
@@ -34,7 +35,7 @@ class ResponseWriter:
         self._tokenizer = service.tokenizer
         self._reader = reader
         self._numbers = itertools.count()
-        self._items = OutputItems(request_id)
+        self._items = OutputItems(request_id, seals_thoughts=SEALED_THOUGHTS in (body.include or ()))
         self._finish: FinishReason | None = None
         self._num_thought_tokens = 0
         self.num_tokens = 0
@@ -90,6 +91,7 @@ class ResponseWriter:
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=InputTokensDetails(
                     cached_tokens=cached.cached_tokens,
+                    cache_write_tokens=0,
                     host_tokens=cached.host_tokens,
                     storage_tokens=cached.storage_tokens,
                 ),
@@ -121,10 +123,10 @@ def _begun(request_id: str, service: Service, body: ResponseRequest) -> Response
         model=service.model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=(body.reasoning or Reasoning()).model_dump(),
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=given_or(body.temperature, service.sampling_defaults.temperature),
         text={"format": {"type": "text"} if written is None else written.model_dump(by_alias=True, exclude_unset=True)},
         tool_choice=body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
         tools=[tool.model_dump() for tool in body.tools or ()],
-        top_p=1.0 if body.top_p is None else body.top_p,
+        top_p=given_or(body.top_p, service.sampling_defaults.top_p),
         user=body.user,
     )

@@ -70,6 +70,10 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     refusal: None = None
 
 
+StopReason = str | int | None | UnsetType
+"""As vLLM tells it: the stop string or the token named by the request that ended an answer, or nothing; at its end."""
+
+
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt's text, or the next part of it."""
 
@@ -78,6 +82,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     finish_reason: str | None
+    stop_reason: StopReason = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In the first part."""
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -125,6 +132,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """None where there are only calls."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -135,6 +143,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: Message
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
+    stop_reason: StopReason = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -147,6 +156,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     usage: Usage
 
 
@@ -156,6 +166,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -166,6 +177,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
+    stop_reason: StopReason = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
@@ -177,4 +189,6 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In a choice's first chunk."""
     usage: Usage | UnsetType | None = UNSET

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Collection
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +14,7 @@ from router.service import Service
 from router.text import TextRules
 
 _SEED_MASK = 2**63 - 1
+_T = TypeVar("_T")
 
 
 def stop_token_ids(service: Service, body: GenerationRequest) -> frozenset[int]:
@@ -27,6 +29,7 @@ def text_rules(service: Service, body: GenerationRequest, markers: Collection[st
     return TextRules(
         stops=body.stops,
         stop_token_ids=stop_token_ids(service, body),
+        asked_stop_ids=frozenset(body.stop_token_ids or ()),
         include_stop=body.include_stop,
         skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
         min_tokens=body.min_tokens or 0,
@@ -34,18 +37,17 @@ def text_rules(service: Service, body: GenerationRequest, markers: Collection[st
     )
 
 
-def make_sampling(
-    tokenizer: Tokenizer, body: GenerationRequest, ending_ids: frozenset[int], grammar: str = ""
-) -> Sampling:
+def make_sampling(service: Service, body: GenerationRequest, ending_ids: frozenset[int], grammar: str = "") -> Sampling:
     """How tokens are drawn; a seed is made up where none is given."""
-    is_greedy = body.top_p == 0
+    tokenizer, defaults = service.tokenizer, service.sampling_defaults
+    top_p = given_or(body.top_p, defaults.top_p)
     return Sampling(
-        temperature=0.0 if is_greedy else 1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if is_greedy or body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
+        temperature=given_or(body.temperature, defaults.temperature) if top_p else 0.0,
+        top_p=top_p or 1.0,
+        top_k=max(given_or(body.top_k, defaults.top_k), 0),
+        min_p=given_or(body.min_p, defaults.min_p),
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=given_or(body.repetition_penalty, defaults.repetition_penalty),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=body.logit_bias or {},
@@ -59,6 +61,11 @@ def make_sampling(
         num_logprobs=body.num_logprobs,
         num_prompt_logprobs=body.num_prompt_logprobs,
     )
+
+
+def given_or(given: _T | None, default: _T) -> _T:
+    """Null is as if the field were left out."""
+    return default if given is None else given
 
 
 def choices_of(ask: Ask, num_choices: int) -> list[Ask]:

@@ -24,6 +24,7 @@ from router.api.responses import (
     CompletionChoice,
     Delta,
     PromptLogprobs,
+    StopReason,
     Usage,
 )
 from router.message import MessagePart, MessageReader, NewReader
@@ -69,6 +70,9 @@ class _Common:
     def _token_ids(self, piece: Piece) -> tuple[int, ...] | UnsetType:
         return piece.token_ids if self._with_token_ids else UNSET
 
+    def _prompt_token_ids(self, prompt_ids: Sequence[int]) -> list[int] | UnsetType:
+        return [*prompt_ids] if self._with_token_ids else UNSET
+
     def _prompt_logprobs(self, prompt: ShownPrompt) -> PromptLogprobs | UnsetType:
         num_top = self._num_prompt_logprobs
         return UNSET if num_top is None else prompt_logprobs(self._tokenizer, prompt, num_top)
@@ -83,24 +87,33 @@ class CompletionShape(_Common):
         super().__init__(f"cmpl-{request_id}", service, body)
         self._prompts = prompts
         self._with_logprobs = body.num_logprobs is not None
+        self._opened: set[int] = set()
+        """Choices of which a part was written, where those differ from others."""
 
     def opening(self, index: int, first: Piece) -> bytes | None:
         """The prompt, where it is echoed."""
         prompt = self._prompt_of(index, first)
         if prompt.echo is None:
             return None
-        logprobs = echo_logprobs(self._tokenizer, prompt) if self._with_logprobs else None
-        choice = CompletionChoice(index=index, text=prompt.echo, logprobs=logprobs, finish_reason=None)
+        choice = CompletionChoice(
+            index=index,
+            text=prompt.echo,
+            logprobs=echo_logprobs(self._tokenizer, prompt) if self._with_logprobs else None,
+            finish_reason=None,
+            prompt_token_ids=self._first_prompt_token_ids(index, prompt),
+        )
         return self._encode([choice], None)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
         """The next text."""
-        echo = self._prompt_of(index, piece).echo or ""
+        prompt = self._prompt_of(index, piece)
         choice = CompletionChoice(
             index=index,
             text=piece.text,
-            logprobs=completion_logprobs(self._tokenizer, piece, len(echo)),
+            logprobs=completion_logprobs(self._tokenizer, piece, len(prompt.echo or "")),
             finish_reason=piece.finish,
+            stop_reason=_stop_reason(piece),
+            prompt_token_ids=self._first_prompt_token_ids(index, prompt),
             token_ids=self._token_ids(piece),
         )
         return self._encode([choice], usage)
@@ -125,8 +138,16 @@ class CompletionShape(_Common):
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(prompt),
             finish_reason=piece.finish,
+            stop_reason=_stop_reason(piece),
+            prompt_token_ids=self._prompt_token_ids(prompt.token_ids),
             token_ids=self._token_ids(piece),
         )
+
+    def _first_prompt_token_ids(self, index: int, prompt: ShownPrompt) -> list[int] | UnsetType:
+        if not self._with_token_ids or index in self._opened:
+            return UNSET
+        self._opened.add(index)
+        return self._prompt_token_ids(prompt.token_ids)
 
     def _prompt_of(self, index: int, piece: Piece) -> ShownPrompt:
         """The prompt of a choice; the first choice's first piece tells of it."""
@@ -161,7 +182,8 @@ class ChatShape(_Common):
     def opening(self, index: int, first: Piece) -> bytes | None:  # noqa: ARG002
         """Who speaks."""
         delta = Delta(role="assistant", content="")
-        return self._encode([ChatChunkChoice(index=index, delta=delta, finish_reason=None)], None)
+        choice = ChatChunkChoice(index=index, delta=delta, finish_reason=None)
+        return self._encode([choice], None, self._prompt_token_ids(self._prompt_ids))
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
         """The next part of the message."""
@@ -170,6 +192,7 @@ class ChatShape(_Common):
             delta=delta(self._read(index, piece)),
             logprobs=chat_logprobs(self._tokenizer, piece),
             finish_reason=self._finish_reason(index, piece),
+            stop_reason=_stop_reason(piece),
             token_ids=self._token_ids(piece),
         )
         return self._encode([choice], usage)
@@ -186,6 +209,7 @@ class ChatShape(_Common):
                 message=message(self._read(index, piece)),
                 logprobs=chat_logprobs(self._tokenizer, piece),
                 finish_reason=self._finish_reason(index, piece),
+                stop_reason=_stop_reason(piece),
                 token_ids=self._token_ids(piece),
             )
             for index, piece in enumerate(choices)
@@ -198,6 +222,7 @@ class ChatShape(_Common):
                 model=self._model,
                 choices=made,
                 prompt_logprobs=self._prompt_logprobs(prompt),
+                prompt_token_ids=self._prompt_token_ids(self._prompt_ids),
                 usage=usage,
             )
         )
@@ -211,8 +236,23 @@ class ChatShape(_Common):
         has_called = piece.finish is FinishReason.STOP and self._readers[index].has_called
         return "tool_calls" if has_called else piece.finish
 
-    def _encode(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
-        written = self._no_usage if usage is None else usage
+    def _encode(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | None,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> bytes:
         return _encoder.encode(
-            ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=written)
+            ChatChunk(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=choices,
+                prompt_token_ids=prompt_token_ids,
+                usage=self._no_usage if usage is None else usage,
+            )
         )
+
+
+def _stop_reason(piece: Piece) -> StopReason:
+    return UNSET if piece.finish is None else piece.stopped_by

@@ -11,9 +11,6 @@ from router.api.errors import ApiError
 from router.service import Service
 from router.trace_events import trace_of
 
-GATHER_S = 30.0
-"""Longest wait for ranks, which answer between two steps."""
-
 
 def routes(service: Service) -> APIRouter:
     """The route that hands timelines out."""
@@ -22,11 +19,11 @@ def routes(service: Service) -> APIRouter:
     @router.get("/timelines/{name}")
     async def timeline(name: str) -> Response:
         """The timeline of one of the newest timed requests, in the Trace Event Format."""
-        gathering = await service.relay.timelines.gather(name, GATHER_S)
-        if gathering is None:
+        gathered = await service.relay.timelines.gather(name)
+        if gathered is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"there is no timeline {name}; the newest few are kept")
-        if gathering.router is None:
+        if gathered.router is None:
             raise ApiError(HTTPStatus.CONFLICT, f"the request of timeline {name} has not ended")
-        return Response(msgspec.json.encode(trace_of(gathering, read_clock())), media_type="application/json")
+        return Response(msgspec.json.encode(trace_of(gathered, read_clock())), media_type="application/json")
 
     return router

@@ -35,9 +35,9 @@ class Routers:
     decode: FakeReplica
     processes: list[WorkerProcess]
 
-    def ask(self, max_tokens: int = 2) -> httpx.Response:
+    def ask(self, max_tokens: int = 2, **fields: object) -> httpx.Response:
         """Over a connection of its own, which goes to either process."""
-        body = {"model": "echo", "prompt": "hello", "max_tokens": max_tokens}
+        body = {"model": "echo", "prompt": "hello", "max_tokens": max_tokens, **fields}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S, trust_env=False)
 
     def metric(self, line: str) -> float:
@@ -142,6 +142,24 @@ def test_an_order_holds_for_both(routers: Routers) -> None:
     assert {routers.ask().status_code for _ in range(12)} == {200}
 
 
+def test_either_gives_the_timelines_of_both(routers: Routers) -> None:
+    for _ in range(4):
+        path = routers.ask(timeline=True).headers["x-baton-timeline"]
+        replies = [httpx.get(f"{routers.url}{path}", timeout=WAIT_S, trust_env=False) for _ in range(8)]
+        assert {reply.status_code for reply in replies} == {200}
+        traces = [reply.json() for reply in replies]
+        assert all(trace == traces[0] for trace in traces)
+        assert traces[0]["otherData"]["ranks that did not answer"] == []
+    reply = httpx.get(f"{routers.url}/timelines/7", timeout=WAIT_S, trust_env=False)
+    assert reply.status_code == 404
+
+
 def test_when_one_ends_the_other_goes_on(routers: Routers) -> None:
+    paths: dict[str, str] = {}
+    while len(paths) < 2:
+        path = routers.ask(timeline=True).headers["x-baton-timeline"]
+        paths[routers.decode.submits[-1].router.replica] = path
     routers.processes[1].close()
     assert {routers.ask().status_code for _ in range(12)} == {200}
+    replies = {name: httpx.get(f"{routers.url}{path}", timeout=10, trust_env=False) for name, path in paths.items()}
+    assert {name: reply.status_code for name, reply in replies.items()} == {"router": 200, "router-1": 404}

@@ -1,12 +1,13 @@
 """Bodies that do not come whole: each has its time, and all together their memory."""
 
+import json
 import select
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.router_cluster import RouterCluster, run_cluster
+from tests.fakes.router_cluster import MODEL, RouterCluster, run_cluster
 
 pytestmark = pytest.mark.integration
 
@@ -43,6 +44,19 @@ def test_a_body_that_comes_in_parts(folder: Path) -> None:
         connection = begin(cluster, 30, b'{"prompt": ')
         connection.send(b'"abc"' + b" " * 13 + b"}")
         assert answer(connection)[1].startswith('{"error":{"message":"model: field required')
+
+
+@pytest.mark.parametrize("offer", ["h2c", " TLS/1.0, h2c\t"])
+def test_a_body_behind_an_offer_of_http_2(cluster: RouterCluster, offer: str) -> None:
+    """As Java's client sends it to an address without TLS; it is answered in HTTP/1.1, again and again."""
+    url = cluster.http.base_url
+    connection = HTTPConnection(url.host, url.port, timeout=WAIT_S)
+    headers = {"connection": "Upgrade, HTTP2-Settings", "HTTP2-Settings": "AAMAAABkAAQAAP__", "Upgrade": offer}
+    for text in ("abc", "Upgrade: h2c"):
+        connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": text}), headers)
+        reply = connection.getresponse()
+        assert (reply.status, json.load(reply)["usage"]["prompt_tokens"]) == (200, len(text) + 1)
+    connection.close()
 
 
 def test_bodies_that_arrive_at_the_same_time_have_bounded_memory(folder: Path) -> None:

@@ -26,7 +26,7 @@ WRONG_STOP = "must be a string, or a list of at most 16 strings; none of them em
 WRONG_CONTENT = (
     "must be a string, or a list of parts of type text or refusal; images, audio and files are not supported"
 )
-CONTEXT_IS = "this model's context is 512 tokens for prompt and answer together"
+CONTEXT_IS = "This model's maximum context length is 512 tokens, prompt and answer together. However, the prompt has"
 ROLES = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
 WRONG_TOOL_CHOICE = (
     'must be "none", "auto", "required", an object of type "function" that names one of the tools, or one of '
@@ -61,8 +61,8 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("prompt", [1, 258], "there is no token 258; allowed: 0 to 257"),
     ("prompt", [-1], "there is no token -1; allowed: 0 to 257"),
     ("prompt", ["x"] * 1025, "at most 1024 prompts in one request, got 1025"),
-    ("prompt", [1] * 512, f"the prompt has 512 tokens; {CONTEXT_IS}"),
-    ("max_tokens", 511, f"the prompt has 2 tokens and 511 more were asked for; {CONTEXT_IS}"),
+    ("prompt", [1] * 512, f"{CONTEXT_IS} 512 tokens"),
+    ("max_tokens", 511, f"{CONTEXT_IS} 2 tokens and 511 more were asked for"),
     ("max_tokens", -1, "Input should be greater than or equal to 0, got -1"),
     ("max_tokens", 0, "0 is only allowed together with echo or prompt_logprobs"),
     ("prompt_logprobs", 21, "Input should be less than or equal to 20, got 21"),
@@ -102,13 +102,31 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("guided_choice", [], "items needed: at least 1, got []"),
     ("guided_json", 5, "must be a JSON schema: an object, or its text"),
     ("guided_json", False, "Unsatisfiable schema: schema is false"),
-    ("guided_json", "{", "not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ("guided_json", "{", "not valid JSON: EOF while parsing an object at line 1 column 1"),
     ("guided_json", {"type": "integer", "minimum": 2, "maximum": 1}, UNSATISFIABLE),
+    ("guided_json", {"items": {"uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
     ("guided_json", {"$ref": "#"}, NO_TEXT),
     ("guided_regex", "a[^\\x00-\\x{10ffff}]", NO_TEXT),
     ("guided_grammar", "start: start", NO_TEXT),
     ("guided_grammar", "nonsense ::", "Expected ::= at line 1, 'nonsense ' ^ '::'"),
-    ("structured_outputs.structural_tag", {"structural_tag": {}}, "there is no such field, got {}"),
+    ("structured_outputs.colour", {"colour": None}, "there is no such field, got None"),
+    ("structured_outputs.structural_tag", {"structural_tag": {}}, "not supported, got {}; allowed: null"),
+    ("structured_outputs.whitespace_pattern", {"whitespace_pattern": ""}, 'not supported, got ""; allowed: null'),
+    (
+        "structured_outputs.disable_any_whitespace",
+        {"json": {}, "disable_any_whitespace": True},
+        "not supported, got true; allowed: null or false",
+    ),
+    (
+        "structured_outputs.disable_fallback",
+        {"json": {}, "disable_fallback": 0},
+        "not supported, got 0; allowed: null or false",
+    ),
+    (
+        "structured_outputs.disable_additional_properties",
+        {"json": {}, "disable_additional_properties": True},
+        "not supported, got true; allowed: null or false",
+    ),
     (
         "structured_outputs.choice",
         {"choice": ["a"], "regex": "b"},
@@ -121,7 +139,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("messages", [], "items needed: at least 1, got []"),
     ("messages[0].role", [{"role": "king", "content": "x"}], f"Input should be {ROLES}, got 'king'"),
     ("messages[0].content", [{"role": "user", "content": [{"type": "image_url"}]}], WRONG_CONTENT),
-    ("messages", [{"role": "user", "content": "x" * 600}], f"the prompt has 619 tokens; {CONTEXT_IS}"),
+    ("messages", [{"role": "user", "content": "x" * 600}], f"{CONTEXT_IS} 619 tokens"),
     ("tools[0].type", [{}], "field required"),
     ("tools", [{"type": "function", "function": {"name": "f"}}], NO_TOOLS),
     ("tool_choice", "required", "there are no tools to choose from"),
@@ -141,6 +159,8 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
 ]
 BAD_OTHERS: list[tuple[str, str, Any, str]] = [
     ("/tokenize", "prompt", MISSING, "give either prompt or messages"),
+    ("/tokenize", "chat_template", "x", 'not supported, got "x"; allowed: null'),
+    ("/tokenize", "continue_final_message", True, "not supported, got true; allowed: null or false"),
     ("/detokenize", "tokens", [999], "there is no token 999; allowed: 0 to 257"),
     ("/detokenize", "tokens", "x", "Input should be a valid array, got 'x'"),
 ]
@@ -160,6 +180,12 @@ class TestBadInput:
         assert (reply.status_code, error["param"], error["message"]) == (400, param, f"{param}: {message}")
         assert error["type"] == "invalid_request_error"
         assert set(error) == {"message", "type", "param", "code"}
+
+    def test_a_schema_as_text_that_is_nested_too_deeply(self, shared: RouterCluster) -> None:
+        text = '{"items":' * 5000 + "{}" + "}" * 5000
+        reply = shared.http.post("/v1/completions", json=GOOD_BODIES["/v1/completions"] | {"guided_json": text})
+        assert reply.status_code == 400
+        assert "guided_json: not valid JSON: recursion limit exceeded" in reply.json()["error"]["message"]
 
     @pytest.mark.parametrize("path", GOOD_BODIES)
     def test_unknown_model(self, shared: RouterCluster, path: str) -> None:

@@ -20,7 +20,14 @@ USAGE = {
 class TestCompletions:
     def test_whole(self, shared: RouterCluster) -> None:
         reply = shared.complete("hello", max_tokens=7)
-        assert reply["choices"] == [{"index": 0, "text": "hellohe", "logprobs": None, "finish_reason": "length"}]
+        (choice,) = reply["choices"]
+        assert choice == {
+            "index": 0,
+            "text": "hellohe",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
         assert reply["usage"] == USAGE
         assert (reply["object"], reply["model"]) == ("text_completion", MODEL)
 
@@ -47,6 +54,24 @@ class TestCompletions:
         choices = [event["choices"][0] for event in shared.events(path, max_tokens=10, return_token_ids=True, **prompt)]
         choices = [choice for choice in choices if choice.get("delta", {}).get("role") is None]
         assert [len(choice["token_ids"]) for choice in choices] == [1] * 10
+
+    @pytest.mark.parametrize("echo", [False, True])
+    def test_token_ids_of_prompts_are_told_once_a_choice(self, shared: RouterCluster, echo: bool) -> None:
+        fields = {"prompt": ["ab", "cde"], "max_tokens": 4, "n": 2, "return_token_ids": True, "echo": echo}
+        wanted = [[BOS, *b"ab"]] * 2 + [[BOS, *b"cde"]] * 2
+        assert [choice["prompt_token_ids"] for choice in shared.complete(**fields)["choices"]] == wanted
+        choices = [event["choices"][0] for event in shared.events("/v1/completions", **fields)]
+        for index, prompt_ids in enumerate(wanted):
+            first, *others = [choice.get("prompt_token_ids") for choice in choices if choice["index"] == index]
+            assert (first, others) == (prompt_ids, [None] * (3 + echo))
+
+    def test_token_ids_of_a_chats_prompt(self, shared: RouterCluster) -> None:
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        fields |= {"return_token_ids": True}
+        prompt_ids = [BOS, *b"<user>a\n<assistant>"]
+        assert shared.post("/v1/chat/completions", **fields).json()["prompt_token_ids"] == prompt_ids
+        events = shared.events("/v1/chat/completions", **fields)
+        assert [event.get("prompt_token_ids") for event in events] == [prompt_ids, None, None]
 
     @pytest.mark.parametrize("prompt", [["ab", "cde"], [[BOS, 97, 98], [BOS, 99, 100, 101]]])
     def test_several_prompts(self, shared: RouterCluster, prompt: Any) -> None:
@@ -85,7 +110,19 @@ class TestCompletions:
 
     def test_eos_ends_the_answer_and_is_not_shown(self, shared: RouterCluster) -> None:
         choice = shared.complete([BOS, 97, EOS, 98], max_tokens=9)["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", None)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_token_that_the_request_names_ends_the_answer_and_is_told(
+        self, shared: RouterCluster, stream: bool
+    ) -> None:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "xyz"}], "stop_token_ids": [121]}
+        if stream:
+            choice = shared.events("/v1/chat/completions", **body)[-1]["choices"][0]
+        else:
+            reply = shared.http.post("/v1/chat/completions", json={"model": MODEL, **body})
+            choice = reply.json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 121)
 
     def test_ignore_eos(self, shared: RouterCluster) -> None:
         choice = shared.complete([BOS, 97, EOS, 98], max_tokens=6, ignore_eos=True)["choices"][0]
@@ -97,11 +134,12 @@ class TestCompletions:
         cluster.decode.token_s = 0.01
         if stream:
             choices = [event["choices"][0] for event in cluster.events("/v1/completions", **body)]
-            text, finish = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+            assert all("stop_reason" not in choice for choice in choices[:-1])
+            text, choice = "".join(choice["text"] for choice in choices), choices[-1]
         else:
             choice = cluster.complete(**body)["choices"][0]
-            text, finish = choice["text"], choice["finish_reason"]
-        assert (text, finish) == ("abcd", "stop")
+            text = choice["text"]
+        assert (text, choice["finish_reason"], choice["stop_reason"]) == ("abcd", "stop", "efg")
         assert len(cluster.prefill.wait_cancels(1)) == len(cluster.decode.wait_cancels(1)) == 1
         cluster.assert_empty()
 

@@ -26,6 +26,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "stop"}},
 ]
 NAMED = {"type": "function", "function": {"name": "stop"}}
+VLLMS_DEFAULTS = {
+    **dict.fromkeys(["regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"]),
+    **dict.fromkeys(["disable_any_whitespace", "disable_fallback", "disable_additional_properties"], False),
+}
 HERMES = TEMPLATE + "{# <tool_call> </think> #}"
 LLAMA3 = TEMPLATE + "{# <|python_tag|> #}"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -68,6 +72,7 @@ CASES: list[tuple[dict[str, Any], tuple[list[str], list[str]]]] = [
     ({"guided_json": SCHEMA}, JSON_CASES),
     ({"guided_json": json.dumps(SCHEMA)}, JSON_CASES),
     ({"structured_outputs": {"json": SCHEMA}}, JSON_CASES),
+    ({"structured_outputs": {"json": SCHEMA} | VLLMS_DEFAULTS}, JSON_CASES),
     ({"json_schema": json.dumps(SCHEMA)}, JSON_CASES),
     ({"regex": "a|bc"}, (["a", "bc"], ["ab", "b", ""])),
     ({"ebnf": 'root ::= "a" [0-9]+'}, (["a12"], ["a"])),
@@ -90,6 +95,15 @@ def test_every_form_in_both_apis(
         reply = shared.post(path, max_tokens=2, **prompt, **fields)
         assert reply.status_code == 200, reply.text
         check(grammars, shared, *texts)
+
+
+def test_formats_that_cannot_be_told_are_annotations(shared: RouterCluster, grammars: Grammars) -> None:
+    site = {"type": "string", "format": "ipv4"}
+    listed = {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": False}
+    schema = {"type": "object", "properties": {"a": site, "b": listed}, "required": ["a", "b"]}
+    shared.complete("x", guided_json=schema)
+    good = ['{"a": "127.0.0.1", "b": ["x", "x"]}']
+    check(grammars, shared, good, ['{"a": "x", "b": []}', '{"a": "127.0.0.1", "b": [1]}'])
 
 
 def test_thousands_of_long_choices_that_begin_alike(shared: RouterCluster, grammars: Grammars) -> None:
@@ -130,8 +144,14 @@ def test_hermes_calls(hermes: RouterCluster, grammars: Grammars) -> None:
     check(grammars, hermes, [stop], [get, f"{stop}\n{stop}"])
     ask(hermes, tools=TOOLS, response_format={"type": "json_object"})
     check(grammars, hermes, [get, "{}", f'{thought}{{"a": 1}}'], ["x", f"{get}{{}}"])
+    ask(hermes, tools=TOOLS, tool_choice=NAMED, response_format=FORMAT)
+    check(grammars, hermes, [stop], [get, '{"a": 1}'])
     ask(hermes, tools=TOOLS)
     assert hermes.last_submit().sampling.grammar == ""
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "objec"}}}
+    ask(hermes, tools=[*TOOLS, bad], parallel_tool_calls=False)
+    free = ["", "hi", get, f"Let me see.\n{stop}", f"{thought}so: {get}", hermes_call("bad", '{"b": "c"}')]
+    check(grammars, hermes, free, [f"{get}\n{stop}", f"{get}{get}", f"{get} x {get}"])
 
 
 def test_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
@@ -140,6 +160,8 @@ def test_llama3_calls(llama3: RouterCluster, grammars: Grammars) -> None:
     check(grammars, llama3, [get, f"{get}; {stop}"], ["", f"{get} {stop}", f"<think>x</think>{get}"])
     ask(llama3, tools=TOOLS, tool_choice=NAMED)
     check(grammars, llama3, [stop], [get])
+    ask(llama3, tools=TOOLS, parallel_tool_calls=False)
+    check(grammars, llama3, ["", "hi", get, stop], [f"{get}; {stop}"])
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -195,6 +217,6 @@ def test_what_is_wrong_with_tools_is_named(hermes: RouterCluster) -> None:
     )
     assert refused(tools=TOOLS, tool_choice=allowed("auto"))[0] == "tool_choice"
     assert refused(tool_choice=allowed("auto", "get"))[1] == "tool_choice: there are no tools to choose from"
-    param, message = refused(tools=TOOLS, tool_choice="required", response_format=FORMAT)
+    param, message = refused(tools=TOOLS, tool_choice="required", guided_regex="x")
     assert (param, message.partition(":")[0]) == ("tool_choice", "tool_choice")
     ask(hermes, tools=[*TOOLS, bad])

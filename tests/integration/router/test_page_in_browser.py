@@ -1,4 +1,4 @@
-"""The page at ``/`` in a real browser, over several replicas and ranks."""
+"""A real browser: the page at ``/``, over several replicas and ranks, and pages from elsewhere."""
 
 import re
 import subprocess
@@ -9,9 +9,18 @@ import pytest
 
 from cluster.spec.registry import RankCoords, ReplicaEntry, ReplicaLoad, SendTimes
 from tests.fakes.bootstrap import entry_of, table_of
-from tests.fakes.router_cluster import RouterCluster
+from tests.fakes.router_cluster import RouterCluster, run_cluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.chromium]
+
+_ASKING = """<p>waits</p><script>
+const asked = {model: "echo", prompt: "abc", max_tokens: 3}
+const headers = {"content-type": "application/json", authorization: "Bearer any", "x-request-id": "own-id"}
+fetch("%s/v1/completions", {method: "POST", headers, body: JSON.stringify(asked)})
+  .then(async reply => [reply.status, reply.headers.get("x-request-id"), reply.headers.get("x-baton-prefill"),
+    (await reply.json()).choices[0].text].join(" "), error => error.name)
+  .then(shown => { document.querySelector("p").textContent = shown })
+</script>"""
 
 
 def wide(entry: ReplicaEntry, cp: int, tp: int) -> ReplicaEntry:
@@ -63,3 +72,12 @@ def test_it_shows_the_cluster(cluster: RouterCluster, tmp_path: Path) -> None:
     assert requests.count("var(--prefill)") == 2
     assert "prefill 40 ms · prefill-0" in requests
     assert re.search(r'<span id="problem" role="status"></span>', page)
+
+
+def test_a_page_from_elsewhere_uses_the_endpoint(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for origins in ((), ("*",)):
+        for cluster in run_cluster(folder, allowed_origins=origins):
+            page.write_text(_ASKING % cluster.url)
+            shown = browse(page.as_uri(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+            assert re.findall("<p>(.*)</p>", shown) == ["200 own-id prefill-0 abc" if origins else "TypeError"]

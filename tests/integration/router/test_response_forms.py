@@ -92,6 +92,30 @@ def test_the_items_go_back_into_the_conversation(cluster: RouterCluster, client:
     assert bytes(cluster.last_submit().prompt_ids).decode().endswith(expected)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_thoughts_come_sealed_for_clients_that_keep_no_others(
+    cluster: RouterCluster, client: openai.OpenAI, is_streamed: bool
+) -> None:
+    asked: Any = {"model": MODEL, "input": "hi", "tools": TOOLS, "store": False}
+    asked |= {"include": ["reasoning.encrypted_content"]}
+    cluster.decode.says = ANSWER.encode()
+    if is_streamed:
+        events = list(client.responses.create(**asked, stream=True))
+        items: list[Any] = [event.item for event in events if event.type == "response.output_item.done"]
+    else:
+        items = [*client.responses.create(**asked).output]
+    thoughts, *others = [item.model_dump() for item in items]
+    assert thoughts["encrypted_content"]
+
+    def prompt_after(*kept: Any) -> str:
+        client.responses.create(model=MODEL, input=[{"role": "user", "content": "hi"}, *kept, *others], tools=TOOLS)
+        return bytes(cluster.last_submit().prompt_ids).decode()
+
+    assert prompt_after(thoughts | {"content": None}) == prompt_after(thoughts) != prompt_after()
+    foreign = thoughts | {"content": None, "encrypted_content": "gAAAAABo"}
+    assert prompt_after(foreign) == prompt_after(), "what only others can read"
+
+
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_the_prompt_and_the_grammar_are_those_of_the_same_chat(
     cluster: RouterCluster, client: openai.OpenAI, is_allowed: bool

@@ -129,6 +129,15 @@ def test_what_cannot_be_done_is_refused_by_name(shared: RouterCluster, body: Any
     assert param in error["message"]
 
 
+def test_who_refers_to_an_item_is_told_how_to_do_without(shared: RouterCluster) -> None:
+    reply = shared.post(
+        "/v1/responses", input=[{"role": "user", "content": "a"}, {"type": "item_reference", "id": "b"}]
+    )
+    assert reply.status_code == 400
+    known = 'nothing is stored here: send the item itself, as clients do with "store": false'
+    assert reply.json()["error"]["message"] == f"input: item_reference 'b': {known}"
+
+
 @pytest.mark.parametrize(
     "harmless",
     [

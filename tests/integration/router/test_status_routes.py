@@ -45,6 +45,7 @@ class TestStatusRoutes:
             "tokens": [BOS, 97, 98],
         }
         assert shared.post("/tokenize", prompt="ab", add_special_tokens=False).json()["tokens"] == [97, 98]
+        assert shared.post("/tokenize", prompt="a ", return_token_strs=True).json()["token_strs"] == ["<s>", "a", "Ġ"]
         chat = shared.post("/tokenize", messages=[{"role": "user", "content": "a"}], add_generation_prompt=False).json()
         assert chat["tokens"] == [BOS, *b"<user>a\n"]
         assert shared.post("/detokenize", tokens=[BOS, 97]).json() == {"prompt": "<s>a"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.api import timelines
+from router import timelines
 from tests.fakes.router_cluster import RouterCluster
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 

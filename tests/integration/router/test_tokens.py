@@ -57,7 +57,7 @@ def test_stop_strings_and_stop_tokens_end_it(shared: RouterCluster) -> None:
         ([1] * 100 + [10**6], "prompt_ids: there is no token 1000000"),
         ([1] * 100 + [-1], "prompt_ids: there is no token -1"),
         ([1] * 100 + [2**40], f"prompt_ids: there is no token {2**40}"),
-        ([1] * 600, "prompt_ids: the prompt has 600 tokens"),
+        ([1] * 600, "the prompt has 600 tokens"),
     ],
 )
 def test_prompts_that_cannot_be_used(shared: RouterCluster, prompt_ids: Any, message: str) -> None:

@@ -47,7 +47,7 @@ def test_whole(cluster: RouterCluster, client: openai.OpenAI) -> None:
     for choice in whole.choices:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "Let me see."
-        assert choice.message.model_extra == {"reasoning_content": "They ask\nfor weather."}
+        assert choice.message.model_extra == dict.fromkeys(("reasoning_content", "reasoning"), "They ask\nfor weather.")
         calls: Any = choice.message.tool_calls
         assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [
             ("function", "weather", ARGUMENTS)
@@ -62,7 +62,9 @@ def collect(chunks: list[Any]) -> tuple[str, str, list[dict[str, str]]]:
     thoughts = content = ""
     calls: list[dict[str, str]] = []
     for delta in [chunk.choices[0].delta for chunk in chunks if chunk.choices]:
-        thoughts += (delta.model_extra or {}).get("reasoning_content") or ""
+        thought = (delta.model_extra or {}).get("reasoning_content") or ""
+        assert thought == ((delta.model_extra or {}).get("reasoning") or "")
+        thoughts += thought
         content += delta.content or ""
         for call in delta.tool_calls or ():
             if call.id:
@@ -198,8 +200,11 @@ def follows(grammars: Grammars, cluster: RouterCluster, token_ids: list[int]) ->
     return matcher.is_whole and not matcher.problem
 
 
-def test_tokenize_shows_the_same_prompt(cluster: RouterCluster, client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+@pytest.mark.parametrize("quiet", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
+def test_tokenize_shows_the_same_prompt(
+    cluster: RouterCluster, client: openai.OpenAI, quiet: dict[str, object]
+) -> None:
+    fields: dict[str, Any] = {"tools": TOOLS, **quiet}
     tokens = cluster.http.post("/tokenize", json={"messages": MESSAGES, **fields}).json()["tokens"]
     client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=fields)
     assert [*cluster.last_submit().prompt_ids] == tokens

@@ -1,6 +1,7 @@
 """The spans of requests, where somebody collects them, and their place in the client's own trace."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -154,3 +155,6 @@ def test_a_collector_that_is_gone_does_not_hold_up_the_end(
         cluster.assert_empty()
         next(clusters, None)
     assert "the collector did not take them within 2 s" in caplog.text
+    for thread in threading.enumerate():
+        if thread.name == "OtelBatchSpanRecordProcessor":  # it gives up by itself, and is not to do so in another test
+            thread.join(20)

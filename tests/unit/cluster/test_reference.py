@@ -37,10 +37,30 @@ def test_every_key_has_a_row() -> None:
 
 @pytest.mark.parametrize("key", keys())
 def test_a_wrong_value_of_any_key_is_refused_in_words(key: str) -> None:
-    text = "[]"
+    text = "2026-11-23"
     for name in reversed(key.split(".")):
         text = f"{{{name}: {text}}}"
     with pytest.raises(ConfigError) as caught:
         parse_config(text, "f.yaml")
     (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"{key}: got a list; allowed: ")
+    assert line.startswith(f"{key}: got 2026-11-23; allowed: ")
+
+
+def test_each_wrong_origin_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(
+            "router: {allowed_origins: ['*', 'https://a/', 'tauri://a', 'https://*.b', 'a', 5], port: x}", "f.yaml"
+        )
+    port, *origins = str(caught.value).splitlines()
+    shown = {1: "'https://a/'", 3: "'https://*.b'", 4: "'a'", 5: "5"}
+    words = "`*`, or an origin as browsers name it, such as https://chat.example"
+    assert origins == [
+        f"router.allowed_origins.{place}: got {given}; allowed: {words}" for place, given in shown.items()
+    ]
+    assert port.startswith("router.port: ")
+
+
+def test_origins_are_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"allowed_origins: got '\*'; allowed: a list; in it: `\*`, or an origin"):
+        parse_config("router: {allowed_origins: '*'}", "f.yaml")
+    assert parse_config("router: {allowed_origins: ['http://localhost:3000']}", "f.yaml").router.allowed_origins

@@ -89,11 +89,16 @@ def test_an_empty_answer_is_an_empty_message() -> None:
 def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
     tokens = ["<think>", "Hm", "</think>", "<tool", "s>", "yes", '<tool_call>{"name": "f"', "}</tool_call>"]
     reader, items = MessageReader(Thinking.OPTIONAL, HermesParser([])), OutputItems("x")
+    events: list[Event] = []
     for place, token in enumerate(tokens, start=1):
         logprob = ChosenLogprob(token=token, logprob=0.0, bytes=[], top_logprobs=[])
-        items.push(reader.read(token, is_end=place == len(tokens)), [logprob])
+        events += items.push(reader.read(token, is_end=place == len(tokens)), [logprob])
     _, said, _ = items.end("completed")[0]
     assert isinstance(said, OutputMessage)
     (part,) = said.content
     assert part.text == "<tools>yes"
     assert [told.token for told in part.logprobs] == ["</think>", "<tool", "s>", "yes"]
+    (begun,) = [
+        fields["part"] for kind, fields in events if kind.endswith("part.added") and fields["output_index"] == 1
+    ]
+    assert (begun.text, begun.logprobs) == ("", []), "they come with the text"

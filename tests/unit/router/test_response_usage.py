@@ -5,11 +5,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import BaseModel
 
 from router.api.response_request import ResponseRequest
 from router.api.response_writer import ResponseWriter
 from router.api.responses import PromptTokensDetails, Usage
 from router.message import MessageReader
+from router.sampling_defaults import SamplingDefaults
 from router.service import Service
 
 
@@ -18,12 +21,20 @@ from router.service import Service
 def test_tokens_of_lower_tiers_are_told_and_left_out_where_there_are_none(
     tiers: dict[str, int], is_streamed: bool
 ) -> None:
-    service = cast(Service, SimpleNamespace(tokenizer=None, model="m"))
+    service = cast(Service, SimpleNamespace(tokenizer=None, model="m", sampling_defaults=SamplingDefaults()))
     body = ResponseRequest.model_validate({"model": "m", "input": "a"})
     writer = ResponseWriter("x", service, body, MessageReader())
     details = PromptTokensDetails(cached_tokens=32, **tiers)
     usage = Usage(prompt_tokens=40, completion_tokens=2, total_tokens=42, prompt_tokens_details=details)
-    assert told(writer, usage, is_streamed=is_streamed)["input_tokens_details"] == {"cached_tokens": 32} | tiers
+    written = told(writer, usage, is_streamed=is_streamed)
+    assert written["input_tokens_details"] == {"cached_tokens": 32, "cache_write_tokens": 0} | tiers
+    assert written["input_tokens_details"].keys() >= fields_of(InputTokensDetails)
+    assert written["output_tokens_details"].keys() >= fields_of(OutputTokensDetails)
+
+
+def fields_of(model: type[BaseModel]) -> set[str]:
+    """Those that OpenAI's client takes for granted."""
+    return {name for name, field in model.model_fields.items() if field.is_required()}
 
 
 def told(writer: ResponseWriter, usage: Usage, *, is_streamed: bool) -> dict[str, Any]:

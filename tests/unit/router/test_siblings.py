@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from cluster.spec.ids import Incarnation, ReplicaId, router_names
+from cluster.spec.ids import Incarnation, ReplicaId, Room, router_names
 from cluster.spec.worker_spec import RouterPlace
 from router.errors import KeyLimitError
 from router.key_limits import KeyLimits, Limit
@@ -37,11 +37,12 @@ class Process:
         self.load = LoadBook(lambda: self.siblings.loads)
         self.limits = KeyLimits(clock, self.siblings)
         self.num_waiting = 0
+        self.timed: dict[Room, str] = {}
         self.measures = Measures()
         self.measures.others = lambda: (figures.told for figures in self.siblings.figures())
         self.count = self.measures.count("requests", "Help.", "outcome")
         self.siblings.watch(
-            lambda: Now(3, self.num_waiting, self.load.lines(), self.limits.told()),
+            lambda: Now(3, self.num_waiting, self.load.lines(), self.limits.told(), self.timed),
             lambda: Figures(self.measures.told(), [{"ended": 1.0}]),
         )
 
@@ -143,6 +144,18 @@ def test_what_a_dead_process_had_open_does_not_count_for_ever(processes: list[Pr
         theirs.siblings.look()
         ours.siblings.look()
         assert ours.load.of(PEER).num_tokens == 5, "it only stood still"
+
+
+def test_timed_requests_are_known_to_others_while_their_process_lives(processes: list[Process], clock: Clock) -> None:
+    ours, theirs = processes
+    theirs.timed = {Room(7): "theirs"}
+    for each in (theirs, ours):
+        each.siblings.look()
+    assert ours.siblings.timed == {7: "theirs"}
+    assert theirs.siblings.timed == {}
+    clock.time_s += 3.1
+    ours.siblings.look()
+    assert ours.siblings.timed == {}
 
 
 def test_an_order_to_pause_holds_for_all_and_for_those_that_come_later(

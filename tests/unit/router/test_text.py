@@ -46,7 +46,8 @@ def test_scanner_equals_brute_force(text: str, stops: list[str], cuts: list[int]
             break
     shown += scanner.flush()
     assert shown == cut(text, stops)
-    assert scanner.hit == any(stop in text for stop in stops)
+    assert (scanner.hit is not None) == any(stop in text for stop in stops)
+    assert scanner.hit is None or (scanner.hit in stops and text.startswith(shown + scanner.hit))
 
 
 def test_text_that_cannot_become_a_stop_string_is_not_held_back() -> None:
@@ -167,7 +168,7 @@ def test_a_stop_token_in_the_middle_or_at_the_length_limit_is_shown(tokenizer: T
 def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer, "cd")
     assert joined(text.push(list(b"abc"), None)) == ("ab", None)
-    assert text.push(list(b"defg"), None) == [Piece("", FinishReason.STOP, (100,), offsets=(3,))]
+    assert text.push(list(b"defg"), None) == [Piece("", FinishReason.STOP, (100,), offsets=(3,), stopped_by="cd")]
 
 
 def test_half_a_stop_string_and_half_a_character_come_out_at_the_end(tokenizer: Tokenizer) -> None:

@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import Incarnation, Room, replica_id
 from cluster.spec.lifecycle import Role
-from cluster.spec.messages import Timeline
+from cluster.spec.messages import Gathered, Timeline
 from cluster.spec.timeline import ClockReading, Interval
-from router.timelines import Gathering
 from router.trace_events import trace_of
-from tests.fakes.bootstrap import entry_of, peer_of
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 
 HERE = ClockReading(machine="here", unix_offset_s=1000.0)
@@ -30,7 +28,7 @@ def nested(draw: st.DrawFn) -> list[Interval]:
 
 @given(nested(), nested())
 def test_every_trace_is_valid_and_keeps_every_interval(router: list[Interval], rank: list[Interval]) -> None:
-    trace = json.loads(json.dumps(trace_of(_gathering(router, _timeline(rank, HERE)), HERE)))
+    trace = json.loads(json.dumps(trace_of(_gathered(router, _timeline(rank, HERE)), HERE)))
     check_trace(trace)
     assert len(complete_events(trace)) == len(router) + len(rank)
     assert set(process_names(trace).values()) == {"router", "prefill-0 rank 0"}
@@ -39,7 +37,7 @@ def test_every_trace_is_valid_and_keeps_every_interval(router: list[Interval], r
 def test_times_are_microseconds_since_the_request_arrived() -> None:
     router = [Interval("request", "read and tokenize", 5.0, 5.25)]
     rank = [Interval("compute", "step 1", 5.5, 5.75, {"tokens": 3})]
-    trace = trace_of(_gathering(router, _timeline(rank, HERE)), HERE)
+    trace = trace_of(_gathered(router, _timeline(rank, HERE)), HERE)
     assert [(event["ts"], event["dur"], event["args"]) for event in complete_events(trace)] == [
         (0.0, 250_000.0, {}),
         (500_000.0, 250_000.0, {"tokens": 3}),
@@ -49,18 +47,18 @@ def test_times_are_microseconds_since_the_request_arrived() -> None:
 def test_another_machine_is_shifted_by_the_difference_of_unix_times() -> None:
     router = [Interval("request", "stream", 5.0, 6.0)]
     # At Unix time 1005.5, half a second after the arrival at 1005.0.
-    trace = trace_of(_gathering(router, _timeline([Interval("compute", "step 1", 605.5, 606.0)], ELSEWHERE)), HERE)
+    trace = trace_of(_gathered(router, _timeline([Interval("compute", "step 1", 605.5, 606.0)], ELSEWHERE)), HERE)
     assert complete_events(trace)[-1]["ts"] == 500_000.0
 
 
 def test_what_is_missing_is_named() -> None:
-    gathering = _gathering([Interval("request", "stream", 1.0, 2.0)])
-    assert trace_of(gathering, HERE)["otherData"]["ranks that did not answer"] == ["prefill-0 rank 0"]
+    gathered = _gathered([Interval("request", "stream", 1.0, 2.0)])
+    assert trace_of(gathered, HERE)["otherData"]["ranks that did not answer"] == ["prefill-0 rank 0"]
 
 
-def _gathering(router: list[Interval], *timelines: Timeline) -> Gathering:
-    row = entry_of(peer_of("prefill-0", address="tcp://nowhere")).rows[0]
-    return Gathering(Room(1), [row], timelines=list(timelines), router=router)
+def _gathered(router: list[Interval], *timelines: Timeline) -> Gathered:
+    missing = [] if timelines else ["prefill-0 rank 0"]
+    return Gathered(room=Room(1), timelines=list(timelines), missing=missing, router=router)
 
 
 def _timeline(intervals: list[Interval], clock: ClockReading) -> Timeline:

@@ -1,0 +1,143 @@
+"""What of a JSON Schema is left to llguidance."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import llguidance
+import pytest
+from pydantic import AnyUrl, Base64Bytes, BaseModel, FilePath, IPvAnyAddress, Json, SecretStr
+
+from router.json_schemas import mended
+
+KNOWN = ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+UNKNOWN = ["password", "binary", "uri-reference", "json-string", "iri", "regex", "json-pointer", "x" * 100_000, ""]
+ROOT = Path(__file__).parents[3]
+SECRET, TEXT = {"type": "string", "format": "password"}, {"type": "string"}
+
+
+def problem_of(schema: Any) -> str:
+    return llguidance.LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_formats_that_are_known_stay(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    assert mended(schema) == schema
+    assert f"`{name}`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_formats_that_are_not_are_annotations(name: str) -> None:
+    schema = {"type": "string", "maxLength": 3, "format": name}
+    assert problem_of(schema)
+    assert mended(schema) == {"type": "string", "maxLength": 3}
+    assert "format" in schema
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        {"properties": {"format": SECRET, "default": SECRET, "enum": SECRET}},
+        {"patternProperties": {"^a": SECRET}, "additionalProperties": SECRET},
+        {"items": SECRET, "prefixItems": [SECRET, True]},
+        {"items": [SECRET], "additionalItems": SECRET},
+        {"allOf": [{"anyOf": [SECRET, {"oneOf": [SECRET]}]}]},
+        {"$defs": {"a": SECRET}, "definitions": {"a": SECRET}, "$ref": "#/$defs/a"},
+        {"components": {"a/b": {"c d": {"items": SECRET}}}, "$ref": "#/components/a~1b/c%20d"},
+    ],
+)
+def test_all_places_of_schemas_are_found(around: dict[str, Any]) -> None:
+    assert mended(around) == json.loads(json.dumps(around).replace(json.dumps(SECRET), json.dumps(TEXT)))
+    assert problem_of(mended(around)) == ""
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [SECRET, {"uniqueItems": False}]},
+        {"const": {"properties": {"a": SECRET}}},
+        {"default": SECRET, "examples": [SECRET], "x-other": SECRET},
+        {"properties": {"format": True, "uniqueItems": False, "not": False, "if": True}},
+        {"$defs": {"minContains": True, "then": TEXT}},
+        {"enum": [SECRET], "$ref": "#/enum/0"},
+        {"default": {"a": SECRET}, "$ref": "#/default/a"},
+        {"$ref": "#/nowhere/0"},
+        {"$ref": "#"},
+        {"format": 5, "properties": 5, "allOf": SECRET, "items": 5, "$ref": 5},
+    ],
+)
+def test_what_is_no_schema_stays(schema: dict[str, Any]) -> None:
+    assert mended(schema) == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"uniqueItems": False},
+        {"not": False},
+        {"propertyNames": True},
+        {"propertyNames": {"type": "string", "format": "password", "title": "Name"}},
+        {"unevaluatedProperties": {}, "unevaluatedItems": True},
+        {"dependentRequired": {}},
+        {"dependentRequired": {"a": []}, "dependentSchemas": {"a": {"description": "x"}}},
+        {"dependencies": {"a": [], "b": True}},
+        {"minContains": 2, "maxContains": 1},
+        {"if": {"type": "string"}},
+        {"if": {"type": "string"}, "then": {}, "else": True},
+        {"then": False, "else": False},
+    ],
+)
+def test_keywords_that_forbid_nothing_go(schema: dict[str, Any]) -> None:
+    assert problem_of(schema)
+    assert mended({"anyOf": [{"type": "array"} | schema]}) == {"anyOf": [{"type": "array"}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"uniqueItems": True},
+        {"uniqueItems": 0},
+        {"not": {}},
+        {"propertyNames": {"type": "string", "maxLength": 3}},
+        {"propertyNames": {"format": "uri"}},
+        {"propertyNames": False},
+        {"unevaluatedProperties": False},
+        {"unevaluatedItems": {"type": "string"}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"dependentSchemas": {"a": False}},
+        {"contains": True},
+        {"contains": {}, "minContains": 0},
+        {"if": True, "then": False},
+        {"if": True, "else": TEXT},
+    ],
+)
+def test_keywords_that_constrain_are_refused(schema: dict[str, Any]) -> None:
+    assert mended(schema) == schema
+    assert problem_of(schema)
+
+
+def test_what_goes_may_leave_something_that_forbids_nothing() -> None:
+    assert mended({"propertyNames": {"format": "regex", "not": False}}) == {}
+
+
+def test_schemas_may_refer_to_themselves() -> None:
+    schema = {"properties": {"next": {"$ref": "#/properties/next"}, "key": SECRET}}
+    assert mended(schema) == {"properties": {"next": {"$ref": "#/properties/next"}, "key": TEXT}}
+
+
+class Person(BaseModel):
+    """Of types that pydantic describes by a format."""
+
+    key: SecretStr
+    photo: bytes
+    code: Base64Bytes
+    home: FilePath
+    note: Json[Any]
+    address: IPvAnyAddress
+    site: AnyUrl
+    kind: Literal["a"]
+
+
+def test_pydantics_formats_pass() -> None:
+    assert problem_of(mended(Person.model_json_schema())) == ""
