@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cluster.spec.sampling import Sampling
-from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.backend import TritonAttention, unwritten_parts
 from workers.attention.triton.tiling import PROGRAMS
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
@@ -16,10 +16,11 @@ from workers.device import index_on
 from workers.engine.chances import plain_race
 from workers.engine.cutoffs import Limits, ranked_cutoffs
 from workers.kernel_result import HeadShape, Limit
+from workers.kernels.attention import attend, blocks_for
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.grouped_matmul import grouped_matmul
-from workers.kernels.merge import merge_partials, merge_parts
+from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rotate import rotate
@@ -68,7 +69,7 @@ def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterat
     yield _prefill(shape, device, sizes.prompt_len, 0)
     yield _prefill(shape, device, sizes.chunk_len, sizes.prefix_len)
     yield _decode(shape, device, sizes)
-    yield _decoded_parts(shape, device, _num_decoded(shape, sizes))
+    yield _joined_parts(shape, device, _num_decoded(shape, sizes))
     yield from _of_rows(shape, device, sizes.prompt_len)
     yield _experts(shape, device, sizes.prompt_len)
     yield from _of_draws(shape, device, sizes.num_drawn)
@@ -119,17 +120,28 @@ def _num_decoded(shape: HeadShape, sizes: Sizes) -> int:
     return max(1, sizes.decode_kv_bytes // (sizes.decode_len * _row_bytes(shape)))
 
 
-def _decoded_parts(shape: HeadShape, device: torch.device, num_requests: int) -> KernelCase:
-    """What attention of the case before leaves to be joined, where a recorded step has as many programs as it may."""
+def _joined_parts(shape: HeadShape, device: torch.device, num_requests: int) -> KernelCase:
+    """The case before without its keys: what it takes to leave and join as many parts as a recorded step may have."""
     each = (num_requests + PROGRAMS // shape.kv_heads) // num_requests
-    found = torch.randn(num_requests * each, shape.heads, shape.head_dim, device=device)
-    found_lse = torch.zeros(found.shape[:2], device=device)
-    out, lse = _random(device, num_requests, shape.heads, shape.head_dim), found_lse[:num_requests].clone()
-    rows = torch.arange(num_requests, dtype=torch.int32, device=device)
-    joins = torch.stack((rows, rows * each, torch.ones_like(rows), torch.full_like(rows, each)), dim=1)
-    work = float(found.nbytes + found_lse.nbytes + out.nbytes + lse.nbytes)
-    name = f"merge {num_requests} x {each} parts"
-    return KernelCase(name, Limit.BYTES, work, lambda: merge_parts(found, found_lse, joins, out, lse))
+    pool, _ = _pages(shape, device, 1)
+    query = _random(device, num_requests, shape.heads, shape.head_dim)
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    tile = torch.arange(num_requests * each, dtype=torch.int32, device=device)
+    row, zero, one = tile // each, torch.zeros_like(tile), torch.ones_like(tile)
+    tiles = torch.stack((row, one, zero, tile, one, tile % each, each * one, row * each, one), dim=1)
+    segments = torch.stack((zero,) * 6, dim=1)
+    tables, arrived = tile[:1].long(), torch.zeros(len(tile), shape.kv_heads, dtype=torch.int32, device=device)
+    blocks = blocks_for(shape.heads // shape.kv_heads, shape.head_dim, _DTYPE.itemsize, PAGE_SIZE)
+
+    def run() -> None:
+        parts = unwritten_parts(query, arrived)
+        where = {"tiles": tiles, "segments": segments, "tables": tables}
+        attend(query, *pool.layer_view(0), out, lse, **where, page_size=PAGE_SIZE, blocks=blocks, parts=parts)
+
+    # Each part is written and read.
+    part_bytes = 4 * len(tile) * shape.heads * (shape.head_dim + 1)
+    work = float(2 * part_bytes + query.nbytes + out.nbytes + lse.nbytes)
+    return KernelCase(f"join {num_requests} x {each} parts", Limit.BYTES, work, run)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Callable[[], object] | None:

@@ -8,12 +8,13 @@ from dataclasses import asdict
 import torch
 
 from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.grouped_matmul import grouped_matmul
-from workers.kernels.merge import merge_partials, merge_parts
+from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
@@ -97,15 +98,17 @@ def _merge_any() -> None:
     """A row, a number of rows that 16 divides, and one that it does not."""
     for num_rows in (1, 16, 33):
         merge_partials([_bf16(num_rows, 1, 128)] * 2, [torch.zeros(num_rows, 1)] * 2)
-        joins = torch.zeros(num_rows, 4, dtype=torch.int32)
-        found, result = (torch.zeros(3, 1, 128), torch.zeros(3, 1)), (_bf16(num_rows, 1, 128), torch.zeros(num_rows, 1))
-        merge_parts(*found, joins, *result)
 
 
-def _merge_parts() -> None:
-    """A token of a long request, alone: as many parts as there are programs."""
-    joins = torch.tensor([[0, 0, 1, 264]], dtype=torch.int32)
-    merge_parts(torch.zeros(264, 8, 256), torch.zeros(264, 8), joins, _bf16(1, 8, 256), torch.zeros(1, 8))
+def _decode(head_dim: int, kv_heads: int, groups: int) -> Callable[[], object]:
+    """As recorded: some requests, whose keys are split."""
+
+    def launch() -> object:
+        pool, query = PagePool(4, kv_heads, 1, 64, head_dim, torch.bfloat16), _bf16(3, kv_heads * groups, head_dim)
+        attention = DecodeAttention(len(query), 4, 64, kv_heads, query[:1], query.device)
+        return attention.attend(query, *pool.layer_view(0))
+
+    return launch
 
 
 LAUNCHES: Mapping[str, Callable[[], object]] = {
@@ -115,8 +118,12 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention in fp16": _attention(torch.float16, 128, 4, 64),
     "attention in fp32": _attention(torch.float32, 64, 1, 64),
     "attention of rows": _rows,
+    "decode": _decode(128, 8, 4),
+    "decode of one head": _decode(128, 1, 8),
+    "decode of wide heads": _decode(256, 1, 16),
+    "decode of odd heads": _decode(80, 2, 5),
+    "decode without groups": _decode(64, 8, 1),
     "merge": _merge,
-    "merge of many parts": _merge_parts,
     "merges of any length": _merge_any,
     "store": _store,
     "copy": _copy,

@@ -1,15 +1,20 @@
 """The small kernels against what they stand for in plain torch, on any device."""
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import functional
 
 from tests.fakes.kernel_cases import DTYPES, compare
+from tests.unit.workers.test_row_attention import masked_attention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial, merge
+from workers.kernels.attention import attend, blocks_for
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.grouped_matmul import grouped_matmul
-from workers.kernels.merge import merge_partials, merge_parts
+from workers.kernels.merge import merge_partials
+from workers.kernels.parts import Parts
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
@@ -99,27 +104,52 @@ def check_grouped(data: st.DataObject, device: str) -> None:
     near(grouped_matmul(x.to(device), weights.to(device), counts), torch.cat(parts))
 
 
-def check_merged_parts(data: st.DataObject, device: str) -> None:
-    """More than are held at once; what lies between and behind a row's own is not to be looked at."""
-    step, dim, dtype = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([64, 80, 256])), data.draw(DTYPES)
-    counts = torch.randint(1, data.draw(st.integers(1, 40)) + 1, (3,)).tolist()
-    firsts = [1, 1 + step * counts[0], 1 + step * (counts[0] + counts[1])]
-    found = torch.full((firsts[2] + step * counts[2], 2, dim), torch.nan)
-    lse = torch.full(found.shape[:2], torch.nan)
-    own = [[first + step * number for number in range(count)] for first, count in zip(firsts, counts, strict=True)]
-    for parts in own:
-        found[parts], lse[parts] = torch.randn(len(parts), 2, dim), 30 * torch.randn(len(parts), 2)
-    lse[torch.rand(lse.shape) < 0.3] = -torch.inf
-    found[lse == -torch.inf] = 0
-    result = Partial(torch.full((4, 2, dim), 7.0, dtype=dtype).to(device), torch.full((4, 2), 7.0).to(device))
-    rows = [2, -1, 0]
-    joins = [[row, first, step, count] for row, first, count in zip(rows, firsts, counts, strict=True)]
-    merge_parts(found.to(device), lse.to(device), torch.tensor(joins, dtype=torch.int32).to(device), *result)
-    assert result.out[[1, 3]].eq(7).all()
-    for row, parts in zip(rows, own, strict=True):
-        if row >= 0:
-            expected = _merged_in_double([Partial(found[part : part + 1], lse[part : part + 1]) for part in parts])
-            compare(Partial(*(x[row : row + 1] for x in result)), expected, dtype)
+def check_joined_parts(data: st.DataObject, device: str) -> None:
+    """Of three tiles, in any order and twice; a part may have no key, and what is no part is not looked at."""
+    groups, dim, num_queries = data.draw(st.sampled_from([(1, 64, 3), (3, 80, 2), (4, 128, 1), (16, 256, 2)]))
+    step, dtype = data.draw(st.sampled_from([3, 4])), data.draw(DTYPES)
+    counts = [data.draw(st.sampled_from([2, 64, 65, 130])), 1, data.draw(st.sampled_from([3, 20]))]
+    lens = torch.randint(0, 3, (sum(counts),))
+    key, value = torch.randn(2, max(int(lens.sum()), 1), 1, dim).to(dtype)
+    query = torch.randn(num_queries * len(counts), groups, dim).to(dtype)
+    tiles, segments = _tiles_of_parts(counts, lens.tolist(), num_queries, step)
+    seen = np.repeat(np.arange(len(counts)), num_queries)[:, None] == np.repeat(np.arange(len(counts)), counts)
+    expected = masked_attention(query, key[: lens.sum()], value[: lens.sum()], np.repeat(seen, lens, axis=1))
+    arrived = torch.zeros(step * len(lens), 1, dtype=torch.int32).to(device)
+    results = []
+    for _ in range(2):
+        found = torch.full((len(arrived), groups, dim), torch.nan).to(device)
+        result = Partial(torch.full(query.shape, torch.nan, dtype=dtype).to(device), found[: len(query), :, 0].clone())
+        attend(
+            query.to(device),
+            key.transpose(0, 1)[None].to(device),
+            value.transpose(0, 1)[None].to(device),
+            *result,
+            tiles=tiles[torch.randperm(len(tiles))].to(device),
+            segments=segments.to(device),
+            tables=torch.zeros(1, dtype=torch.int64).to(device),
+            page_size=0,
+            blocks=blocks_for(num_queries * groups, dim, dtype.itemsize, 0),
+            parts=Parts(found, found[:, :, 0].clone(), arrived),
+        )
+        assert not arrived.any()
+        compare(result, expected, dtype)
+        results.append(result)
+    assert torch.equal(results[0].out, results[1].out)
+    assert torch.equal(results[0].lse, results[1].lse)
+
+
+def _tiles_of_parts(counts: list[int], lens: list[int], num_queries: int, step: int) -> tuple[Tensor, Tensor]:
+    """So many parts of each tile, of so many keys each."""
+    tiles: list[list[int]] = []
+    segments, first_slot = [], 0
+    for tile, count in enumerate(counts):
+        for part in range(count):
+            at = len(tiles)
+            tiles.append([tile * num_queries, num_queries, 0, at, 1, part, count, first_slot, step])
+            segments.append([0, sum(lens[:at]), 0, lens[at], lens[at], 0])
+        first_slot += step * count
+    return torch.tensor(tiles, dtype=torch.int32), torch.tensor(segments, dtype=torch.int32)
 
 
 def check_merged_partials(data: st.DataObject, device: str) -> None:
@@ -147,6 +177,6 @@ CHECKS = (
     check_rotate,
     check_swiglu,
     check_grouped,
-    check_merged_parts,
+    check_joined_parts,
     check_merged_partials,
 )

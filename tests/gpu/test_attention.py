@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 
 from tests.fakes.kernel_cases import DTYPES, PagedCase, check_paged, check_rows, compiled_cases
 from tests.unit.workers.test_row_attention import rank_pairs
+from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.decode import DecodeAttention
+from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
@@ -31,3 +34,26 @@ def test_a_whole_prompt(first: int, dtype: torch.dtype) -> None:
 @given(rank_pairs(), st.sampled_from([1, 3, 4]), DTYPES)
 def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype) -> None:
     check_rows(TritonAttention(), case, groups, dtype, "cuda")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1)])
+def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
+    """Whichever program comes last, of one launch after another: all find the same, and leave the counters as found."""
+    torch.manual_seed(0)
+    lens = [40_000, 1, 3_000]
+    pool = PagePool(
+        sum(-(-length // 64) for length in lens), kv_heads, 1, 64, 128, torch.bfloat16, device=torch.device("cuda")
+    )
+    pool.data.normal_()
+    tables = torch.split(torch.randperm(pool.num_pages), [-(-length // 64) for length in lens])
+    query = torch.randn(len(lens), heads, 128, dtype=torch.bfloat16, device="cuda")
+    attention = DecodeAttention(len(lens), max(map(len, tables)), 64, kv_heads, query[:1], query.device)
+    attention.fill(lens, [table.numpy() for table in tables])
+    first = attention.attend(query, *pool.layer_view(0))
+    runs = [Run(request, length - 1, 1, 1) for request, length in enumerate(lens)]
+    step = TorchAttention().prepare(runs, [table.to(query.device) for table in tables], 64)
+    wanted = step.attend(query, *pool.layer_view(0)).out
+    assert (first - wanted).float().norm() <= 4e-3 * wanted.float().norm()
+    for _ in range(2000):
+        assert torch.equal(attention.attend(query, *pool.layer_view(0)), first)
+    assert not attention._arrived.any()

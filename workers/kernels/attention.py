@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.kernels.launch import block_of, operand_type
+from workers.kernels.parts import PART_FIELDS, Parts, leave, parts_at_once
 
-TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", "target_row")
-"""A program's queries: rows of ``query``, the first of them being query ``first_index`` of its run; a tile of no
-queries does nothing. What it finds goes to rows of ``out`` from ``target_row`` on."""
+TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", *PART_FIELDS)
+"""A program's queries: rows of ``query`` and ``out``, the first of them being query ``first_index`` of its run; a tile
+of no queries does nothing. Then its segments, and where it leaves what it finds in them if they are but a part."""
 
 SEGMENT_FIELDS = ("table", "first_key", "begin", "stop", "ahead", "step")
 """Keys ``begin`` to ``stop`` of which query i of a run sees those up to ``ahead + i * step``. Key k is in page
@@ -36,18 +37,21 @@ class Blocks:
     keys: int
     warps: int
     stages: int
+    joined_rows: int
+    """Queries times G of each part that it joins."""
 
 
 def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Blocks:
     """For tiles of up to ``rows`` rows, over pages or, for page size 0, rows."""
     if itemsize > 2:
-        return Blocks(block_of(min(rows, 32), 16), 32, 8, 2)
+        most = min(rows, 32)
+        return Blocks(block_of(most, 16), 32, 8, 2, block_of(most))
     is_large = head_dim > 128
-    most_rows = 64 if is_large else 128
+    most_rows = min(rows, 64 if is_large else 128)
     warps = 4 if rows <= 16 and not is_large else 8
     # The number of a page is loaded ahead of the page, which takes two of the stages.
     stages = 5 if page_size and not is_large else 3
-    return Blocks(block_of(min(rows, most_rows), 16), 32 if is_large else 64, warps, stages)
+    return Blocks(block_of(most_rows, 16), 32 if is_large else 64, warps, stages, block_of(most_rows))
 
 
 def attend(
@@ -62,12 +66,13 @@ def attend(
     tables: Tensor,
     page_size: int,
     blocks: Blocks,
+    parts: Parts | None = None,
 ) -> None:
     """Queries ``[T, H * G, D]`` over ``key`` and ``value [page, H, slot, D]``, or ``[1, H, row, D]`` for page size 0.
 
-    Writes ``out [rows, H * G, D]`` and ``lse [rows, H * G]`` fp32, both contiguous, at the rows of the
-    ``tiles [n, 6]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides are any, but the elements of a
-    head are adjacent. Scale is 1/sqrt(D).
+    Writes ``out [T, H * G, D]`` and ``lse [T, H * G]`` fp32, both contiguous, at the rows of the
+    ``tiles [n, 9]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides are any, but the elements of a
+    head are adjacent. Scale is 1/sqrt(D). Without ``parts`` every tile has all keys of its queries.
     """
     num_kv_heads, head_dim = key.shape[1], query.shape[2]
     if not len(tiles):
@@ -78,6 +83,7 @@ def attend(
         value,
         out,
         lse,
+        *(parts or (None, None, None)),
         tiles,
         segments,
         tables,
@@ -92,6 +98,8 @@ def attend(
         BLOCK_ROWS=blocks.rows,
         BLOCK_KEYS=blocks.keys,
         BLOCK_DIM=block_of(head_dim, 16),
+        BLOCK_PARTS=parts_at_once(blocks.joined_rows) if parts else 0,
+        JOINED_ROWS=blocks.joined_rows if parts else 0,
         OPERAND=operand_type(query.dtype),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
@@ -100,10 +108,12 @@ def attend(
 
 @triton.jit
 def _attend_kernel(
-    query, key, value, out, lse, tiles, segments, tables, query_row_stride, query_head_stride,
-    key_page_stride, key_head_stride, key_slot_stride, value_page_stride, value_head_stride, value_slot_stride, scale,
+    query, key, value, out, lse, parts, parts_lse, arrived, tiles, segments, tables,
+    query_row_stride, query_head_stride, key_page_stride, key_head_stride, key_slot_stride,
+    value_page_stride, value_head_stride, value_slot_stride, scale,
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, OPERAND: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * _NUM_TILE_FIELDS
     kv_head = tl.program_id(1)
@@ -111,7 +121,6 @@ def _attend_kernel(
     if num_queries == 0:
         return
     first_segment, num_segments = tl.load(tile + 3), tl.load(tile + 4)
-    target_row = tl.load(tile + 5).to(tl.int64)
 
     rows, dims = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     queries, heads = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
@@ -151,14 +160,12 @@ def _attend_kernel(
     # Not "total > 0", which would hide a NaN.
     is_empty = total == 0
     total = tl.where(is_empty, 1.0, total)
-    targets = (target_row + queries) * NUM_HEADS + heads
+    found = found / total[:, None]
     found_lse = tl.where(is_empty, float("-inf"), (tl.log2(total) + peak) * _LN_2)
-    tl.store(lse + targets, found_lse, mask=queries < num_queries)
-    tl.store(
-        out + targets[:, None] * HEAD_DIM + dims[None, :],
-        (found / total[:, None]).to(out.dtype.element_ty),
-        mask=is_held,
-    )
+    leave(
+        out, lse, parts, parts_lse, arrived, tile + 5, first_row, num_queries, kv_head, found, found_lse,
+        GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_PARTS, JOINED_ROWS, BLOCK_DIM,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -35,7 +35,7 @@ def seen(num_queries: int, first_index: int, segment: Segment) -> list[tuple[int
 
 def pairs_of_tiles(tiling: Tiling) -> Counter[tuple[int, int]]:
     pairs: Counter[tuple[int, int]] = Counter()
-    for first_row, num_queries, first_index, first_segment, num_segments, _ in tiling.tiles.tolist():
+    for first_row, num_queries, first_index, first_segment, num_segments, *_ in tiling.tiles.tolist():
         for numbers in tiling.segments[first_segment : first_segment + num_segments].tolist():
             for query, key in seen(num_queries, first_index, Segment(*numbers)):
                 pairs[first_row + query, key] += 1
@@ -69,20 +69,21 @@ def test_every_pair_is_in_one_tile(made: list[Item], queries: int, keys: int | N
 @given(items(), st.integers(1, 16), st.sampled_from([None, 16, 32]))
 def test_every_part_of_every_row_is_written_once_and_read(made: list[Item], queries: int, keys: int | None) -> None:
     tiling = cut(in_parts(made, keys), queries, in_parts=keys is not None)
-    written = [
-        (target + query, first_row + query)
-        for first_row, num_queries, _, _, _, target in tiling.tiles.tolist()
-        for query in range(num_queries)
-    ]
-    rows = [item.first_row + query for item in made for query in range(item.num_queries)]
     if keys is None:
-        assert sorted(written) == [(row, row) for row in rows]
-        assert (tiling.num_parts, len(tiling.joins)) == (0, 0)
-        return
-    assert [row for row, *_ in tiling.joins.tolist()] == rows
-    read = [(first + step * n, row) for row, first, step, count in tiling.joins.tolist() for n in range(count)]
-    assert sorted(written) == sorted(read)
-    assert [part for part, _ in sorted(written)] == list(range(tiling.num_parts))
+        assert tiling.num_slots == 0
+        assert tiling.tiles[:, 5:7].tolist() == [[0, 1]] * len(tiling.tiles)
+    slots: Counter[int] = Counter()
+    parts: dict[int, list[tuple[int, ...]]] = {}
+    for first_row, num_queries, _, _, _, part, num_parts, first_slot, slot_step in tiling.tiles.tolist():
+        for query in range(num_queries):
+            slots[first_slot + part * slot_step + query] += 1
+            parts.setdefault(first_row + query, []).append((part, num_parts, first_slot + query, slot_step))
+    assert sorted(parts) == [item.first_row + query for item in made for query in range(item.num_queries)]
+    for of_row in parts.values():
+        _, *others = sorted(of_row)[0]
+        assert sorted(of_row) == [(part, *others) for part in range(others[0])]
+    if keys is not None:
+        assert slots == Counter(range(tiling.num_slots))
 
 
 def test_most_work_comes_first() -> None:

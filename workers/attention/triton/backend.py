@@ -14,7 +14,7 @@ from workers.context_parallel.merge import Partial, empty_partial
 from workers.context_parallel.runs import Run
 from workers.device import on_device
 from workers.kernels.attention import Blocks, attend, blocks_for
-from workers.kernels.merge import merge_parts
+from workers.kernels.parts import Parts
 
 _FEW_ROWS = 16
 """Tiles of at most so many rows, as in decode, are launched apart: they want memory, the others arithmetic."""
@@ -113,33 +113,34 @@ class _Work:
 
 
 class _Launch:
-    """One launch of the kernel, and of the merge where keys were split."""
+    """One launch of the kernel."""
 
     def __init__(
         self, tiling: Tiling, blocks: Blocks, tables: Tensor | None, page_size: int, device: torch.device
     ) -> None:
-        self._tiles, self._segments, self._joins = (
-            on_device(torch.from_numpy(array), device) for array in (tiling.tiles, tiling.segments, tiling.joins)
+        self._tiles, self._segments = (
+            on_device(torch.from_numpy(array), device) for array in (tiling.tiles, tiling.segments)
         )
         self._tables = torch.zeros(1, dtype=torch.int64, device=device) if tables is None else tables.to(device)
-        self._num_parts, self._blocks, self._page_size = tiling.num_parts, blocks, page_size
+        self._num_slots, self._blocks, self._page_size = tiling.num_slots, blocks, page_size
+        self._arrived: Tensor | None = None
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, result: Partial) -> None:
         """Fill the rows of ``result`` that it has queries of."""
-        found = unwritten_parts(self._num_parts, query) if self._num_parts else result
+        if self._num_slots and self._arrived is None:
+            self._arrived = query.new_zeros(self._num_slots, key.shape[1], dtype=torch.int32)
         attend(
             query,
             key,
             value,
-            *found,
+            *result,
             tiles=self._tiles,
             segments=self._segments,
             tables=self._tables,
             page_size=self._page_size,
             blocks=self._blocks,
+            parts=None if self._arrived is None else unwritten_parts(query, self._arrived),
         )
-        if self._num_parts:
-            merge_parts(*found, self._joins, *result)
 
 
 class _PagedStep:
@@ -165,10 +166,11 @@ class _Rows:
         return self._work.attend(query, *(x.transpose(0, 1)[None] for x in (key, value)))
 
 
-def unwritten_parts(count: int, query: Tensor) -> Partial:
-    """Room for parts of a result like ``query [T, heads, D]``, in fp32."""
-    shape = (count, *query.shape[1:])
-    return Partial(query.new_empty(shape, dtype=torch.float32), query.new_empty(shape[:-1], dtype=torch.float32))
+def unwritten_parts(query: Tensor, arrived: Tensor) -> Parts:
+    """Room for parts of a result like ``query [T, heads, D]``."""
+    shape = (len(arrived), *query.shape[1:])
+    found, lse = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape[:-1], dtype=torch.float32)
+    return Parts(found, lse, arrived)
 
 
 def _unwritten(query: Tensor) -> Partial:

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from workers.attention.triton.backend import unwritten_parts
 from workers.attention.triton.tiling import PROGRAMS, fair_share, piece_lens
-from workers.context_parallel.merge import Partial
 from workers.device import on_device
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
-from workers.kernels.merge import JOIN_FIELDS, merge_parts
 
 
 class DecodeAttention:
@@ -30,13 +28,12 @@ class DecodeAttention:
         self._most_pages = most_pages
         self._blocks = blocks_for(query.shape[1] // num_kv_heads, query.shape[2], query.itemsize, page_size)
         self._num_tiles = num_rows + PROGRAMS // num_kv_heads
-        shapes = ((self._num_tiles, TILE_FIELDS), (self._num_tiles, SEGMENT_FIELDS), (num_rows, JOIN_FIELDS))
-        sizes = [count * len(fields) for count, fields in shapes]
+        sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)]
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._tables = torch.zeros(num_rows * most_pages, dtype=torch.int64, device=device)
-        self._tiles, self._segments, self._joins = (
-            numbers.view(-1, len(fields))
-            for numbers, (_, fields) in zip(torch.split(self._numbers, sizes), shapes, strict=True)
+        self._arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=device)
+        self._tiles, self._segments = (
+            numbers.view(self._num_tiles, -1) for numbers in torch.split(self._numbers, sizes)
         )
 
     def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
@@ -53,37 +50,37 @@ class DecodeAttention:
 
     def _cut(
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Tiles, segments and joins, as tiling makes them of any items; tiles that are left have no queries."""
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Tiles and segments, as tiling makes them of any items; tiles that are left have no queries."""
         steps = piece_lens(lens, fair_share(int(lens.sum()), self._num_kv_heads), self._blocks.keys)
         counts = -(-lens // steps)
-        first_tiles, rows = np.cumsum(counts) - counts, np.repeat(np.arange(self.num_rows), counts)
-        tile = np.arange(len(rows))
-        begins = (tile - first_tiles[rows]) * steps[rows]
+        rows = np.repeat(np.arange(self.num_rows), counts)
+        first_tiles, tile = (np.cumsum(counts) - counts)[rows], np.arange(len(rows))
+        parts = tile - first_tiles
+        begins = parts * steps[rows]
         stops = np.minimum(begins + steps[rows], lens[rows])
         zeros, ones = np.zeros_like(tile), np.ones_like(tile)
         tiles = np.zeros((self._num_tiles, len(TILE_FIELDS)), dtype=np.int32)
         segments = np.zeros((self._num_tiles, len(SEGMENT_FIELDS)), dtype=np.int32)
-        tiles[: len(tile)] = np.stack((rows, ones, zeros, tile, ones, tile), axis=1)
+        tiles[: len(tile)] = np.stack((rows, ones, zeros, tile, ones, parts, counts[rows], first_tiles, ones), axis=1)
         segments[: len(tile)] = np.stack((first_pages[rows], zeros, begins, stops, lens[rows] - 1, zeros), axis=1)
-        joins = np.stack((np.arange(self.num_rows), first_tiles, np.ones_like(counts), counts), axis=1)
-        return tiles, segments, joins.astype(np.int32)
+        return tiles, segments
 
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
         """``query [requests, heads, D]`` over one layer's pages ``[page, H, slot, D]``; a new tensor like the query."""
         assert len(query) == self.num_rows, f"{len(query)} queries of {self.num_rows}"
-        found = unwritten_parts(self._num_tiles, query)
+        out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
         attend(
             query,
             key_pages,
             value_pages,
-            *found,
+            out,
+            lse,
             tiles=self._tiles,
             segments=self._segments,
             tables=self._tables,
             page_size=self._page_size,
             blocks=self._blocks,
+            parts=unwritten_parts(query, self._arrived),
         )
-        result = Partial(query.new_empty(query.shape), found.lse.new_empty(query.shape[:-1]))
-        merge_parts(*found, self._joins, *result)
-        return result.out
+        return out

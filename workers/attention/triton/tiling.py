@@ -40,13 +40,11 @@ class Tiling:
     """The work of one launch."""
 
     tiles: Indices
-    """``[n, 6]``, most work first; see TILE_FIELDS of workers.kernels.attention."""
+    """``[n, 9]``, most work first; see TILE_FIELDS of workers.kernels.attention."""
     segments: Indices
     """``[m, 6]``"""
-    joins: Indices
-    """``[rows, 4]``, see JOIN_FIELDS of workers.kernels.merge; none where tiles write to the rows of their queries."""
-    num_parts: int
-    """Rows of what is to be joined."""
+    num_slots: int
+    """For the queries of all parts; none where every tile has all keys of its queries."""
 
 
 def fair_share(num_keys: int, num_kv_heads: int) -> int:
@@ -81,8 +79,8 @@ def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -
     within = _count_up(num_tiles * counts)
     part = within % counts[item_of_tile]
     first_index = within // counts[item_of_tile] * queries_a_tile
-    first_parts = np.cumsum(num_queries * counts) - num_queries * counts
-    targets = first_parts[item_of_tile] + part * num_queries[item_of_tile] if in_parts else first_rows[item_of_tile]
+    # The parts of an item are one after another, each of all of its queries.
+    first_slots = np.cumsum(num_queries * counts) - num_queries * counts
     tiles = np.stack(
         (
             first_rows[item_of_tile] + first_index,
@@ -90,27 +88,15 @@ def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -
             first_index,
             (np.cumsum(num_segments) - num_segments)[item_of_tile] + part,
             np.minimum(num_segments[item_of_tile], 1) if in_parts else num_segments[item_of_tile],
-            targets + first_index,
+            part,
+            counts[item_of_tile],
+            first_slots[item_of_tile] + first_index,
+            num_queries[item_of_tile],
         ),
         axis=1,
     ).astype(np.int32)
     order = np.argsort(-_work(tiles, table), kind="stable")
-    joins = _joins(first_rows, first_parts, num_queries, counts) if in_parts else np.zeros((0, 4), dtype=np.int32)
-    return Tiling(
-        np.ascontiguousarray(tiles[order]), table, joins, int((num_queries * counts).sum()) if in_parts else 0
-    )
-
-
-def _joins(
-    first_rows: NDArray[np.int64],
-    first_parts: NDArray[np.int64],
-    num_queries: NDArray[np.int64],
-    counts: NDArray[np.int64],
-) -> Indices:
-    """Of each query; the parts of an item are one after another, each of all of its queries."""
-    item, index = np.repeat(np.arange(len(num_queries)), num_queries), _count_up(num_queries)
-    columns = (first_rows[item] + index, first_parts[item] + index, num_queries[item], counts[item])
-    return np.stack(columns, axis=1).astype(np.int32)
+    return Tiling(np.ascontiguousarray(tiles[order]), table, int((num_queries * counts).sum()) if in_parts else 0)
 
 
 def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:

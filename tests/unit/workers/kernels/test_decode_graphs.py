@@ -130,17 +130,24 @@ def test_fixed_places_hold_what_any_lengths_are_cut_into(lens: list[int], num_kv
     query = torch.zeros(1, 2 * num_kv_heads, 64)
     attention = DecodeAttention(len(lens), 1, 64, num_kv_heads, query, query.device)
     first_pages = np.arange(len(lens))
-    tiles, segments, joins = attention._cut(np.array(lens), first_pages)
-    used = segments[: int(joins[:, 3].sum())]
-    assert not tiles[len(used) :, 1].any()
+    tiles, segments = attention._cut(np.array(lens), first_pages)
+    num_used = int((tiles[:, 1] == 1).sum())
+    used = segments[:num_used]
+    assert not tiles[num_used:, 1].any()
     longest = int((used[:, 3] - used[:, 2]).max())
     assert longest < 2 * fair_share(sum(lens), num_kv_heads) + 64
-    for row, first, _, count in joins.tolist():
-        ends = [0, *used[first : first + count, 3].tolist()]
-        assert used[first : first + count, 2].tolist() == ends[:-1]
-        assert ends[-1] == lens[row]
-        assert set(used[first : first + count, 0].tolist()) == {row}
-        assert tiles[first : first + count, 5].tolist() == list(range(first, first + count))
+    at = 0
+    for row, length in enumerate(lens):
+        count = tiles[at, 6]
+        of_row = slice(at, at + count)
+        ends = [0, *used[of_row, 3].tolist()]
+        assert used[of_row, 2].tolist() == ends[:-1]
+        assert ends[-1] == length
+        assert set(used[of_row, 0].tolist()) == {row}
+        expected = [[row, 1, 0, at + part, 1, part, count, at, 1] for part in range(count)]
+        assert tiles[of_row].tolist() == expected
+        at += count
+    assert at == num_used
 
 
 @given(st.integers(1, 300))

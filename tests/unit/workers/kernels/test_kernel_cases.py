@@ -39,7 +39,7 @@ def test_every_case_runs() -> None:
         "prefill 70": (Limit.FLOPS, 4 * 4 * 16 * 70 * 71 / 2),
         "prefill 10 behind 100": (Limit.FLOPS, 4 * 4 * 16 * (10 * 100 + 10 * 11 / 2)),
         "decode 3 x 130": (Limit.BYTES, 3 * 130 * 2 * 2 * 16 * 2),
-        "merge 3 x 45 parts": (Limit.BYTES, 3 * 4 * (45 * (16 * 4 + 4) + 16 * 2 + 4)),
+        "join 3 x 45 parts": (Limit.BYTES, 3 * 4 * (2 * 45 * (16 * 4 + 4) + 2 * 16 * 2 + 4)),
         "merge 4 partials": (Limit.BYTES, 5 * 70 * 4 * (16 * 2 + 4)),
         "rotate": (Limit.BYTES, 2 * 70 * 4 * 16 * 2),
         "normalise a sum": (Limit.BYTES, 4 * 70 * 32 * 2),

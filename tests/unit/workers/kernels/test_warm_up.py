@@ -37,22 +37,20 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     config = model.config
     pool = PagePool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.bfloat16)
     one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
-    seen: set[tuple[Blocks, torch.dtype]] = set()
-    joined: list[int] = []
+    seen: set[tuple[Blocks, bool]] = set()
 
     def note_attend(*tensors: Tensor, **others: Any) -> None:
         *_, out, lse = tensors
-        seen.add((others["blocks"], out.dtype))
+        seen.add((others["blocks"], others["parts"] is None))
         out.zero_()
         lse.zero_()
 
     monkeypatch.setattr(backend, "attend", note_attend)
-    monkeypatch.setattr(backend, "merge_parts", lambda found, *_: joined.append(len(found)))
     monkeypatch.setattr(runner, "has_kernels", lambda _: True)
     one.warm_up()
-    blocks = {blocks_for(rows, config.head_dim, 2, 64) for rows in range(1, 4096)}
-    assert seen == set(product(blocks, (torch.bfloat16, torch.float32)))
-    assert joined
+    groups = config.num_heads // config.num_kv_heads
+    blocks = {blocks_for(num_queries * groups, config.head_dim, 2, 64) for num_queries in range(1, 4096)}
+    assert seen == set(product(blocks, (True, False)))
 
 
 def test_drawing_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +74,12 @@ def test_drawing_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_rows_of_ranks_are_warm_too(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt's last layer, too, of which one token alone is wanted."""
-    seen: set[tuple[Blocks, torch.dtype]] = set()
+    seen: set[tuple[Blocks, bool]] = set()
 
-    def note_attend(*tensors: Tensor, **others: Any) -> None:
-        seen.add((others["blocks"], tensors[3].dtype))
+    def note_attend(*_: Tensor, **others: Any) -> None:
+        seen.add((others["blocks"], others["parts"] is None))
 
     monkeypatch.setattr(backend, "attend", note_attend)
-    monkeypatch.setattr(backend, "merge_parts", lambda *_: None)
 
     def attend(num_queries: int, num_keys: int) -> None:
         key = torch.empty(num_keys, kv_heads, 128, dtype=torch.bfloat16)
