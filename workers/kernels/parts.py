@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = tl.constexpr(64)
-"""Parts that are joined together. Twice this way are more than any launch has programs."""
+"""Parts that are joined together, and then as many of these as there are: both few, of all programs of a GPU."""
 _ROWS_AT_ONCE = 64
 """Of some parts together; with many more, registers spill."""
 

@@ -80,7 +80,8 @@ def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -
     part = within % counts[item_of_tile]
     first_index = within // counts[item_of_tile] * queries_a_tile
     # The parts of an item are one after another, each of all of its queries.
-    first_slots = np.cumsum(num_queries * counts) - num_queries * counts
+    num_slots = np.where(counts > 1, num_queries * counts, 0)
+    first_slots = np.cumsum(num_slots) - num_slots
     tiles = np.stack(
         (
             first_rows[item_of_tile] + first_index,
@@ -96,7 +97,7 @@ def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -
         axis=1,
     ).astype(np.int32)
     order = np.argsort(-_work(tiles, table), kind="stable")
-    return Tiling(np.ascontiguousarray(tiles[order]), table, int((num_queries * counts).sum()) if in_parts else 0)
+    return Tiling(np.ascontiguousarray(tiles[order]), table, int(num_slots.sum()))
 
 
 def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:
