@@ -71,7 +71,12 @@ def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
 
 
 def at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The buffer, or a new one where it has too few rows or others, ``[num_rows or more, *row_shape]``."""
-    if buffer is None or len(buffer) < num_rows or buffer.shape[1:] != row_shape or buffer.dtype != like.dtype:
+    """The buffer, or a new one where it has too few rows or others, ``[num_rows or more, *row_shape]``.
+
+    It grows by a quarter at least: a prompt's chunks each need a little more than those before.
+    """
+    if buffer is None or buffer.shape[1:] != row_shape or buffer.dtype != like.dtype:
         return like.new_zeros((num_rows, *row_shape))
+    if len(buffer) < num_rows:
+        return like.new_zeros((max(num_rows, len(buffer) * 5 // 4), *row_shape))
     return buffer
