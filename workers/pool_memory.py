@@ -8,6 +8,7 @@ from cluster.spec.config import Device
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
+from cluster.spec.registry import KvOwnership
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
@@ -56,9 +57,15 @@ def _measure(
 ) -> GpuMemory:
     """Graphs are recorded once over the one page that there is, since those to come need the pool's addresses."""
     pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
+    chunk_len = pool_config.chunk_tokens
+    longest = spec.config.model.max_context or model.config.max_position_embeddings
+    is_sharded = spec.ownership is KvOwnership.SHARDED
 
     def run_largest_step() -> None:
-        runner.run_trash(pool_config.chunk_tokens)
+        """The last one of the longest prompt: what ranks exchange grows with what is before it."""
+        strategy = spec.config.prefill.strategy.fullest
+        for passing in spec.config.prefill.passing.candidates if is_sharded else [None]:
+            runner.run_trash(chunk_len, max(longest - chunk_len, 0), strategy, passing)
         runner.draw_trash(pool_config.max_requests)
 
     memory = measure_memory(model.device, spec.config.kv.memory_fraction, run_largest_step)

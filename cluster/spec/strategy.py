@@ -34,6 +34,12 @@ class StrategySetting(StrEnum):
         """The strategies that a step may run with."""
         return tuple(Strategy) if self is StrategySetting.AUTO else (Strategy(self.value),)
 
+    @property
+    def fullest(self) -> Strategy:
+        """The one of them with which one rank may compute most tokens of a step: all, where that is possible."""
+        whole = (Strategy.NONE, Strategy.WHOLE_REQUEST)
+        return next((each for each in whole if each in self.candidates), self.candidates[0])
+
 
 class CpMode(StrEnum):
     """Which KV a CP rank of a prefill replica holds."""

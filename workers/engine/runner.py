@@ -127,14 +127,20 @@ class ModelRunner:
         synchronize(self._model.device)
         return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
 
-    def run_trash(self, num_tokens: int, prefix_len: int = 0) -> None:
+    def run_trash(
+        self,
+        num_tokens: int,
+        prefix_len: int = 0,
+        strategy: Strategy = Strategy.CONTIGUOUS,
+        passing: Passing | None = None,
+    ) -> None:
         """A step of a prompt that nobody asked for, in the trash page; every rank of the replica calls this."""
         num_pages = pages_for(prefix_len + num_tokens, self._pool.page_size)
         trash_pages = [self._pool.num_pages * self._owners] * num_pages
         row = BatchRow(token_ids=[0] * num_tokens, prefix_len=prefix_len, pages=trash_pages, sampled=True)
         with torch.inference_mode():
-            lens = self._trash_lens(Extend(num_tokens, prefix_len, True))
-            context, hidden = self._compute([row], Strategy.CONTIGUOUS, None, lens)
+            lens = self._trash_lens(Extend(num_tokens, prefix_len, True), strategy, passing)
+            context, hidden = self._compute([row], strategy, passing, lens)
             if self._pipeline.is_last:
                 self._model.logits(context.last.join_last(hidden))
 
@@ -149,10 +155,10 @@ class ModelRunner:
             if self.draws:
                 draw(logits, [sampling] * num_rows, range(num_rows))
 
-    def _trash_lens(self, extend: Extend) -> ShardLens | None:
+    def _trash_lens(self, extend: Extend, strategy: Strategy, passing: Passing | None) -> ShardLens | None:
         """All DP ranks run the same."""
         dp = self._model.groups.parallel.dp
-        lens = lens_of([extend], Strategy.CONTIGUOUS, None, self._cp_group.size)
+        lens = lens_of([extend], strategy, passing, self._cp_group.size)
         return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
     def record_decode(self, most_requests: int, record: Record) -> None:

@@ -91,6 +91,31 @@ def test_drawing_for_every_request_is_expected(tmp_path: Path) -> None:
     assert activations(256) - activations(64) == pytest.approx(192 * 128256 * 24)
 
 
+def test_a_rank_may_have_all_tokens_of_a_step(tmp_path: Path) -> None:
+    def activations(strategy: str) -> float:
+        text = f"prefill: {{parallel: {{cp: 2}}, strategy: {strategy}, chunk_tokens: 8192}}"
+        config, model = planned(tmp_path, LLAMA_3_8B, text)
+        return expected_memory(config, config.prefill, model).activations * GIB
+
+    of_token = (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) * 2
+    for strategy in ("auto", "none", "whole_request"):
+        assert activations(strategy) - activations("zigzag") == pytest.approx(4096 * of_token)
+
+
+def test_what_goes_round_a_ring_is_expected(tmp_path: Path) -> None:
+    def activations(more: str) -> float:
+        text = f"prefill: {{parallel: {{cp: 2, tp: 4}}, chunk_tokens: 8192, {more}}}"
+        config, model = planned(tmp_path, LLAMA_3_8B, text)
+        return expected_memory(config, config.prefill, model).activations * GIB
+
+    gathered = activations("mode: gather")
+    two_blocks = 2 * 65536 * 2 * 2 * 128 * 2
+    queries = 8192 * 8 * 128 * 16
+    assert activations("mode: ring, passing: pass_kv") - gathered == pytest.approx(two_blocks)
+    assert activations("mode: ring, passing: pass_q") - gathered == pytest.approx(queries)
+    assert activations("mode: ring") - gathered == pytest.approx(max(two_blocks, queries))
+
+
 def test_ranks_with_requests_of_their_own_share_mlps(tmp_path: Path) -> None:
     config, model = planned(tmp_path, LLAMA_3_70B, "prefill: {parallel: {dp: 8}}\ndecode: {parallel: {dp: 8}}")
     assert expected_memory(config, config.decode, model).weights == pytest.approx(39.5, rel=0.01)
@@ -110,7 +135,7 @@ def test_a_step_holds_the_tokens_of_all_who_share_an_mlp(
     tmp_path: Path, shape: dict[str, Any], parallel: str, num_others: int
 ) -> None:
     def activations(axes: str) -> float:
-        config, model = planned(tmp_path, shape, f"prefill: {{parallel: {axes}, chunk_tokens: 8192}}")
+        config, model = planned(tmp_path, shape, f"prefill: {{parallel: {axes}, strategy: zigzag, chunk_tokens: 8192}}")
         return expected_memory(config, config.prefill, model).activations * GIB
 
     alone = activations("{tp: 4, cp: 2, moe_dp: 2}" if "tp" in parallel else "{cp: 2, moe_dp: 2}")
@@ -120,9 +145,9 @@ def test_a_step_holds_the_tokens_of_all_who_share_an_mlp(
 @pytest.mark.parametrize(
     ("name", "shape", "prefill_left", "decode_left"),
     [
-        ("h200-1x8", LLAMA_3_8B, 109, 121),
+        ("h200-1x8", LLAMA_3_8B, 108, 121),
         ("h200-1x8-70b", LLAMA_3_70B, 58.5, 91),
-        ("h200-2x8-ring", LLAMA_3_8B, 109, 121),
+        ("h200-2x8-ring", LLAMA_3_8B, 104, 121),
     ],
 )
 def test_committed_topologies_hold_their_models(

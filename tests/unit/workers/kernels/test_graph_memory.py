@@ -20,10 +20,10 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, Row, StepPlan
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
-from workers import rank
+from workers import pool_memory, rank
 from workers.attention.torch_backend import TorchAttention
 from workers.cache.page_pool import PagePool
 from workers.engine import runner
@@ -132,6 +132,33 @@ def test_tokens_of_most_requests_are_drawn_before_memory_is_read(
     monkeypatch.setattr(runner, "draw", draw)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: WEIGHTS + ACTIVATIONS + num_drawn * GIB)
     assert ask(worker({}), model, None) == before - 8
+
+
+@pytest.mark.parametrize(
+    ("prefill", "strategy", "passings"),
+    [
+        ({}, Strategy.NONE, [None]),
+        ({"strategy": "zigzag"}, Strategy.ZIGZAG, [None]),
+        ({"mode": "ring"}, Strategy.NONE, list(Passing)),
+        ({"mode": "ring", "strategy": "whole_request", "passing": "pass_q"}, Strategy.WHOLE_REQUEST, [Passing.PASS_Q]),
+    ],
+)
+def test_the_largest_step_ends_the_longest_prompt(
+    prefill: dict[str, Any],
+    strategy: Strategy,
+    passings: list[Any],
+    model: DecoderModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all its tokens on a rank, where that may be, and in every way in which what is before it may go round."""
+    FakeGpu(monkeypatch)
+    steps: list[tuple[object, ...]] = []
+    monkeypatch.setattr(pool_memory, "least_of_all", lambda *_: 1.0)
+    monkeypatch.setattr(ModelRunner, "run_trash", lambda _, *step: steps.append(step))
+    prefill = {"parallel": {"cp": 2}, "chunk_tokens": 16} | prefill
+    config = {"resources": {"device": "cuda"}, "model": {"max_context": 200}, "prefill": prefill}
+    ask(lone_worker(DeployConfig.model_validate(config), Role.PREFILL), model, None)
+    assert steps == [(16, 184, strategy, passing) for passing in passings]
 
 
 def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
