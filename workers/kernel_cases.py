@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cluster.spec.sampling import Sampling
-from workers.attention.triton.backend import TritonAttention, unwritten_parts
+from workers.attention.triton.backend import TritonAttention, unwritten, unwritten_parts
 from workers.attention.triton.tiling import PROGRAMS
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
@@ -125,7 +125,7 @@ def _joined_parts(shape: HeadShape, device: torch.device, num_requests: int) -> 
     each = (num_requests + PROGRAMS // shape.kv_heads) // num_requests
     pool, _ = _pages(shape, device, 1)
     query = _random(device, num_requests, shape.heads, shape.head_dim)
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    result = unwritten(query)
     tile = torch.arange(num_requests * each, dtype=torch.int32, device=device)
     row, zero, one = tile // each, torch.zeros_like(tile), torch.ones_like(tile)
     tiles = torch.stack((row, one, zero, tile, one, tile % each, each * one, row * each, one), dim=1)
@@ -136,11 +136,11 @@ def _joined_parts(shape: HeadShape, device: torch.device, num_requests: int) -> 
     def run() -> None:
         parts = unwritten_parts(query, arrived)
         where = {"tiles": tiles, "segments": segments, "tables": tables}
-        attend(query, *pool.layer_view(0), out, lse, **where, page_size=PAGE_SIZE, blocks=blocks, parts=parts)
+        attend(query, *pool.layer_view(0), *result, **where, page_size=PAGE_SIZE, blocks=blocks, parts=parts)
 
     # Each part is written and read.
     part_bytes = 4 * len(tile) * shape.heads * (shape.head_dim + 1)
-    work = float(2 * part_bytes + query.nbytes + out.nbytes + lse.nbytes)
+    work = float(2 * part_bytes + query.nbytes + result.out.nbytes + result.lse.nbytes)
     return KernelCase(f"join {num_requests} x {each} parts", Limit.BYTES, work, run)
 
 

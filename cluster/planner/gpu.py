@@ -1,6 +1,6 @@
 """How `baton plan` expects a GPU's memory to be divided; a worker measures it instead."""
 
-from cluster.planner.model import ModelFacts
+from cluster.planner.model import ModelFacts, longest_context
 from cluster.planner.weights import weights_gib
 from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig
 from cluster.spec.decode_graphs import batch_sizes, records_decode
@@ -8,7 +8,7 @@ from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.pool import GIB
 from cluster.spec.registry import KvOwnership
-from cluster.spec.strategy import Passing, Strategy
+from cluster.spec.strategy import ON_ONE_RANK, Passing
 
 _PAGE_ID_BYTES = 8
 # Allowances, not measurements: what CUDA keeps of a layer in a graph, and cuBLAS for the stream of recording.
@@ -43,7 +43,7 @@ def _activation_bytes(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> 
 
 def _most_tokens(pool: PrefillConfig | DecodeConfig) -> int:
     """Of one step on one CP rank."""
-    has_all = isinstance(pool, DecodeConfig) or pool.strategy.fullest in (Strategy.NONE, Strategy.WHOLE_REQUEST)
+    has_all = isinstance(pool, DecodeConfig) or pool.strategy.fullest in ON_ONE_RANK
     return pool.chunk_tokens if has_all else -(-pool.chunk_tokens // pool.parallel.cp)
 
 
@@ -52,9 +52,8 @@ def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
     if not isinstance(pool, PrefillConfig) or pool.ownership is KvOwnership.REPLICATED:
         return 0.0
     geometry, tp = model.geometry, pool.parallel.tp
-    longest = config.model.max_context or model.max_context
     row_bytes = geometry.bytes_per_token / geometry.num_layers / tp
-    passed_kv = 2 * longest / pool.parallel.cp * row_bytes
+    passed_kv = 2 * longest_context(config, model) / pool.parallel.cp * row_bytes
     passed_q = pool.chunk_tokens * model.num_heads / tp * geometry.head_dim * _PASSED_QUERY_BYTES
     costs = {Passing.PASS_KV: passed_kv, Passing.PASS_Q: passed_q}
     return max(costs[passing] for passing in pool.passing.candidates)

@@ -99,11 +99,6 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     return problems or (host_memory_problems(config, _expected(config, model)) if is_reckoned else [])
 
 
-def longest_context(config: DeployConfig, model: ModelFacts) -> int:
-    """Most tokens of one request, prompt and answer together."""
-    return config.model.max_context or model.max_context
-
-
 def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> dict[str, float]:
     """The keys that must be raised, with the GiB that are enough, for every replica to hold so long a request."""
     num_pages = pages_for(num_tokens, config.kv.page_size)

@@ -88,6 +88,11 @@ class UnknownModel:
     reason: str
 
 
+def longest_context(config: DeployConfig, model: ModelFacts) -> int:
+    """Most tokens of one request, prompt and answer together."""
+    return config.model.max_context or model.max_context
+
+
 def read_model(config: DeployConfig) -> ModelFacts | UnknownModel:
     """The served model: a built-in one, a local folder, or what the Hugging Face cache of this machine holds.
 

@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.planner.memory import KvPlan, kv_plan, longest_context, memory_wanted, model_problems
-from cluster.planner.model import ModelFacts, UnknownModel
+from cluster.planner.memory import KvPlan, kv_plan, memory_wanted, model_problems
+from cluster.planner.model import ModelFacts, UnknownModel, longest_context
 from cluster.planner.ports import PortPlan, ports_of
 from cluster.spec.checks import CHECKS
 from cluster.spec.config import DeployConfig, PoolConfig, PrefillConfig

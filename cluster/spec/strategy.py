@@ -18,6 +18,10 @@ class Strategy(StrEnum):
     """Token i of the flattened batch goes to rank i mod cp."""
 
 
+ON_ONE_RANK = (Strategy.NONE, Strategy.WHOLE_REQUEST)
+"""Those with which one rank may compute all tokens of a step."""
+
+
 class StrategySetting(StrEnum):
     """What may be asked for: one strategy for every step, or the best one for each."""
 
@@ -37,8 +41,7 @@ class StrategySetting(StrEnum):
     @property
     def fullest(self) -> Strategy:
         """The one of them with which one rank may compute most tokens of a step: all, where that is possible."""
-        whole = (Strategy.NONE, Strategy.WHOLE_REQUEST)
-        return next((each for each in whole if each in self.candidates), self.candidates[0])
+        return next((each for each in ON_ONE_RANK if each in self.candidates), self.candidates[0])
 
 
 class CpMode(StrEnum):

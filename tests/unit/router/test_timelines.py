@@ -93,21 +93,24 @@ async def test_who_does_not_answer_is_not_waited_for_for_ever(processes: Process
         await processes.ours.gather("7")
 
 
-async def test_who_is_gone_is_not_waited_for(processes: Processes) -> None:
+async def asked_in_vain(processes: Processes) -> asyncio.Task[Gathered | None]:
+    """A question whose first message the other process does not take."""
     processes.theirs.begin(ROOM, ATTEMPT, [])
     processes.is_deaf = True
-    waiting = asyncio.ensure_future(processes.ours.gather("7"))
+    waiting = asyncio.create_task(processes.ours.gather("7"))
     await asyncio.sleep(0)
+    return waiting
+
+
+async def test_who_is_gone_is_not_waited_for(processes: Processes) -> None:
+    waiting = await asked_in_vain(processes)
     processes.is_gone = True
     assert await waiting is None
     assert processes.num_sent(GiveTimeline) == 1
 
 
 async def test_a_lost_question_is_asked_again(processes: Processes) -> None:
-    processes.theirs.begin(ROOM, ATTEMPT, [])
-    processes.is_deaf = True
-    waiting = asyncio.ensure_future(processes.ours.gather("7"))
-    await asyncio.sleep(0)
+    waiting = await asked_in_vain(processes)
     processes.is_deaf = False
     assert await waiting is not None
 

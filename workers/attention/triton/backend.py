@@ -89,7 +89,7 @@ class _Work:
         if not self._items:
             return empty_partial(query)
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "elements of a head are not adjacent"
-        result = empty_partial(query) if self._num_rows < len(query) else _unwritten(query)
+        result = empty_partial(query) if self._num_rows < len(query) else unwritten(query)
         if self._launches is None:
             self._launches = self._cut(query, key)
         for launch in self._launches:
@@ -108,27 +108,25 @@ class _Work:
                 queries = blocks.rows // groups
                 parts = split(items, queries, key.shape[1], blocks.keys)
                 tiling = cut(items, queries) if parts is None else cut(parts, queries, in_parts=True)
-                launches.append(_Launch(tiling, blocks, self._tables, self.page_size, query.device))
+                launches.append(_Launch(tiling, blocks, self._tables, self.page_size, key))
         return launches
 
 
 class _Launch:
     """One launch of the kernel."""
 
-    def __init__(
-        self, tiling: Tiling, blocks: Blocks, tables: Tensor | None, page_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, tiling: Tiling, blocks: Blocks, tables: Tensor | None, page_size: int, key: Tensor) -> None:
+        """``key [page, H, slot, D]`` is like those to come."""
+        device = key.device
         self._tiles, self._segments = (
             on_device(torch.from_numpy(array), device) for array in (tiling.tiles, tiling.segments)
         )
         self._tables = torch.zeros(1, dtype=torch.int64, device=device) if tables is None else tables.to(device)
-        self._num_slots, self._blocks, self._page_size = tiling.num_slots, blocks, page_size
-        self._arrived: Tensor | None = None
+        self._blocks, self._page_size = blocks, page_size
+        self._arrived = key.new_zeros(tiling.num_slots, key.shape[1], dtype=torch.int32) if tiling.num_slots else None
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, result: Partial) -> None:
         """Fill the rows of ``result`` that it has queries of."""
-        if self._num_slots and self._arrived is None:
-            self._arrived = query.new_zeros(self._num_slots, key.shape[1], dtype=torch.int32)
         attend(
             query,
             key,
@@ -173,5 +171,6 @@ def unwritten_parts(query: Tensor, arrived: Tensor) -> Parts:
     return Parts(found, lse, arrived)
 
 
-def _unwritten(query: Tensor) -> Partial:
+def unwritten(query: Tensor) -> Partial:
+    """Room for a result like ``query [T, heads, D]``."""
     return Partial(query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32))

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.attention.triton.backend import unwritten_parts
+from workers.attention.triton.backend import unwritten, unwritten_parts
 from workers.attention.triton.tiling import PROGRAMS, fair_share, piece_lens
 from workers.device import on_device
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
@@ -69,13 +69,12 @@ class DecodeAttention:
     def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Tensor:
         """``query [requests, heads, D]`` over one layer's pages ``[page, H, slot, D]``; a new tensor like the query."""
         assert len(query) == self.num_rows, f"{len(query)} queries of {self.num_rows}"
-        out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        result = unwritten(query)
         attend(
             query,
             key_pages,
             value_pages,
-            out,
-            lse,
+            *result,
             tiles=self._tiles,
             segments=self._segments,
             tables=self._tables,
@@ -83,4 +82,4 @@ class DecodeAttention:
             blocks=self._blocks,
             parts=unwritten_parts(query, self._arrived),
         )
-        return out
+        return result.out
