@@ -65,15 +65,18 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
 def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLeader:
     """The control state of the replica whose rank 0 this is."""
     me = Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address)
-    depth, make, num_ahead = spec.sizes.pp, _make_decode_leader, 0
+    depth, make = spec.sizes.pp, _make_decode_leader
     if spec.role is Role.PREFILL:
         # One more than stages, so that none waits for the word that a step has ended.
         depth, make = depth + (depth > 1), _make_prefill_leader
-    elif rank.runner.is_asynchronous and spec.world_size == 1:
-        # Ranks that do not draw would have to be told the tokens that the next step follows.
-        depth, num_ahead = 2, 1
-    leaders = [make(spec, rank, me, rows, dp_rank, depth) for dp_rank in range(spec.sizes.dp)]
-    return ReplicaLeader(leaders, spec.sizes, depth=depth, num_ahead=num_ahead, policy=spec.pool.dp_policy)
+    ahead = num_ahead(spec, rank)
+    leaders = [make(spec, rank, me, rows, dp_rank, depth + ahead) for dp_rank in range(spec.sizes.dp)]
+    return ReplicaLeader(leaders, spec.sizes, depth=depth + ahead, num_ahead=ahead, policy=spec.pool.dp_policy)
+
+
+def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
+    """Most steps that a rank may begin before the one before them has ended there."""
+    return int(rank.runner.is_asynchronous and spec.role is Role.DECODE and spec.sizes.pp == 1)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:

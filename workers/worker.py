@@ -26,7 +26,7 @@ from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutd
 from cluster.spec.tiers import MovePages
 from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
-from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline
+from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline, num_ahead
 from workers.cpu import use_cpu
 from workers.engine.step_work import StepReports
 from workers.hicache.mover import Mover
@@ -230,19 +230,29 @@ class Worker:
     def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
         work = self._step_reports(rank)
         steps = RankSteps(rank, sender, mover, self._clock, self.turns)
+        ahead = num_ahead(self.spec, rank)
+
+        def end_step() -> None:
+            ended = steps.end()
+            work.count(ended.seconds)
+            if rank.runner.draws and ended.plan.rows:
+                result = StepResult(step=ended.plan.step, dp_rank=self.spec.coords.dp, sampled=ended.sampled)
+                send_to_ranks(outbox, [leader_address], result)
+
         while True:
             self.turns.at(BETWEEN_STEPS)
-            messages = self._inbox.receive(IDLE_WAIT_S)
-            if told := work.next(self._clock.now_s(), is_idle=not messages, dropped=self._inbox.dropped):
+            is_busy = steps.num_begun > 0
+            messages = self._inbox.receive(0.0 if is_busy else IDLE_WAIT_S)
+            if is_busy and not any(isinstance(message, StepPlan) for message in messages):
+                end_step()
+            is_idle = not messages and not is_busy
+            if told := work.next(self._clock.now_s(), is_idle=is_idle, dropped=self._inbox.dropped):
                 send_if_heard(outbox, leader_address, told)
             for message in messages:
                 if isinstance(message, StepPlan):
                     steps.begin(message)
-                    ended = steps.end()
-                    work.count(ended.seconds)
-                    if rank.runner.draws and message.rows:
-                        result = StepResult(step=message.step, dp_rank=self.spec.coords.dp, sampled=ended.sampled)
-                        send_to_ranks(outbox, [leader_address], result)
+                    if steps.num_begun > ahead:
+                        end_step()
                 elif isinstance(message, MovePages):
                     mover.take(message)
                 elif isinstance(message, DropSend):

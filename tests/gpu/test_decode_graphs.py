@@ -13,7 +13,7 @@ from workers.attention.triton.backend import TritonAttention
 from workers.bench_engine import EngineBench
 from workers.cache.page_pool import PagePool
 from workers.engine.batch import BatchRow
-from workers.engine.gpu_recorder import GpuRecorder
+from workers.engine.gpu_recorder import GpuRecorder, RecordingError
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.engine_result import ENGINE_SHAPES
@@ -89,7 +89,7 @@ def test_after_a_failure_steps_run_as_usual() -> None:
         (ones + 1).sum().item()
         return ones
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RecordingError):
         record(wait)
     assert torch.cuda.current_stream() == usual
     torch.cuda.empty_cache()

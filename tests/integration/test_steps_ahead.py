@@ -2,11 +2,8 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +14,13 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Inquire, Output, Outputs, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
-from cluster.spec.step_messages import Shutdown, StepPlan
+from cluster.spec.step_messages import Shutdown
 from cluster.spec.token_ids import TokenIds
+from tests.fakes.asynchronous_worker import AsynchronousWorker
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_engine import LocalEngine, Oracle
 from tests.fakes.worker_specs import lone_worker
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_pool import OnStored
+from workers.local import Prompt
 from workers.worker import Worker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -38,50 +36,14 @@ LOOKING_BACK = Sampling(temperature=1.0, seed=4, frequency_penalty=1.0)
 MAX_TOKENS = 14
 
 
-class _FutureStep:
-    def __init__(self, step: "Future[Any]") -> None:
-        self._step = step
-
-    @property
-    def requests(self) -> Any:
-        return self._step.result().requests
-
-    def wait(self) -> Any:
-        return self._step.result().wait()
-
-
-class AsynchronousRunner:
-    """Begins steps on a thread, one after another, as a GPU does on its stream."""
-
-    is_asynchronous = True
-
-    def __init__(self, runner: Any) -> None:
-        self.num_following = 0
-        """Rows that followed tokens which nobody had read."""
-        self._runner = runner
-        self._stream = ThreadPoolExecutor(1)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None, on_stored: OnStored | None) -> _FutureStep:
-        self.num_following += sum(row.follows for row in plan.rows)
-        return _FutureStep(self._stream.submit(self._runner.begin, plan, arrivals, on_stored))
-
-
 class Decode:
     """One worker on a thread, and its router."""
 
     def __init__(self, worker: Worker, inbox: Inbox, outbox: Outbox, address: str) -> None:
-        self._worker, self._inbox, self._outbox = worker, inbox, outbox
+        self.worker, self._inbox, self._outbox = worker, inbox, outbox
         self._me = Peer(replica=ROUTER, incarnation=Incarnation(1), address=inbox.address)
         self._decode = Peer(replica=worker.spec.replica, incarnation=Incarnation(1), address=address)
         self._num_asked = 0
-
-    @property
-    def runner(self) -> Any:
-        assert self._worker._rank is not None
-        return self._worker._rank.runner
 
     def answer(self, prompts: list[list[int]], samplings: list[Sampling], stopping: Stopping) -> list[list[Output]]:
         """Of requests that are asked together."""
@@ -115,12 +77,10 @@ class Decode:
 def decode(folder: Path, *, is_asynchronous: bool) -> Iterator[Decode]:
     kv = {"page_size": PAGE_SIZE, "memory_gib": (NUM_PAGES + 1) * PAGE_BYTES / 2**30, "prefix_cache": False}
     config = DeployConfig.model_validate({"kv": kv})
-    worker, inbox, outbox = Worker(lone_worker(config, Role.DECODE), folder, None), Inbox(HOST), Outbox()
+    make = AsynchronousWorker if is_asynchronous else Worker
+    worker, inbox, outbox = make(lone_worker(config, Role.DECODE), folder, None), Inbox(HOST), Outbox()
     row = worker.load(worker.open_store())
     assert row.layout.num_pages == NUM_PAGES
-    assert worker._rank is not None
-    if is_asynchronous:
-        worker._rank = replace(worker._rank, runner=AsynchronousRunner(worker._rank.runner))  # type: ignore[arg-type]
     thread = threading.Thread(target=worker.run, args=[[row]])
     thread.start()
     try:
@@ -148,8 +108,8 @@ def test_answers_are_the_same_a_step_ahead(tmp_path: Path) -> None:
             both = worker.answer(prompts, [*SAMPLINGS, LOOKING_BACK], Stopping(max_tokens=MAX_TOKENS))
             whole_pool = worker.answer([[1] * (NUM_PAGES * PAGE_SIZE - 3)], SAMPLINGS[:1], Stopping(max_tokens=2))
             found.append([*by_length, *stopped, *both, *whole_pool])
-            if is_asynchronous:
-                assert worker.runner.num_following > MAX_TOKENS
+            if isinstance(worker.worker, AsynchronousWorker):
+                assert worker.worker.num_following() > MAX_TOKENS
     plain, ahead = found
     assert [[_told(output) for output in answer] for answer in ahead] == [
         [_told(output) for output in answer] for answer in plain
@@ -164,3 +124,26 @@ def _told(output: Output) -> tuple[int, list[int], FinishReason | None, int]:
 
 def _logprobs(answers: list[list[Output]]) -> list[float]:
     return [told.logprob for answer in answers for output in answer for told in output.logprobs]
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_ranks_that_do_not_draw_follow_as_well(tmp_path: Path, parallel: dict[str, int]) -> None:
+    """Greedy tokens are transformers' own; whoever comes and goes does so at other steps on each DP rank."""
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    config = DeployConfig.model_validate(
+        {
+            "kv": {"page_size": PAGE_SIZE, "memory_gib": 0.001},
+            "decode": {"parallel": parallel},
+            "resources": {"check_collectives": True},
+        }
+    )
+    prompts = [[7 * number % 250 + place for place in range(5 + number)] for number in range(6)]
+    oracle = Oracle(folder, MAX_TOKENS)
+    asked = [Prompt(prompt, Stopping(max_tokens=MAX_TOKENS - number)) for number, prompt in enumerate(prompts)]
+    with closing(LocalEngine("tests.fakes.asynchronous_worker:AsynchronousWorker")) as engine:
+        with engine.running(folder, config) as cluster:
+            found = cluster.generate(asked)
+        num_following = engine.ask(Role.DECODE, "num_following")
+    assert found == [oracle.tokens(prompt)[: len(answer)] for prompt, answer in zip(prompts, found, strict=True)]
+    assert [len(answer) for answer in found] == [MAX_TOKENS - number for number in range(6)]
+    assert all(count > MAX_TOKENS // 2 for count in num_following), num_following

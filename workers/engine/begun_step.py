@@ -15,6 +15,7 @@ from cluster.spec.step_messages import Row
 from workers.device import on_device
 from workers.engine.known_request import KnownRequest
 from workers.engine.sampler import Draws
+from workers.parallel.collectives import Communicator
 
 
 class Followed(NamedTuple):
@@ -31,11 +32,11 @@ class Followed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The draws of a step; of no rows on a rank that draws nothing in it."""
+    """What a step draws; of no rows on a rank that does not know of any."""
 
     rooms: Sequence[Room] = ()
     draws: Draws | None = None
-    """Of these rooms, in their order."""
+    """Of these rooms, in their order; None where another TP rank draws them."""
     prompt_logprobs: Mapping[Room, list[TokenLogprobs]] = field(default_factory=dict)
     """Where they are told with the token."""
 
@@ -45,15 +46,19 @@ class Drawn:
         told = {room: replace(sampled[room], prompt_logprobs=told) for room, told in self.prompt_logprobs.items()}
         return sampled | told
 
-    def followed(self, rows: Sequence[Row]) -> Followed | None:
-        """What the rows of the next step take from this one; None for nothing."""
-        if self.draws is None or not any(row.follows for row in rows):
+    def followed(self, rows: Sequence[Row], tp: Communicator, device: torch.device) -> Followed | None:
+        """What the rows of the next step take from this one; None for nothing. Every TP rank calls this."""
+        if not self.rooms or not any(row.follows for row in rows):
             return None
+        if self.draws is not None:
+            drawn = self.draws.token_ids
+        else:
+            drawn = torch.empty(len(self.rooms), dtype=torch.int64, device=device)
+        tp.broadcast(drawn, root=0)
         sources = {room: place for place, room in enumerate(self.rooms)}
         begins = accumulate((len(row.token_ids) for row in rows), initial=0)
         pairs = [(begin, sources[row.room]) for begin, row in zip(begins, rows, strict=False) if row.follows]
-        drawn = self.draws.token_ids
-        places, of_rows = on_device(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), drawn.device)
+        places, of_rows = on_device(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), device)
         return Followed(places, drawn[of_rows])
 
 

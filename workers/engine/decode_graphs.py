@@ -15,7 +15,7 @@ from workers.cache.page_pool import PagePool
 from workers.device import on_device
 from workers.engine.batch import BatchRow
 from workers.engine.begun_step import Followed
-from workers.engine.gpu_recorder import Record
+from workers.engine.gpu_recorder import Record, RecordingError
 from workers.expert_parallel.sharing import Lens
 from workers.models.decoder import DecoderModel
 from workers.models.interface import AttentionContext
@@ -34,15 +34,9 @@ class DecodeGraphs:
         self._pool = pool
         self._steps: dict[int, _RecordedStep] = {}
         self._failure = "mixture of experts" if model.config.moe is not None else ""
-        if not self._failure:
-            try:
-                # The largest first, whose memory the others share.
-                for size in reversed(batch_sizes(most_requests)):
-                    self._steps[size] = _RecordedStep(model, pool, size, record)
-            except RuntimeError as error:
-                self._failure = "recording failed"
-                self._steps.clear()
-                _log.warning("decode steps are not replayed: %s", error)
+        if not self._failure and not self._record(model, record, most_requests):
+            self._failure = "recording failed"
+            self._steps.clear()
 
     def run(self, rows: Sequence[BatchRow], followed: Followed | None = None) -> Tensor | None:
         """Final hidden states ``[rows, hidden]``, valid until the next call; None where it cannot be replayed."""
@@ -52,6 +46,21 @@ class DecodeGraphs:
             return None
         size = min(size for size in self._steps if size >= len(rows))
         return self._steps[size].run(rows, followed)
+
+    def _record(self, model: DecoderModel, record: Record, most_requests: int) -> bool:
+        """Whether all TP ranks could: where one sums in another way than the others, they would wait for each other."""
+        tp = model.groups.tp
+        # The largest first, whose memory the others share.
+        for size in reversed(batch_sizes(most_requests)):
+            problem = ""
+            try:
+                self._steps[size] = _RecordedStep(model, self._pool, size, record)
+            except RecordingError as error:
+                problem = str(error)
+            if tp.all_reduce(torch.tensor([float(bool(problem))], device=model.device)).item():
+                _log.warning("decode steps are not replayed: %s", problem or "another rank cannot record them")
+                return False
+        return True
 
     def _misfit(self, rows: Sequence[BatchRow]) -> str:
         if any(len(row.token_ids) != 1 or not row.sampled or row.scored for row in rows):

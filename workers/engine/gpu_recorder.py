@@ -11,8 +11,12 @@ Recorded = tuple[Tensor, Callable[[], None]]
 """What was computed, at a fixed place, and what computes it anew."""
 
 
+class RecordingError(RuntimeError):
+    """A computation that runs cannot be recorded; what there is goes on as before."""
+
+
 class Record(Protocol):
-    """Runs a computation and records it."""
+    """Runs a computation and records it, or raises RecordingError."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recorded: ...
 
@@ -37,9 +41,9 @@ class GpuRecorder:
             # Other threads copy pages and watch collectives meanwhile.
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 out = compute()
-        except RuntimeError:
+        except RuntimeError as error:
             self._give_up(usual)
-            raise
+            raise RecordingError(str(error)) from error
         return out, graph.replay
 
     def _give_up(self, usual: torch.cuda.Stream) -> None:

@@ -91,7 +91,7 @@ class ModelRunner:
         self._exchange = CpExchange(cp_group)
         self._pipeline = pipeline or Pipeline()
         self._drawn = Drawn()
-        """The newest step that has drawn tokens."""
+        """The newest step in which this rank or another of its TP ranks has drawn tokens."""
 
     @property
     def draws(self) -> bool:
@@ -239,7 +239,7 @@ class ModelRunner:
             for row in plan.rows
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
-        followed = self._drawn.followed(plan.rows)
+        followed = self._drawn.followed(plan.rows, self._model.groups.tp, self._model.device)
         last = self._replay(plan, rows, followed)
         if last is None:
             context, hidden = self._compute(rows, plan.strategy, plan.passing, shards, followed)
@@ -255,9 +255,7 @@ class ModelRunner:
         if not sampled or self._cp_group.rank > 0:
             return Drawn()
         logits = self._model.logits(last)
-        if not self.draws:
-            return Drawn()
-        self._drawn = self._begin_sample(sampled, logits)
+        self._drawn = self._begin_sample(sampled, logits) if self.draws else Drawn([row.room for row in sampled])
         return self._drawn
 
     def _replay(self, plan: StepPlan, rows: Sequence[BatchRow], followed: Followed | None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.thread_group import on_thread_ranks
 from workers import kernel_devices
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention
@@ -25,9 +26,11 @@ from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import Followed
 from workers.engine.contexts import make_context
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
+from workers.engine.gpu_recorder import RecordingError
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
+from workers.parallel.model_groups import ModelGroups
 
 
 def record(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -94,11 +97,31 @@ def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:
     pool = PagePool(1, 1, 1, 4, model.config.head_dim, torch.float32)
 
     def fail(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise RecordingError("operation not permitted when stream is capturing")
 
     graphs = DecodeGraphs(model, pool, 2, fail)
     assert graphs.run([BatchRow([1], 0, [0], True)]) is None
     assert graphs.counts == {"recording failed": 1}
+
+
+def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+
+    def counts_of(tp: Communicator) -> dict[str, int]:
+        model = load_model(folder, groups=ModelGroups.of_tp(tp))
+        pool = PagePool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+        sizes = iter([2, 1])
+
+        def record_but_last(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
+            if next(sizes) == tp.rank:
+                raise RecordingError("out of memory")
+            return torch.zeros(2, 1), lambda: None
+
+        graphs = DecodeGraphs(model, pool, 2, record_but_last)
+        assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+        return dict(graphs.counts)
+
+    assert on_thread_ranks(2, counts_of) == [{"recording failed": 1}] * 2
 
 
 @settings(max_examples=8)

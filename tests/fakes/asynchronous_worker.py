@@ -1,0 +1,61 @@
+"""A worker whose device goes on by itself, as a GPU does."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import RankRow
+from cluster.spec.step_messages import StepPlan
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.cache.page_pool import OnStored
+from workers.worker import Worker
+
+
+class _FutureStep:
+    def __init__(self, step: "Future[Any]") -> None:
+        self._step = step
+
+    @property
+    def requests(self) -> Any:
+        return self._step.result().requests
+
+    def wait(self) -> Any:
+        return self._step.result().wait()
+
+
+class _AsynchronousRunner:
+    """Begins steps on a thread, one after another, as a GPU does on its stream."""
+
+    is_asynchronous = True
+
+    def __init__(self, runner: Any) -> None:
+        self.num_following = 0
+        self._runner = runner
+        self._stream = ThreadPoolExecutor(1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None, on_stored: OnStored | None) -> _FutureStep:
+        self.num_following += sum(row.follows for row in plan.rows)
+        return _FutureStep(self._stream.submit(self._runner.begin, plan, arrivals, on_stored))
+
+
+class AsynchronousWorker(Worker):
+    """On decode; one for prefill is as ever."""
+
+    def load(self, store_address: str) -> RankRow:
+        """See Worker."""
+        row = super().load(store_address)
+        if self.spec.role is Role.DECODE:
+            assert self._rank is not None
+            runner: Any = _AsynchronousRunner(self._rank.runner)
+            self._rank = replace(self._rank, runner=runner)
+        return row
+
+    def num_following(self) -> int:
+        """Rows that followed tokens which nobody had read."""
+        assert self._rank is not None
+        runner: Any = self._rank.runner
+        return int(runner.num_following)
