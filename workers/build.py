@@ -76,7 +76,7 @@ def make_leader(spec: WorkerSpec, rank: Rank, rows: list[RankRow]) -> ReplicaLea
 
 def num_ahead(spec: WorkerSpec, rank: Rank) -> int:
     """Most steps that a rank may begin before the one before them has ended there."""
-    return int(rank.runner.is_asynchronous and spec.role is Role.DECODE and spec.sizes.pp == 1)
+    return int(spec.role is Role.DECODE and spec.sizes.pp == 1 and rank.runner.is_asynchronous)
 
 
 def _make_allocator(spec: WorkerSpec, rows: list[RankRow]) -> tuple[PageAllocator, Tiers | None]:

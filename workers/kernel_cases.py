@@ -19,7 +19,7 @@ from workers.kernel_result import HeadShape, Limit
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.cutoffs import find_cutoffs
-from workers.kernels.grouped_matmul import grouped_matmul
+from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm
@@ -171,8 +171,9 @@ def _of_rows(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterato
 def _experts(shape: HeadShape, device: torch.device, num_tokens: int) -> KernelCase:
     counts = [num_tokens // NUM_EXPERTS + (expert < num_tokens % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
     x, weights = _random(device, num_tokens, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
+    tiles = tiles_of(counts, x.itemsize, device)
     work = 2.0 * num_tokens * shape.hidden * shape.inner
-    return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, counts))
+    return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
 
 
 def _of_draws(shape: HeadShape, device: torch.device, num_rows: int) -> Iterator[KernelCase]:

@@ -34,7 +34,7 @@ def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
 def _activation_bytes(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
     """Of the widest layer, for the most tokens of a step on one rank, and of drawing a token of every request."""
     num_tokens, counts = _most_tokens(pool), model.weights
-    widths = (counts.heads_width + counts.mlp_width) / pool.parallel.tp
+    widths = (counts.heads_width + counts.mlp_width) / pool.parallel.tp + counts.answers_width / pool.parallel.ep
     # Of all shards' tokens each computes as much less of the width as they are more, but holds them, and their sums.
     brought = 2 * counts.hidden * (_num_shards(pool.parallel, model) - 1)
     layer = num_tokens * (4 * counts.hidden + widths + brought) * DTYPE_BYTES[model.geometry.dtype]
@@ -61,11 +61,11 @@ def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
 
 def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
     """Graphs share what a step of most requests takes; each has its own page tables, and the driver's copy of it."""
-    if not records_decode(config, pool) or model.weights.expert_layers:
+    if not records_decode(config, pool):
         return 0.0
     sizes = batch_sizes(pool.max_requests)
     tables = sum(sizes) * pages_for(model.max_context, config.kv.page_size) * _PAGE_ID_BYTES
-    widths = (model.weights.heads_width + model.weights.mlp_width) / pool.parallel.tp
+    widths = (model.weights.heads_width + model.weights.mlp_width) / pool.parallel.tp + model.weights.answers_width
     step = pool.max_requests * (4 * model.weights.hidden + widths) * DTYPE_BYTES[model.geometry.dtype]
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
 

@@ -34,6 +34,8 @@ class WeightCounts:
     """Of all projections of a token in attention."""
     mlp_width: int = 0
     """Of those in an MLP, or in a token's experts."""
+    answers_width: int = 0
+    """Of what a token's experts answer, each for itself."""
     vocab: int = 0
 
     @classmethod
@@ -53,6 +55,7 @@ class WeightCounts:
             hidden=hidden,
             heads_width=2 * q_size + 2 * kv_size,
             mlp_width=3 * inner,
+            answers_width=moe.num_chosen * hidden if moe else 0,
             vocab=shape.vocab_size,
         )
 

@@ -5,7 +5,7 @@ from cluster.spec.strategy import Collectives
 
 
 def records_decode(config: DeployConfig, pool: PoolConfig) -> bool:
-    """Whether workers of a pool record decode steps; of models with experts none can be recorded."""
+    """Whether workers of a pool record decode steps."""
     return _could_record(config, pool) and not why_unrecorded(config, pool)
 
 

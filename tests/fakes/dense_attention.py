@@ -11,7 +11,7 @@ class DenseAttention:
 
     def __init__(self, *, kv_first: bool = False, wanted: Tensor | None = None) -> None:
         """`wanted` are the rows of each step whose final hidden states are asked for; None for all."""
-        self.kv_first, self.lens, self.last_lens = kv_first, None, None
+        self.kv_first, self.lens, self.last_lens, self.counted = kv_first, None, None, None
         self.wanted: Tensor | None = None
         self._wanted_last = wanted
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}

@@ -13,12 +13,14 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.cutoffs import find_cutoffs
-from workers.kernels.grouped_matmul import grouped_matmul
+from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
+from workers.kernels.seat_rows import seat_rows
 from workers.kernels.store_kv import store_kv
+from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
 
 MANY = 1 << 16
@@ -85,8 +87,11 @@ def _draws() -> object:
 
 
 def _experts() -> object:
-    grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), [10, 0, 3, 7, 0, 0, 0, 0])
-    return grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), [1000, 1000])
+    experts, loads = torch.zeros(20, 8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    few = seat_rows(experts, 8, loads, 16)
+    grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), few.tiles, few.tokens)
+    answers = grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), tiles_of([1000, 1000], 2, torch.device("cpu")))
+    return sum_choices(answers, few.rows, torch.zeros(20, 8))
 
 
 def _merge() -> object:

@@ -10,14 +10,18 @@ from tests.fakes.kernel_cases import DTYPES, compare
 from tests.unit.workers.test_row_attention import masked_attention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial, merge
+from workers.expert_parallel.routed import NO_EXPERT
+from workers.expert_parallel.seat_order import seat_order
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.copy_pages import gather_pages, scatter_pages
-from workers.kernels.grouped_matmul import grouped_matmul
+from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.parts import Parts
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate
+from workers.kernels.seat_rows import seat_rows
 from workers.kernels.store_kv import store_kv
+from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
@@ -101,7 +105,41 @@ def check_grouped(data: st.DataObject, device: str) -> None:
     inner, cols, dtype = data.draw(st.sampled_from([8, 100])), data.draw(st.sampled_from([16, 130])), data.draw(DTYPES)
     x, weights = torch.randn(sum(counts), inner).to(dtype), torch.randn(len(counts), cols, inner).to(dtype)
     parts = [rows.double() @ matrix.double().T for rows, matrix in zip(torch.split(x, counts), weights, strict=True)]
-    near(grouped_matmul(x.to(device), weights.to(device), counts), torch.cat(parts))
+    tiles = tiles_of(counts, x.itemsize, torch.device(device))
+    near(grouped_matmul(x.to(device), weights.to(device), tiles), torch.cat(parts))
+
+
+def check_seats(data: st.DataObject, device: str) -> None:
+    """Some experts are elsewhere, some tokens ask for fewer, and each choice meets the matrix of its expert."""
+    num_tokens, num_chosen = data.draw(st.sampled_from([1, 5, 33, 300])), data.draw(st.sampled_from([1, 2, 8]))
+    first, num_seats = data.draw(st.sampled_from([(0, 16), (4, 8), (12, 4), (8, 1)]))
+    chosen = torch.rand(num_tokens, 16).argsort(1)[:, :num_chosen]
+    experts = torch.where(torch.rand(chosen.shape) < 0.1, NO_EXPERT, chosen).to(torch.int32)
+    loads = torch.full((num_seats,), 5).to(device)
+    tokens, rows, tiles = seat_rows(experts.to(device), first, loads, 16)
+    order, counts = seat_order(experts, first, num_seats)
+    assert loads.tolist() == [5 + count for count in counts]
+    assert torch.equal(tokens[: len(order)].cpu(), (order // num_chosen).to(torch.int32))
+    expected = torch.full((num_tokens * num_chosen,), -1, dtype=torch.int32)
+    expected[order] = torch.arange(len(order), dtype=torch.int32)
+    assert torch.equal(rows.flatten().cpu(), expected)
+    stops = torch.tensor(counts).cumsum(0).tolist()
+    used = [
+        [seat, begin, stop]
+        for seat, (stop, count) in enumerate(zip(stops, counts, strict=True))
+        for begin in range(stop - count, stop, 16)
+    ]
+    used += [[-1, begin, experts.numel()] for begin in range(len(order), experts.numel(), 16)]
+    assert tiles.tiles.tolist() == used + [[-1, *[experts.numel()] * 2]] * (len(tiles.tiles) - len(used))
+    x, weights = torch.randn(num_tokens, 8), torch.randn(num_seats, 16, 8)
+    gates = torch.rand(num_tokens, num_chosen)
+    answers = grouped_matmul(x.to(device), weights.to(device), tiles, tokens)
+    assert not answers[len(order) :].any()
+    wanted = torch.zeros(num_tokens, 16, dtype=torch.double)
+    for place, seat in zip(order.tolist(), torch.repeat_interleave(torch.tensor(counts)).tolist(), strict=True):
+        token, choice = divmod(place, num_chosen)
+        wanted[token] += gates[token, choice].double() * (weights[seat].double() @ x[token].double())
+    near(sum_choices(answers, rows, gates.to(device)), wanted)
 
 
 def check_joined_parts(data: st.DataObject, device: str) -> None:
@@ -177,6 +215,7 @@ CHECKS = (
     check_rotate,
     check_swiglu,
     check_grouped,
+    check_seats,
     check_joined_parts,
     check_merged_partials,
 )

@@ -37,6 +37,7 @@ class StepContext(ABC):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         assert batch.page_size == pool.page_size, f"pages of {batch.page_size} and of {pool.page_size} tokens"
         self.batch, self.pool, self.backend, self.exchange = batch, pool, backend, exchange
+        self.counted: Tensor | None = None
         self.wanted, self.lens, self.last_lens = batch.wanted, batch.lens, batch.last_lens
         is_hidden = exchange.group.in_background and not batch.plan.replicated
         self.kv_first = is_hidden or batch.wanted is not None

@@ -82,7 +82,7 @@ class _NoAttention:
     """An AttentionContext that leaves only the linear part of a layer to be timed."""
 
     kv_first = False
-    lens = last_lens = None
+    lens = last_lens = counted = None
     wanted = None
 
     @property

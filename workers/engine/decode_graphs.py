@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.kv import pages_for
+from cluster.spec.strategy import MoeDispatch
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
 from workers.device import on_device
@@ -18,7 +19,6 @@ from workers.engine.begun_step import Followed
 from workers.engine.gpu_recorder import Record, RecordingError
 from workers.expert_parallel.sharing import Lens
 from workers.models.decoder import DecoderModel
-from workers.models.interface import AttentionContext
 
 REPLAYED = "replayed"
 
@@ -33,7 +33,7 @@ class DecodeGraphs:
         """Steps replayed, and those that were not, by reason."""
         self._pool = pool
         self._steps: dict[int, _RecordedStep] = {}
-        self._failure = "mixture of experts" if model.config.moe is not None else ""
+        self._failure = _why_unrecorded(model)
         if not self._failure and not self._record(model, record, most_requests):
             self._failure = "recording failed"
             self._steps.clear()
@@ -78,11 +78,18 @@ class _RecordedStep:
         # Whatever the pool holds, so that what is recorded over a small one takes as much memory.
         most_pages = pages_for(config.max_position_embeddings, pool.page_size)
         self._attention = DecodeAttention(size, most_pages, pool.page_size, config.num_kv_heads, query, device)
-        self._inputs = torch.zeros(3, size, dtype=torch.int64, device=device)
-        token_ids, positions, slots = self._inputs
-        context: AttentionContext = _DecodeContext(pool, slots, self._attention)
+        self._inputs = torch.zeros(4, size, dtype=torch.int64, device=device)
+        token_ids, positions, slots, is_request = self._inputs
+        context = _DecodeContext(pool, slots, self._attention)
+
+        def compute() -> Tensor:
+            if model.config.moe is not None:
+                context.counted = is_request[:, None].bool()
+            hidden: Tensor = model(token_ids, positions, context)
+            return hidden
+
         self._fill([])
-        self._hidden, self._replay = record(lambda: model(token_ids, positions, context))
+        self._hidden, self._replay = record(compute)
 
     def run(self, rows: Sequence[BatchRow], followed: Followed | None) -> Tensor:
         self._fill(rows)
@@ -99,15 +106,24 @@ class _RecordedStep:
         token_ids = [row.token_ids[0] for row in rows] + [0] * num_missing
         pages = [table[position // pool.page_size] for table, position in zip(tables, positions, strict=True)]
         slots = np.array(pages) * pool.page_size + np.array(positions) % pool.page_size
-        inputs = torch.from_numpy(np.stack([token_ids, positions, slots]))
+        is_request = [1] * len(rows) + [0] * num_missing
+        inputs = torch.from_numpy(np.stack([token_ids, positions, slots, is_request]))
         self._inputs.copy_(on_device(inputs, self._inputs.device))
         self._attention.fill([position + 1 for position in positions], tables)
+
+
+def _why_unrecorded(model: DecoderModel) -> str:
+    """What in the middle of a step goes through the host; empty for nothing."""
+    groups = model.groups
+    goes_to_experts = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
+    return "tokens sent to experts" if model.config.moe is not None and goes_to_experts else ""
 
 
 class _DecodeContext:
     """The AttentionContext of recorded steps: everything that changes from step to step is in tensors."""
 
     kv_first = False
+    counted: Tensor | None = None
     wanted: Tensor | None = None
     lens: Lens = None
     last_lens: Lens = None

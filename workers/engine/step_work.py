@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
 from torch import nn
 
 from cluster.spec.step_messages import StepWork
@@ -53,6 +54,8 @@ class StepReports:
 
     def _counts(self) -> Counter[int]:
         counts: Counter[int] = Counter()
-        for experts in self._experts:
-            counts.update(dict(zip(experts.held, experts.loads, strict=True)))
+        if self._experts:  # of all layers at once, since the host may wait for a GPU
+            loads = torch.stack([experts.loads for experts in self._experts]).tolist()
+            for experts, of_layer in zip(self._experts, loads, strict=True):
+                counts.update(dict(zip(experts.held, of_layer, strict=True)))
         return counts

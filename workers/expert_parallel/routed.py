@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+NO_EXPERT = -1
+"""Where a token asks for fewer experts than others."""
+
 
 class Routed(NamedTuple):
     """Any number of tokens, none included; k experts each."""
@@ -12,7 +15,7 @@ class Routed(NamedTuple):
     hidden: Tensor
     """``[tokens, hidden]``."""
     experts: Tensor
-    """``[tokens, k]`` int32, physical."""
+    """``[tokens, k]`` int32, physical, or NO_EXPERT."""
     weights: Tensor
     """``[tokens, k]`` fp32."""
 

@@ -1,6 +1,7 @@
 """Rows in groups, each group times a matrix of its own: the products of experts. The reference is a loop."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,31 +11,55 @@ from torch import Tensor
 from workers.device import on_device
 from workers.kernels.launch import operand_type
 
-_TILE_FIELDS = tl.constexpr(3)
+TILE_FIELDS = 3
+_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
-def grouped_matmul(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-    """``x [N, K]``, the first ``counts[0]`` rows times ``weights[0]``, and so on: ``[N, M]`` for weights ``[E, M, K]``.
+class RowTiles(NamedTuple):
+    """Which rows meet which matrix."""
 
-    Both are contiguous.
+    tiles: Tensor
+    """``[n, 3]`` int32: (group, first row, row after the group's last); -1 for rows of no group, which become zero."""
+    block_rows: int
+    """Most rows of a tile."""
+
+
+def block_rows_for(num_rows: int, num_groups: int, itemsize: int) -> int:
+    """As few as rows of one group are on average, as many as are fast."""
+    return 16 if num_rows <= 16 * num_groups else 32 if itemsize > 2 else 64
+
+
+def tiles_of(counts: Sequence[int], itemsize: int, device: torch.device) -> RowTiles:
+    """Of the first ``counts[0]`` rows with the first matrix, and so on."""
+    block_rows = block_rows_for(sum(counts), len(counts), itemsize)
+    tiles, begin = [], 0
+    for group, count in enumerate(counts):
+        tiles += [(group, first, begin + count) for first in range(begin, begin + count, block_rows)]
+        begin += count
+    on_cpu = torch.tensor(tiles, dtype=torch.int32, device="cpu").view(-1, TILE_FIELDS)
+    return RowTiles(on_device(on_cpu, device), block_rows)
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, tiles: RowTiles, sources: Tensor | None = None) -> Tensor:
+    """Rows of ``x [N, K]``, each times the one of ``weights [E, M, K]`` that its tile says: ``[N, M]``.
+
+    With ``sources [rows]`` int32, row i is ``x[sources[i]]``. Every row is in one tile. All are contiguous.
     """
-    assert sum(counts) == len(x), f"{sum(counts)} rows in groups of {len(x)}"
     assert x.is_contiguous(), f"strides {x.stride()}"
     assert weights.is_contiguous(), f"strides {weights.stride()}"
-    out = x.new_empty((len(x), weights.shape[1]))
-    is_wide = x.itemsize > 2
-    block_rows = 16 if len(x) <= 16 * len(counts) else 32 if is_wide else 64
-    tiles = on_device(torch.tensor(_tiles(counts, block_rows), dtype=torch.int32, device="cpu").view(-1, 3), x.device)
-    block_cols, block_inner = (32, 32) if is_wide else (128, 64)
-    if len(tiles):
-        _grouped_matmul_kernel[(triton.cdiv(out.shape[1], block_cols), len(tiles))](
+    num_rows = len(x) if sources is None else len(sources)
+    out = x.new_empty((num_rows, weights.shape[1]))
+    block_cols, block_inner = (32, 32) if x.itemsize > 2 else (128, 64)
+    if len(tiles.tiles):
+        _grouped_matmul_kernel[(triton.cdiv(out.shape[1], block_cols), len(tiles.tiles))](
             x,
             weights,
             out,
-            tiles,
+            tiles.tiles,
+            sources,
             out.shape[1],
             x.shape[1],
-            BLOCK_ROWS=block_rows,
+            BLOCK_ROWS=tiles.block_rows,
             BLOCK_COLS=block_cols,
             BLOCK_INNER=block_inner,
             OPERAND=operand_type(x.dtype),
@@ -44,30 +69,26 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
     return out
 
 
-def _tiles(counts: Sequence[int], block_rows: int) -> list[tuple[int, int, int]]:
-    """(group, first row, row after the group's last) of each tile."""
-    tiles, begin = [], 0
-    for group, count in enumerate(counts):
-        tiles += [(group, first, begin + count) for first in range(begin, begin + count, block_rows)]
-        begin += count
-    return tiles
-
-
 @triton.jit
 def _grouped_matmul_kernel(
-    x, weights, out, tiles, num_cols, num_inner,
+    x, weights, out, tiles, sources, num_cols, num_inner,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_INNER: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(1) * _TILE_FIELDS
     group, first, stop = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if first == stop:
+        return
     rows = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     inner = tl.arange(0, BLOCK_INNER)
     is_row, is_col = rows < stop, cols < num_cols
-    row_places = x + rows[:, None] * num_inner
+    of_rows = rows
+    if sources is not None:
+        of_rows = tl.load(sources + rows, mask=is_row, other=0).to(tl.int64)
+    row_places = x + of_rows[:, None] * num_inner
     col_places = weights + (group * num_cols + cols[:, None]) * num_inner
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-    for start in range(0, num_inner, BLOCK_INNER):
+    for start in range(0, tl.where(group < 0, 0, num_inner), BLOCK_INNER):
         is_inner = (start + inner < num_inner)[None, :]
         part = tl.load(row_places + start + inner[None, :], mask=is_row[:, None] & is_inner, other=0.0)
         matrix = tl.load(col_places + start + inner[None, :], mask=is_col[:, None] & is_inner, other=0.0)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from workers.expert_parallel.routed import Routed
+from workers.expert_parallel.routed import NO_EXPERT, Routed
 from workers.expert_parallel.seats import ExpertSeats
 from workers.layers.cut import StoredPart, uncut
 from workers.layers.matmul import multiply
@@ -22,14 +22,15 @@ class ExpertRouter(nn.Module):
         self._physical = torch.tensor(seats.physical, dtype=torch.int32, device="cpu")
         self._moe = moe
 
-    def forward(self, hidden: Tensor) -> Routed:
-        """hidden [tokens, hidden] -> the same with experts and weights."""
+    def forward(self, hidden: Tensor, counted: Tensor | None = None) -> Routed:
+        """hidden [tokens, hidden] -> the same with experts and weights; see AttentionContext for ``counted``."""
         likelihoods = multiply(hidden, self.weight).softmax(dim=-1, dtype=torch.float32)
         weights, experts = likelihoods.topk(self._moe.num_chosen, dim=-1)
         if self._moe.sum_to_one:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         self._physical = self._physical.to(hidden.device)  # once: each copy would wait for the GPU
-        return Routed(hidden, self._physical[experts], weights)
+        physical = self._physical[experts]
+        return Routed(hidden, physical if counted is None else physical.masked_fill(~counted, NO_EXPERT), weights)
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
         """The table under its checkpoint name."""

@@ -21,5 +21,5 @@ class MoeBlock(nn.Module):
         self.experts = Experts(hidden_size, inner, seats, groups.position.ep, moe.names)
         self._dispatcher = make_dispatcher(groups, moe.num_chosen, seats.num_local)
 
-    def forward(self, x: Tensor, lens: Lens) -> Tensor:
-        return self._dispatcher.run(self.gate(x), lens, self.experts)
+    def forward(self, x: Tensor, lens: Lens, counted: Tensor | None = None) -> Tensor:
+        return self._dispatcher.run(self.gate(x, counted), lens, self.experts)

@@ -35,7 +35,8 @@ class DecoderLayer(nn.Module):
         """hidden [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
         attended = self.self_attn(self.input_layernorm(hidden), rotation, context)
         hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.wanted), attended)
-        out: Tensor = hidden + self.mlp(normed, lens)
+        is_moe = isinstance(self.mlp, MoeBlock)
+        out: Tensor = hidden + (self.mlp(normed, lens, context.counted) if is_moe else self.mlp(normed, lens))
         return out
 
 

@@ -18,6 +18,8 @@ class AttentionContext(Protocol):
     """How many tokens every attention shard has in this step."""
     last_lens: Lens
     """How many of them have queries in the last layer."""
+    counted: Tensor | None
+    """bool ``[num_tokens, 1]``: the tokens that are of a request; None for all. Others ask for no experts."""
     wanted: Tensor | None
     """int64 rows of the tokens that have queries; None for all."""
 

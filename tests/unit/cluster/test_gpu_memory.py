@@ -79,8 +79,9 @@ def test_graphs_of_decode_are_expected(tmp_path: Path) -> None:
     step = 4 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) * 2
     allowances = 3 * 32 * 2**18 + 2**25
     assert expected_memory(config, config.decode, model).graphs * GIB == tables + step + allowances
-    config, model = planned(tmp_path, MIXTRAL, "")
-    assert expected_memory(config, config.decode, model).graphs == 0
+    config, model = planned(tmp_path, MIXTRAL, "kv: {page_size: 64}\ndecode: {max_requests: 4}")
+    step += 4 * (2 * 3 * 14336 - 3 * 14336 + 2 * 4096) * 2
+    assert expected_memory(config, config.decode, model).graphs * GIB == tables + step + allowances
 
 
 def test_drawing_for_every_request_is_expected(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What ranks and their experts have computed: who tells it, when, and what the replica adds up to."""
 
+import torch
 from torch import nn
 
 from cluster.spec.config import ParallelConfig
@@ -20,7 +21,7 @@ def compute(model: nn.Module, *tokens: int) -> None:
     """As if each seat of every layer had computed so many more."""
     for block in model.children():
         assert isinstance(block, MoeBlock)
-        block.experts.loads = [load + more for load, more in zip(block.experts.loads, tokens, strict=True)]
+        block.experts.loads += torch.tensor(tokens)
 
 
 def test_layers_add_up_under_the_models_own_numbers_and_warming_up_is_left_out() -> None:

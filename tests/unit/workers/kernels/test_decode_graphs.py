@@ -1,6 +1,7 @@
 """Recorded decode steps against the usual way; a stand-in for CUDA graphs computes again at each replay."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.decode_graphs import batch_sizes
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.thread_group import on_thread_ranks
 from workers import kernel_devices
@@ -28,6 +29,7 @@ from workers.engine.contexts import make_context
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
 from workers.engine.gpu_recorder import RecordingError
 from workers.engine.weights import load_model
+from workers.layers.experts import Experts
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
@@ -90,6 +92,46 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
     assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than recorded": 1}
+
+
+def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded step of five has three requests; the other two load no weights, and are counted nowhere."""
+    model = load_model(make_checkpoint(tmp_path, "qwen3_moe"))
+    config = model.config
+    assert config.moe is not None
+    pool = PagePool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+    pool.data.copy_(torch.randn(pool.data.shape))
+    rows = [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)]
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+
+    def loads() -> list[list[int]]:
+        return [layer.loads.tolist() for layer in experts]
+
+    with torch.inference_mode():
+        expected = usual(model, pool, rows)
+        by_usual, _ = loads(), [layer.loads.zero_() for layer in experts]
+        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+        graphs = DecodeGraphs(model, pool, 5, record)
+        assert not any(map(any, loads())), "no request was in what was recorded"
+        hidden = graphs.run(rows)
+        assert hidden is not None
+        torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    assert loads() == by_usual
+    assert sum(by_usual[0]) == 3 * config.moe.num_chosen
+    assert graphs.counts == {REPLAYED: 1}
+
+
+def test_what_goes_through_the_host_is_not_recorded(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3_moe")
+
+    def counts_of(tp: Communicator) -> dict[str, int]:
+        groups = replace(ModelGroups.of_tp(tp), moe_dispatch=MoeDispatch.ALL_TO_ALL)
+        model = load_model(folder, groups=groups)
+        graphs = DecodeGraphs(model, PagePool(1, 1, 1, 4, model.config.head_dim, torch.float32), 2, record)
+        assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+        return dict(graphs.counts)
+
+    assert on_thread_ranks(2, counts_of) == [{"tokens sent to experts": 1}] * 2
 
 
 def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:

@@ -1,0 +1,30 @@
+"""Experts with all seats at once answer as with one after another, whoever counts their rows."""
+
+import pytest
+import torch
+
+from cluster.spec.config import ParallelConfig
+from tests.unit.workers.test_feed_forward import HIDDEN, MOE, moe
+from workers import kernel_devices
+from workers.expert_parallel.routed import NO_EXPERT, Routed
+from workers.layers import experts
+from workers.parallel.model_groups import ModelGroups
+
+
+@pytest.mark.parametrize("few_choices", [0, 1000], ids=["counted by the host", "counted by the GPU"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_seats_of_a_rank(monkeypatch: pytest.MonkeyPatch, few_choices: int, num_tokens: int) -> None:
+    monkeypatch.setattr(experts, "FEW_CHOICES", few_choices)
+    torch.manual_seed(num_tokens)
+    held = moe(ModelGroups(parallel=ParallelConfig(tp=2, ep=2), global_rank=1)).experts
+    assert isinstance(held, experts.Experts)
+    chosen = torch.rand(num_tokens, MOE.num_experts).argsort(1)[:, : MOE.num_chosen].to(torch.int32)
+    chosen[::7] = NO_EXPERT
+    routed = Routed(torch.randn(num_tokens, HIDDEN), chosen, torch.rand(num_tokens, MOE.num_chosen))
+    with torch.inference_mode():
+        expected = held(routed)
+        loads = held.loads.tolist()
+        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+        torch.testing.assert_close(held(routed), expected, atol=1e-5, rtol=1e-5)
+    assert held.loads.tolist() == [2 * load for load in loads]
+    assert sum(loads) == int((chosen.long() >= MOE.num_experts // 2).sum())
