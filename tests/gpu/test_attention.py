@@ -56,4 +56,4 @@ def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
     assert (first - wanted).float().norm() <= 4e-3 * wanted.float().norm()
     for _ in range(2000):
         assert torch.equal(attention.attend(query, *pool.layer_view(0)), first)
-    assert not attention._arrived.any()
+    assert not attention.arrived.any()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.spec.kv import pages_for
-from workers.attention.interface import RowAttention, StepAttention
+from workers.attention.interface import RowAttention
 from workers.attention.pieces import visible_pieces
 from workers.attention.triton.tiling import Item, Segment, Tiling, cut, split
 from workers.context_parallel.merge import Partial, empty_partial
@@ -29,11 +29,11 @@ class TritonAttention:
         page_tables: Sequence[Tensor],
         page_size: int,
         key_lens: Sequence[int] | None = None,
-    ) -> StepAttention:
+    ) -> "PagedStep":
         """See AttentionBackend."""
         items = paged_items(runs, [len(table) for table in page_tables], page_size, key_lens)
         tables = torch.cat(list(page_tables)) if page_tables else torch.zeros(0, dtype=torch.int64)
-        return _PagedStep(_Work(items, tables, page_size))
+        return PagedStep(_Work(items, tables, page_size))
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         """See AttentionBackend."""
@@ -80,7 +80,7 @@ class _Work:
         self._num_rows = max((item.first_row + item.num_queries for item in items), default=0)
         self._tables = tables
         self.page_size = page_size
-        self._launches: list[_Launch] | None = None
+        self.launches: list[_Launch] | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
         """Queries ``[T, heads, D]`` over ``[page, H, slot, D]``."""
@@ -90,9 +90,9 @@ class _Work:
             return empty_partial(query)
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "elements of a head are not adjacent"
         result = empty_partial(query) if self._num_rows < len(query) else unwritten(query)
-        if self._launches is None:
-            self._launches = self._cut(query, key)
-        for launch in self._launches:
+        if self.launches is None:
+            self.launches = self._cut(query, key)
+        for launch in self.launches:
             launch.run(query, key, value, result)
         return result
 
@@ -123,7 +123,7 @@ class _Launch:
         )
         self._tables = torch.zeros(1, dtype=torch.int64, device=device) if tables is None else tables.to(device)
         self._blocks, self._page_size = blocks, page_size
-        self._arrived = key.new_zeros(tiling.num_slots, key.shape[1], dtype=torch.int32) if tiling.num_slots else None
+        self.arrived = key.new_zeros(tiling.num_slots, key.shape[1], dtype=torch.int32) if tiling.num_slots else None
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, result: Partial) -> None:
         """Fill the rows of ``result`` that it has queries of."""
@@ -137,11 +137,11 @@ class _Launch:
             tables=self._tables,
             page_size=self._page_size,
             blocks=self._blocks,
-            parts=None if self._arrived is None else unwritten_parts(query, self._arrived),
+            parts=None if self.arrived is None else unwritten_parts(query, self.arrived),
         )
 
 
-class _PagedStep:
+class PagedStep:
     """Queries over pages."""
 
     def __init__(self, work: _Work) -> None:
@@ -151,6 +151,11 @@ class _PagedStep:
         """See StepAttention."""
         assert self._work.page_size == key_pages.shape[2], f"pages of {key_pages.shape[2]} tokens"
         return self._work.attend(query, key_pages, value_pages)
+
+    @property
+    def arrived(self) -> list[Tensor]:
+        """See Parts; of each launch that has any, as they are after the first ``attend``."""
+        return [launch.arrived for launch in self._work.launches or () if launch.arrived is not None]
 
 
 class _Rows:

@@ -31,7 +31,8 @@ class DecodeAttention:
         sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)]
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._tables = torch.zeros(num_rows * most_pages, dtype=torch.int64, device=device)
-        self._arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=device)
+        """See Parts."""
         self._tiles, self._segments = (
             numbers.view(self._num_tiles, -1) for numbers in torch.split(self._numbers, sizes)
         )
@@ -80,6 +81,6 @@ class DecodeAttention:
             tables=self._tables,
             page_size=self._page_size,
             blocks=self._blocks,
-            parts=unwritten_parts(query, self._arrived),
+            parts=unwritten_parts(query, self.arrived),
         )
         return result.out
