@@ -1,20 +1,24 @@
 """Measures this process's GPU, and the kernels on it, for `baton bench kernels`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 
 from cluster.spec.config import Device
 from workers.device import open_device
-from workers.kernel_result import SHAPES, ChipLimits, KernelResult
+from workers.kernel_result import H200, SHAPES, ChipLimits, KernelResult, Way
+
+if TYPE_CHECKING:
+    from workers.kernel_cases import KernelCase
 
 _REPEATS = 20
 _WARM_UPS = 3
 _CACHE_BYTES = 256 << 20
-"""More than any cache holds: written before each run, so that none finds its data there."""
+"""More than any cache holds: read before each run, which then finds no data there, and nothing yet to be written."""
 _SLEEP_CYCLES = 4_000_000
-"""About 2 ms, in which the host gets ahead: what it needs for the launches is not the kernel's time."""
+"""About 2 ms for each launch, in which the host gets ahead: what it needs for them is not the kernel's time."""
 _MATRIX = 8192
 _COPY_BYTES = 1 << 30
 
@@ -24,7 +28,7 @@ class KernelBench:
 
     def __init__(self) -> None:
         self._device = open_device(Device.CUDA)
-        self._cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=self._device)
+        self._cache = torch.zeros(_CACHE_BYTES, dtype=torch.uint8, device=self._device)
         self._limits: ChipLimits | None = None
 
     def close(self) -> None:
@@ -36,10 +40,11 @@ class KernelBench:
             a, b = (torch.randn(_MATRIX, _MATRIX, device=self._device).bfloat16() for _ in range(2))
             source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=self._device)
             target = torch.empty_like(source)
+            [product], [copy] = (self._seconds([[run]]) for run in (lambda: a @ b, lambda: target.copy_(source)))
             self._limits = ChipLimits(
                 device=torch.cuda.get_device_name(self._device),
-                flops_per_s=2 * _MATRIX**3 / self._seconds(lambda: a @ b),
-                bytes_per_s=2 * _COPY_BYTES / self._seconds(lambda: target.copy_(source)),
+                flops_per_s=2 * _MATRIX**3 / product,
+                bytes_per_s=2 * _COPY_BYTES / copy,
             )
         return self._limits
 
@@ -48,36 +53,47 @@ class KernelBench:
         # Loads Triton.
         from workers.kernel_cases import Sizes, kernel_cases
 
-        limits = self.limits()
-        results = []
         with torch.inference_mode():
-            for case in kernel_cases(SHAPES[model], Sizes(), self._device):
-                seconds = self._seconds(case.run)
-                results.append(
-                    KernelResult(
-                        model=model,
-                        kernel=case.kernel,
-                        limit=case.limit,
-                        work=case.work,
-                        seconds=seconds,
-                        share_of_limit=case.work / limits.of(case.limit) / seconds,
-                        torch_seconds=self._seconds(case.peer) if case.peer else None,
-                        flash_attn_seconds=self._seconds(case.flash) if case.flash else None,
-                    )
-                )
-        return results
+            return [self._result(model, cases) for cases in kernel_cases(SHAPES[model], Sizes(), self._device)]
 
-    def _seconds(self, run: Callable[[], object]) -> float:
-        """Median time on the GPU, with cold caches."""
-        times: list[float] = []
-        for number in range(_WARM_UPS + _REPEATS):
-            self._cache.zero_()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            if number >= _WARM_UPS:
-                times.append(begin.elapsed_time(end) / 1e3)
-        return median(times)
+    def _result(self, model: str, cases: "Sequence[KernelCase]") -> KernelResult:
+        """Of one kernel, whose cases differ in nothing but their memory."""
+        case, limits = cases[0], self.limits()
+        # A way that one of them has, all have.
+        ways = [[each.run for each in cases], *([each.beside[way] for each in cases] for way in case.beside)]
+        seconds, *others = self._seconds(ways)
+        beside = dict(zip(case.beside, others, strict=True))
+        unjoined = beside.get(Way.UNJOINED)
+        return KernelResult(
+            model=model,
+            kernel=case.kernel,
+            limit=case.limit,
+            work=case.work,
+            seconds=seconds,
+            share_of_limit=case.work / limits.of(case.limit) / seconds,
+            share_of_h200=case.work / H200.of(case.limit) / seconds if limits.is_h200 else None,
+            share_of_joining=None if unjoined is None else 1 - unjoined / seconds,
+            torch_seconds=beside.get(Way.TORCH),
+            flash_attn_seconds=beside.get(Way.FLASH_ATTN),
+        )
+
+    def _seconds(self, ways: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
+        """Of each way the median time of one of its launches; they take turns, so that no change of clocks is one's."""
+        times: list[list[float]] = [[] for _ in ways]
+        for _ in range(_WARM_UPS + _REPEATS):
+            for of_way, launches in zip(times, ways, strict=True):
+                of_way.append(self._time(launches))
+        return [median(of_way[_WARM_UPS:]) for of_way in times]
+
+    def _time(self, launches: Sequence[Callable[[], object]]) -> float:
+        """Seconds on the GPU for one of some launches in a row."""
+        self._cache.sum()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_SLEEP_CYCLES * len(launches))  # type: ignore[no-untyped-call]
+        begin.record()
+        # Each result is kept, or the next would be written where it still lies in the cache.
+        results = [launch() for launch in launches]
+        end.record()
+        end.synchronize()
+        seconds: float = begin.elapsed_time(end) / 1e3
+        return seconds / len(results)

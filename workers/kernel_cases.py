@@ -1,22 +1,25 @@
 """What `baton bench kernels` runs: each kernel at the shapes of a model, with the work that it cannot do without."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
+from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
-from workers.attention.triton.backend import TritonAttention, unwritten, unwritten_parts
-from workers.attention.triton.tiling import PROGRAMS
+from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.device import index_on
 from workers.engine.chances import plain_race
 from workers.engine.cutoffs import Limits, ranked_cutoffs
-from workers.kernel_result import HeadShape, Limit
-from workers.kernels.attention import attend, blocks_for
+from workers.kernel_result import HeadShape, Limit, Way
 from workers.kernels.copy_pages import gather_pages, scatter_pages
 from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
@@ -31,6 +34,12 @@ PAGE_SIZE = 64
 NUM_EXPERTS = 8
 """As wide as the shape's MLP, each of which has its part of the tokens."""
 _DTYPE = torch.bfloat16
+_PAST_ALL = 1 << 30
+"""Counters of parts that begin here never say of one that it is the last."""
+
+_Launch = Callable[[], object]
+_Batch = Sequence[tuple[int, int]]
+"""How many requests there are, of each length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +50,8 @@ class KernelCase:
     limit: Limit
     work: float
     """FLOPs, or bytes read and written at least."""
-    run: Callable[[], object]
-    peer: Callable[[], object] | None = None
-    """The same by torch alone: its own attention, over as many keys that lie in rows, and draws."""
-    flash: Callable[[], object] | None = None
-    """The same by the flash_attn package, where that is installed."""
+    run: _Launch
+    beside: Mapping[Way, _Launch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,118 +63,142 @@ class Sizes:
     chunk_len: int = 2048
     decode_len: int = 32_768
     decode_kv_bytes: int = 2 << 30
-    """Of all requests that are decoded together."""
+    """Of all requests of that length that are decoded together."""
+    long_len: int = 131_072
+    """Of a request that is decoded alone, and then beside short ones."""
+    short_len: int = 2000
+    num_short: int = 63
     num_drawn: int = 64
     """Tokens that are drawn together."""
-    moved_kv_bytes: int = 512 << 20
-    """That are stored and gathered: more than a cache holds."""
+    moved_kv_bytes: int = 1 << 30
+    """That are stored and gathered: as many as are copied to measure the chip."""
+    least_bytes: int = 512 << 20
+    """That are timed together: far more than a cache holds."""
 
 
-def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterator[KernelCase]:
-    """One after another, so that each one's memory can be given back before the next."""
-    yield _prefill(shape, device, sizes.prompt_len, 0)
-    yield _prefill(shape, device, sizes.chunk_len, sizes.prefix_len)
-    yield _decode(shape, device, sizes)
-    yield _joined_parts(shape, device, _num_decoded(shape, sizes))
-    yield from _of_rows(shape, device, sizes.prompt_len)
-    yield _experts(shape, device, sizes.prompt_len)
-    yield from _of_draws(shape, device, sizes.num_drawn)
-    yield from _of_pages(shape, device, sizes.moved_kv_bytes // _row_bytes(shape))
+def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterator[list[KernelCase]]:
+    """One kernel after another, so that each one's memory can be given back before the next.
+
+    A short one comes several times, each over memory of its own: launched in a row they find nothing in a cache, and
+    what launches take beside their kernels counts little.
+    """
+    num_moved = sizes.moved_kv_bytes // _row_bytes(shape)
+    for make in (
+        partial(_prefill, num_tokens=sizes.prompt_len, prefix_len=0),
+        partial(_prefill, num_tokens=sizes.prefix_len + sizes.chunk_len, prefix_len=0),
+        partial(_prefill, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len),
+        *(partial(_decode, batch=batch) for batch in _decoded(shape, sizes)),
+        *(partial(make, num_tokens=sizes.prompt_len) for make in _OF_TOKENS),
+        *(partial(make, num_rows=sizes.num_drawn) for make in (_draw, _top_p)),
+        *(partial(make, num_tokens=num_moved) for make in (_store, _gather, _scatter)),
+    ):
+        cases = [make(shape, device)]
+        if cases[0].limit is Limit.BYTES:
+            cases += [make(shape, device) for _ in range(1, math.ceil(sizes.least_bytes / cases[0].work))]
+        yield cases
 
 
-def _prefill(shape: HeadShape, device: torch.device, num_tokens: int, prefix_len: int) -> KernelCase:
+def _prefill(shape: HeadShape, device: torch.device, *, num_tokens: int, prefix_len: int) -> KernelCase:
     total = prefix_len + num_tokens
     pool, table = _pages(shape, device, total)
+    kv = pool.layer_view(0)
     query = _random(device, num_tokens, shape.heads, shape.head_dim)
-    step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
-    pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
-    key, value = _random(device, 2, total, shape.kv_heads, shape.head_dim)
-    peer = None
-    if not prefix_len:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-
-        def peer() -> object:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
+    run = Run(0, prefix_len, num_tokens, 1)
+    step, unjoined = (TritonAttention().prepare([run], [table], PAGE_SIZE) for _ in range(2))
+    unjoined.attend(query, *kv)
+    for counters in unjoined.arrived:
+        counters.fill_(_PAST_ALL)
+    key, value = _random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
+    beside = _by_others([(query[None], key, value)], is_causal=True)
+    if unjoined.arrived:
+        beside[Way.UNJOINED] = lambda: unjoined.attend(query, *kv)
     name = f"prefill {num_tokens}" + (f" behind {prefix_len}" if prefix_len else "")
+    pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
     work = 4.0 * shape.heads * shape.head_dim * pairs
-    flash = _flash(query[None], key[None], value[None], causal=True)
-    return KernelCase(name, Limit.FLOPS, work, lambda: step.attend(query, *pool.layer_view(0)), peer, flash)
+    return KernelCase(name, Limit.FLOPS, work, lambda: step.attend(query, *kv), beside)
 
 
-def _decode(shape: HeadShape, device: torch.device, sizes: Sizes) -> KernelCase:
-    length, row_bytes, num_requests = sizes.decode_len, _row_bytes(shape), _num_decoded(shape, sizes)
-    pages_each = -(-length // PAGE_SIZE)
-    pool, pages = _pages(shape, device, num_requests * pages_each * PAGE_SIZE)
-    tables = torch.split(pages, pages_each)
-    query = _random(device, num_requests, shape.heads, shape.head_dim)
-    runs = [Run(request, length - 1, 1, 1) for request in range(num_requests)]
-    step = TritonAttention().prepare(runs, tables, PAGE_SIZE)
-    k, v = _random(device, 2, num_requests, shape.kv_heads, length, shape.head_dim)
-
-    def peer() -> object:
-        return functional.scaled_dot_product_attention(query[:, :, None], k, v, enable_gqa=True)
-
-    name = f"decode {num_requests} x {length}"
-    work = float(num_requests * length * row_bytes)
-    flash = _flash(query[:, None], k.transpose(1, 2), v.transpose(1, 2), causal=False)
-    return KernelCase(name, Limit.BYTES, work, lambda: step.attend(query, *pool.layer_view(0)), peer, flash)
+def _decoded(shape: HeadShape, sizes: Sizes) -> list[_Batch]:
+    num_equal = max(1, sizes.decode_kv_bytes // (sizes.decode_len * _row_bytes(shape)))
+    long = (1, sizes.long_len)
+    return [[(num_equal, sizes.decode_len)], [long], [(sizes.num_short, sizes.short_len), long]]
 
 
-def _num_decoded(shape: HeadShape, sizes: Sizes) -> int:
-    """Requests, of whose tokens so much KV is read."""
-    return max(1, sizes.decode_kv_bytes // (sizes.decode_len * _row_bytes(shape)))
+def _decode(shape: HeadShape, device: torch.device, *, batch: _Batch) -> KernelCase:
+    """As recorded steps do it."""
+    lens = [length for count, length in batch for _ in range(count)]
+    num_pages = [pages_for(length, PAGE_SIZE) for length in lens]
+    pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
+    kv = pool.layer_view(0)
+    query = _random(device, len(lens), shape.heads, shape.head_dim)
+    step, unjoined = (
+        DecodeAttention(len(lens), max(num_pages), PAGE_SIZE, shape.kv_heads, query[:1], device) for _ in range(2)
+    )
+    tables = [table.numpy() for table in torch.split(pages.cpu(), num_pages)]
+    for each in (step, unjoined):
+        each.fill(lens, tables)
+    unjoined.arrived.fill_(_PAST_ALL)
+    others = []
+    for queries, (count, length) in zip(torch.split(query, [count for count, _ in batch]), batch, strict=True):
+        key, value = _random(device, 2, count, shape.kv_heads, length, shape.head_dim).transpose(2, 3)
+        others.append((queries[:, None], key, value))
+    beside = _by_others(others, is_causal=False)
+    beside[Way.UNJOINED] = lambda: unjoined.attend(query, *kv)
+    name = "decode " + " + ".join(f"{count} x {length}" for count, length in batch)
+    work = float(sum(lens) * _row_bytes(shape))
+    return KernelCase(name, Limit.BYTES, work, lambda: step.attend(query, *kv), beside)
 
 
-def _joined_parts(shape: HeadShape, device: torch.device, num_requests: int) -> KernelCase:
-    """The case before without its keys: what it takes to leave and join as many parts as a recorded step may have."""
-    each = (num_requests + PROGRAMS // shape.kv_heads) // num_requests
-    pool, _ = _pages(shape, device, 1)
-    query = _random(device, num_requests, shape.heads, shape.head_dim)
-    result = unwritten(query)
-    tile = torch.arange(num_requests * each, dtype=torch.int32, device=device)
-    row, zero, one = tile // each, torch.zeros_like(tile), torch.ones_like(tile)
-    tiles = torch.stack((row, one, zero, tile, one, tile % each, each * one, row * each, one), dim=1)
-    segments = torch.stack((zero,) * 6, dim=1)
-    tables, arrived = tile[:1].long(), torch.zeros(len(tile), shape.kv_heads, dtype=torch.int32, device=device)
-    blocks = blocks_for(shape.heads // shape.kv_heads, shape.head_dim, _DTYPE.itemsize, PAGE_SIZE)
-
-    def run() -> None:
-        parts = unwritten_parts(query, arrived)
-        where = {"tiles": tiles, "segments": segments, "tables": tables}
-        attend(query, *pool.layer_view(0), *result, **where, page_size=PAGE_SIZE, blocks=blocks, parts=parts)
-
-    # Each part is written and read.
-    part_bytes = 4 * len(tile) * shape.heads * (shape.head_dim + 1)
-    work = float(2 * part_bytes + query.nbytes + result.out.nbytes + result.lse.nbytes)
-    return KernelCase(f"join {num_requests} x {each} parts", Limit.BYTES, work, run)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Callable[[], object] | None:
-    """Of ``[request, token, head, D]``; causal ones end with the same token. None without the package."""
+def _by_others(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[Way, _Launch]:
+    """Attention of ``[request, token, head, D]`` each, a call for each batch; causal ones end with the same token."""
+    beside: dict[Way, _Launch] = {Way.TORCH: lambda: [_by_torch(*batch, is_causal=is_causal) for batch in batches]}
     try:
         from flash_attn import flash_attn_func
     except ImportError:
-        return None
-    return lambda: flash_attn_func(query, key, value, causal=causal)
+        return beside
+    return beside | {Way.FLASH_ATTN: lambda: [flash_attn_func(*batch, causal=is_causal) for batch in batches]}
 
 
-def _of_rows(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
+    return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def _merge(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
     outs = [_random(device, num_tokens, shape.heads, shape.head_dim) for _ in range(4)]
     lses = [torch.zeros(num_tokens, shape.heads, device=device) for _ in outs]
-    out, partial_bytes = outs[0], outs[0].nbytes + lses[0].nbytes
-    yield KernelCase("merge 4 partials", Limit.BYTES, 5.0 * partial_bytes, lambda: merge_partials(outs, lses))
+    work = 5.0 * (outs[0].nbytes + lses[0].nbytes)
+    return KernelCase("merge 4 partials", Limit.BYTES, work, lambda: merge_partials(outs, lses))
+
+
+def _rotate(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    heads = _random(device, num_tokens, shape.heads, shape.head_dim)
     turn = _random(device, num_tokens, 1, shape.head_dim)
-    yield KernelCase("rotate", Limit.BYTES, 2.0 * out.nbytes, lambda: rotate(out, turn, turn))
+    return KernelCase("rotate", Limit.BYTES, 2.0 * heads.nbytes, lambda: rotate(heads, turn, turn))
+
+
+def _norm_heads(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    heads, weight = _random(device, num_tokens, shape.heads, shape.head_dim), _random(device, shape.head_dim)
+    turn = _random(device, num_tokens, 1, shape.head_dim)
+    return KernelCase(
+        "normalise and rotate", Limit.BYTES, 2.0 * heads.nbytes, lambda: rotate(heads, turn, turn, weight, 1e-6)
+    )
+
+
+def _norm(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
     (hidden, added), weight = _random(device, 2, num_tokens, shape.hidden), _random(device, shape.hidden)
-    yield KernelCase(
+    return KernelCase(
         "normalise a sum", Limit.BYTES, 4.0 * hidden.nbytes, lambda: add_rms_norm(hidden, added, weight, 1e-6)
     )
+
+
+def _gate(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
     gate_up = _random(device, num_tokens, 2 * shape.inner)
-    yield KernelCase("gate", Limit.BYTES, 1.5 * gate_up.nbytes, lambda: swiglu(gate_up))
+    return KernelCase("gate", Limit.BYTES, 1.5 * gate_up.nbytes, lambda: swiglu(gate_up))
 
 
-def _experts(shape: HeadShape, device: torch.device, num_tokens: int) -> KernelCase:
+def _experts(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
     counts = [num_tokens // NUM_EXPERTS + (expert < num_tokens % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
     x, weights = _random(device, num_tokens, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
     tiles = tiles_of(counts, x.itemsize, device)
@@ -176,36 +206,48 @@ def _experts(shape: HeadShape, device: torch.device, num_tokens: int) -> KernelC
     return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
 
 
-def _of_draws(shape: HeadShape, device: torch.device, num_rows: int) -> Iterator[KernelCase]:
+def _draw(shape: HeadShape, device: torch.device, *, num_rows: int) -> KernelCase:
     weights, keys = torch.rand(num_rows, shape.vocab, device=device), list(range(num_rows))
     keys_there = index_on(keys, device)
-    yield KernelCase(
-        "draw",
-        Limit.BYTES,
-        float(weights.nbytes),
-        lambda: win_race(weights, keys_there),
-        lambda: plain_race(weights, keys),
-    )
-    scores = weights - weights.amax(dim=-1, keepdim=True)
+    beside = {Way.TORCH: lambda: plain_race(weights, keys)}
+    return KernelCase("draw", Limit.BYTES, float(weights.nbytes), lambda: win_race(weights, keys_there), beside)
+
+
+def _top_p(shape: HeadShape, device: torch.device, *, num_rows: int) -> KernelCase:
+    scores = torch.rand(num_rows, shape.vocab, device=device)
+    scores -= scores.amax(dim=-1, keepdim=True)
     limits = Limits.of([Sampling(top_p=0.9)] * num_rows, scores)
     cutoffs, is_sure = scores[:, 0].clone(), torch.zeros(num_rows, dtype=torch.bool, device=device)
-    yield KernelCase(
+    return KernelCase(
         "top-p of likely many",
         Limit.BYTES,
         float(scores.nbytes),
         lambda: find_cutoffs(scores, *limits, is_sure, cutoffs),
-        lambda: ranked_cutoffs(scores, limits, shape.vocab),
+        {Way.TORCH: lambda: ranked_cutoffs(scores, limits, shape.vocab)},
     )
 
 
-def _of_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> Iterator[KernelCase]:
+def _store(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
     pool, pages = _pages(shape, device, num_tokens)
     kv = _random(device, num_tokens, 2, shape.kv_heads, shape.head_dim)
     slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
-    yield KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(pool.data[:, :, 0], slots, kv))
-    staged = torch.empty_like(pool.data[: len(pages)])
-    yield KernelCase("gather pages", Limit.BYTES, 2.0 * staged.nbytes, lambda: gather_pages(pool.data, pages, staged))
-    yield KernelCase("scatter pages", Limit.BYTES, 2.0 * staged.nbytes, lambda: scatter_pages(staged, pages, pool.data))
+    return KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(pool.data[:, :, 0], slots, kv))
+
+
+def _gather(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    pool, pages = _pages(shape, device, num_tokens)
+    out = torch.empty_like(pool.data[: len(pages)])
+    return KernelCase("gather pages", Limit.BYTES, 2.0 * out.nbytes, lambda: gather_pages(pool.data, pages, out))
+
+
+def _scatter(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    pool, pages = _pages(shape, device, num_tokens)
+    staged = torch.zeros_like(pool.data[: len(pages)])
+    work = 2.0 * staged.nbytes
+    return KernelCase("scatter pages", Limit.BYTES, work, lambda: scatter_pages(staged, pages, pool.data))
+
+
+_OF_TOKENS = (_merge, _rotate, _norm_heads, _norm, _gate, _experts)
 
 
 def _row_bytes(shape: HeadShape) -> int:

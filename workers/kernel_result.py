@@ -14,6 +14,17 @@ class Limit(StrEnum):
     """The bandwidth of a copy."""
 
 
+class Way(StrEnum):
+    """What a kernel is timed beside."""
+
+    UNJOINED = "unjoined"
+    """The same launch, whose parts are left and counted but joined by nobody."""
+    TORCH = "torch"
+    """The same by torch alone: draws, and its own attention (SDPA) over keys in rows, a call for each length."""
+    FLASH_ATTN = "flash_attn"
+    """The same by that package, where it is installed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
     """A layer as one TP rank has it."""
@@ -47,6 +58,15 @@ class ChipLimits:
         """Work of a kind in a second."""
         return self.flops_per_s if limit is Limit.FLOPS else self.bytes_per_s
 
+    @property
+    def is_h200(self) -> bool:
+        """Whether its figures are to be held against H200."""
+        return self.device.startswith(H200.device)
+
+
+H200 = ChipLimits(device="NVIDIA H200", flops_per_s=790e12, bytes_per_s=4.3e12)
+"""Not measured: what the goals for kernels on one are shares of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResult:
@@ -59,7 +79,10 @@ class KernelResult:
     seconds: float
     share_of_limit: float
     """1 for a kernel that takes no longer than its work must."""
+    share_of_h200: float | None = None
+    """Of H200's figure, on one."""
+    share_of_joining: float | None = None
+    """By how much of the time it would be shorter if its parts were left and counted, but joined by nobody."""
     torch_seconds: float | None = None
-    """The same by torch alone: its own attention (SDPA), over keys that lie in rows, and draws."""
+    """The same by torch alone; see Way."""
     flash_attn_seconds: float | None = None
-    """The same by the flash_attn package, where that is installed."""

@@ -8,7 +8,7 @@ import typer
 
 from cluster.cli.bench_worker import bench_worker
 from cluster.spec.errors import UserError
-from workers.kernel_result import SHAPES
+from workers.kernel_result import H200, SHAPES
 
 if TYPE_CHECKING:
     from workers.kernel_result import ChipLimits, KernelResult
@@ -23,7 +23,11 @@ def kernels(
         bool, typer.Option("--json", help="Print one JSON object a line, the chip's limits first.")
     ] = False,
 ) -> None:
-    """Time the kernels of this machine's first GPU, as shares of its measured copy bandwidth and bf16 matmul rate."""
+    """Time the kernels of this machine's first GPU, as shares of its measured copy bandwidth and bf16 matmul rate.
+
+    On an H200 also as shares of 790 TFLOP/s and 4.3 TB/s. "joining" is what of its time a launch of attention takes to
+    join the parts that its programs leave: by so much it is shorter when nobody does.
+    """
     names = models.split(",")
     if unknown := [name for name in names if name not in SHAPES]:
         raise UserError(f"--models: got {unknown[0]!r}; allowed: {', '.join(SHAPES)}, several by commas")
@@ -39,11 +43,14 @@ def _print_limits(limits: "ChipLimits", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(limits)))
         return
+    flops, copied = f"{limits.flops_per_s / 1e12:.0f} TFLOP/s in bf16", f"{limits.bytes_per_s / 1e12:.2f} TB/s copied"
+    if limits.is_h200:
+        flops += f" ({limits.flops_per_s / H200.flops_per_s:.1%} of {H200.flops_per_s / 1e12:.0f})"
+        copied += f" ({limits.bytes_per_s / H200.bytes_per_s:.1%} of {H200.bytes_per_s / 1e12:.1f})"
+    typer.echo(f"{limits.device}: {flops}, {copied}")
     typer.echo(
-        f"{limits.device}: {limits.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {limits.bytes_per_s / 1e12:.2f} TB/s copied"
-    )
-    typer.echo(
-        f"{'model':16} {'kernel':26} {'us':>10} {'rate':>15} {'of limit':>9} {'torch us':>10} {'flash_attn us':>13}"
+        f"{'model':16} {'kernel':30} {'work':>11} {'us':>10} {'rate':>15} {'of limit':>9} {'of H200':>8} "
+        f"{'joining':>8} {'torch us':>10} {'flash_attn us':>13}"
     )
 
 
@@ -51,10 +58,14 @@ def _print_result(result: "KernelResult", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
         return
-    unit = "TFLOP/s" if result.limit == "flops" else "TB/s"
+    is_flops = result.limit == "flops"
+    unit = "TFLOP/s" if is_flops else "TB/s"
+    work = f"{result.work / 1e12:.2f} TFLOP" if is_flops else f"{result.work / 1e9:.3f} GB"
+    of_h200, joining = ("" if x is None else f"{x:.1%}" for x in (result.share_of_h200, result.share_of_joining))
     peers = (result.torch_seconds, result.flash_attn_seconds)
     torch_us, flash = ("" if seconds is None else f"{seconds * 1e6:.1f}" for seconds in peers)
     typer.echo(
-        f"{result.model:16} {result.kernel:26} {result.seconds * 1e6:10.1f} "
-        f"{result.work / result.seconds / 1e12:7.2f} {unit:7} {result.share_of_limit:9.1%} {torch_us:>10} {flash:>13}"
+        f"{result.model:16} {result.kernel:30} {work:>11} {result.seconds * 1e6:10.1f} "
+        f"{result.work / result.seconds / 1e12:7.2f} {unit:7} {result.share_of_limit:9.1%} {of_h200:>8} {joining:>8} "
+        f"{torch_us:>10} {flash:>13}".rstrip()
     )
