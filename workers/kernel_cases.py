@@ -28,11 +28,14 @@ from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm
 from workers.kernels.rotate import rotate
 from workers.kernels.store_kv import store_kv
+from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
 
 PAGE_SIZE = 64
 NUM_EXPERTS = 8
 """As wide as the shape's MLP, each of which has its part of the tokens."""
+NUM_CHOSEN = 2
+"""Of them, by each token."""
 _DTYPE = torch.bfloat16
 _PAST_ALL = 1 << 30
 """Counters of parts that begin here never say of one that it is the last."""
@@ -206,6 +209,14 @@ def _experts(shape: HeadShape, device: torch.device, *, num_tokens: int) -> Kern
     return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
 
 
+def _sum_choices(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    answers = _random(device, num_tokens * NUM_CHOSEN, shape.hidden)
+    rows = torch.randperm(len(answers), device=device).to(torch.int32).view(num_tokens, NUM_CHOSEN)
+    weights = torch.rand(num_tokens, NUM_CHOSEN, device=device)
+    work = answers.nbytes * (1 + 1 / NUM_CHOSEN)
+    return KernelCase("add up choices", Limit.BYTES, work, lambda: sum_choices(answers, rows, weights))
+
+
 def _draw(shape: HeadShape, device: torch.device, *, num_rows: int) -> KernelCase:
     weights, keys = torch.rand(num_rows, shape.vocab, device=device), list(range(num_rows))
     keys_there = index_on(keys, device)
@@ -247,7 +258,7 @@ def _scatter(shape: HeadShape, device: torch.device, *, num_tokens: int) -> Kern
     return KernelCase("scatter pages", Limit.BYTES, work, lambda: scatter_pages(staged, pages, pool.data))
 
 
-_OF_TOKENS = (_merge, _rotate, _norm_heads, _norm, _gate, _experts)
+_OF_TOKENS = (_merge, _rotate, _norm_heads, _norm, _gate, _experts, _sum_choices)
 
 
 def _row_bytes(shape: HeadShape) -> int:

@@ -58,6 +58,7 @@ def test_every_case_runs() -> None:
         "normalise a sum": (Limit.BYTES, 4 * 70 * 32 * 2),
         "gate": (Limit.BYTES, 3 * 70 * 48 * 2),
         "8 experts": (Limit.FLOPS, 2 * 70 * 32 * 48),
+        "add up choices": (Limit.BYTES, 3 * 70 * 32 * 2),
         "draw": (Limit.BYTES, 3 * 300 * 4),
         "top-p of likely many": (Limit.BYTES, 3 * 300 * 4),
         "store K and V": (Limit.BYTES, 2 * 200 * 2 * 2 * 16 * 2),
