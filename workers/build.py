@@ -9,7 +9,7 @@ from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.messages import Timeline
 from cluster.spec.peer import Peer
-from cluster.spec.registry import RankRow
+from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import read_clock
 from cluster.spec.version import VERSION
@@ -124,8 +124,14 @@ def _make_prefill_leader(
 ) -> Leader:
     config, prefill, own = spec.config, spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
+    longest = spec.config.model.max_context or rank.model.config.max_position_embeddings
     limits = StepLimits(
-        rank.layout.page_size, prefill.chunk_tokens, prefill.max_requests, prefill.oldest_share, depth=depth
+        rank.layout.page_size,
+        prefill.chunk_tokens,
+        prefill.max_requests,
+        prefill.oldest_share,
+        depth=depth,
+        most_seen=longest if spec.ownership is KvOwnership.SHARDED else None,
     )
     choose = StrategyChooser(
         setting=prefill.strategy,

@@ -33,6 +33,9 @@ class StepLimits:
     """Part of a step's time that belongs to the oldest sequence."""
     depth: int = 1
     """Most steps under way at once, for pipeline stages that each compute another."""
+    most_seen: int | None = None
+    """Most tokens with what is before them, where ranks pass all of that on: so a step takes no more memory for it than
+    one long prompt."""
     runs_ahead: bool = False
     """A step may follow tokens that the one before, which is under way, has yet to draw; ``depth`` is 2 then."""
 
@@ -188,7 +191,8 @@ class StepScheduler:
         gives its turn to that one.
         """
         holders = self._holders
-        budget = Budget(self._limits.chunk_tokens, self._limits.max_requests, self._chunk)
+        limits = self._limits
+        budget = Budget(limits.chunk_tokens, limits.max_requests, self._chunk, limits.most_seen)
         self._grant_streams(budget)
         pending = [
             sequence

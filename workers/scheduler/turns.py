@@ -53,9 +53,13 @@ def turn(
 class Budget:
     """The tokens, the time and the rows of one step, given away turn by turn."""
 
-    def __init__(self, num_tokens: int, num_rows: int, chunk: Chunk) -> None:
-        """A row takes the part of the step's time that its tokens are of their ``chunk``."""
+    def __init__(self, num_tokens: int, num_rows: int, chunk: Chunk, most_seen: int | None = None) -> None:
+        """A row takes the part of the step's time that its tokens are of their ``chunk``.
+
+        ``most_seen``: tokens of all rows and of what is before them, where there are several.
+        """
         self._num_left = num_tokens
+        self._seen_left = most_seen
         self._time_left = 1.0
         self._num_rows = num_rows
         self._chunk = chunk
@@ -70,12 +74,13 @@ class Budget:
     def grant(self, room: Room, prefix_len: int, wanted: int) -> None:
         """Bring the room's row to as many tokens as are wanted, as far as there are some left."""
         chunk = self._chunk(prefix_len)
-        self._add(room, min(wanted - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING)), chunk)
+        count = min(wanted - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
+        self._add(room, prefix_len, count, chunk)
 
     def grant_share(self, room: Room, prefix_len: int, wanted: int, share: float) -> None:
         """Begin the room's row with a share of the step; one token at least."""
         chunk = self._chunk(prefix_len)
-        self._add(room, min(wanted, max(1, int(share * min(chunk, self._num_left)))), chunk)
+        self._add(room, prefix_len, min(wanted, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
     def grant_stream(self, room: Room, prefix_len: int) -> None:
         """Give a room without a row, for which the step is open, one token."""
@@ -85,9 +90,14 @@ class Budget:
             self._time_left = max(0.0, self._time_left - 1 / chunk)
             self.granted[room] = 1
 
-    def _add(self, room: Room, count: int, chunk: int) -> None:
+    def _add(self, room: Room, prefix_len: int, count: int, chunk: int) -> None:
         count = min(count, self._num_left)
-        if count and self.is_open(room):
+        before = 0 if room in self.granted else prefix_len
+        if self._seen_left is not None and self.granted:
+            count = min(count, self._seen_left - before)
+        if count > 0 and self.is_open(room):
+            if self._seen_left is not None:
+                self._seen_left -= before + count
             self._num_left -= count
             self._time_left = max(0.0, self._time_left - count / chunk)
             self.granted[room] = self.granted.get(room, 0) + count

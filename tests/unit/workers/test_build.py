@@ -26,27 +26,30 @@ from workers.context_parallel.rates import ModelShape, Rates
 CP = 2
 SHAPE = ModelShape(num_layers=2, linear_flops=10**9, kv_flops=0, attention_flops=0, kv_row_bytes=16, q_row_bytes=16)
 """Ten milliseconds a token in the first layer, beside which no exchange counts."""
+LONGEST = 100
 DECODE = make_row("decode-0", 0, sizes())
 
 
-def plan_of(prompt_len: int, **prefill: Any) -> StepPlan:
-    """The first step of a replica of two CP ranks that has got one prompt."""
+def plan_of(*prompt_lens: int, **prefill: Any) -> StepPlan:
+    """The first step of a replica of two CP ranks that has got some prompts."""
     config = DeployConfig.model_validate({"prefill": {"parallel": {"cp": CP}, **prefill}})
     spec = replace(lone_worker(config, Role.PREFILL), world_size=CP)
     layout = msgspec.structs.replace(LAYOUT, num_pages=64)
     rows = [make_row(spec.replica, rank, spec.sizes, layout=layout, ownership=spec.ownership) for rank in range(CP)]
     rank: Any = SimpleNamespace(
         layout=layout,
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=LONGEST)),
         model_shape=SHAPE,
         rates=Rates(),
         backend=SimpleNamespace(settle_s=1.0),
         step_recorder=SimpleNamespace(recorder=None),
     )
     leader = make_leader(spec, rank, rows)
-    for message in (table(rows), submit(rows, prompt_len), ticket(prompt_len)):
-        leader.on_message(message, 0.0)
+    leader.on_message(table(rows), 0.0)
+    for room, prompt_len in enumerate(prompt_lens, 1):
+        leader.on_message(submit(Room(room), rows, prompt_len), 0.0)
+        leader.on_message(ticket(Room(room), prompt_len), 0.0)
     (plan,) = leader.next_plans()
-    assert sum(len(row.token_ids) for row in plan.rows) == prompt_len
     return plan
 
 
@@ -69,10 +72,10 @@ def table(prefill: list[RankRow]) -> TableUpdate:
     return TableUpdate(snapshot=TableSnapshot(version=1, replicas=tuple(entries), reaped={}))
 
 
-def submit(rows: list[RankRow], prompt_len: int) -> Submit:
+def submit(room: Room, rows: list[RankRow], prompt_len: int) -> Submit:
     return Submit(
-        room=Room(1),
-        prompt_ids=TokenIds.of(range(prompt_len)),
+        room=room,
+        prompt_ids=TokenIds.of(range(room, room + prompt_len)),
         sampling=Sampling(),
         stopping=Stopping(max_tokens=1),
         prefill=peer(rows[0]),
@@ -81,9 +84,9 @@ def submit(rows: list[RankRow], prompt_len: int) -> Submit:
     )
 
 
-def ticket(prompt_len: int) -> Ticket:
+def ticket(room: Room, prompt_len: int) -> Ticket:
     return Ticket(
-        room=Room(1),
+        room=room,
         generation=1,
         decode=peer(DECODE),
         prefill_incarnation=Incarnation(1),
@@ -115,3 +118,10 @@ def test_auto_divides_what_gains_by_it_and_nothing_else(prefill: dict[str, str])
 )
 def test_mode_and_passing_are_those_of_the_file(mode: CpMode, passing: PassingSetting, planned: Passing | None) -> None:
     assert plan_of(64, strategy=StrategySetting.ZIGZAG, mode=mode, passing=passing).passing is planned
+
+
+@pytest.mark.parametrize(("mode", "num_tokens"), [(CpMode.GATHER, 120), (CpMode.RING, LONGEST)])
+def test_what_goes_round_in_a_step_is_no_more_than_of_one_prompt(mode: CpMode, num_tokens: int) -> None:
+    """So is the memory for it, which is measured with the longest one."""
+    plan = plan_of(60, 60, strategy=StrategySetting.ZIGZAG, mode=mode)
+    assert sum(len(row.token_ids) for row in plan.rows) == num_tokens
