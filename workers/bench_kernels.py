@@ -39,12 +39,14 @@ class KernelBench:
         if self._limits is None:
             a, b = (torch.randn(_MATRIX, _MATRIX, device=self._device).bfloat16() for _ in range(2))
             source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=self._device)
-            target = torch.empty_like(source)
-            [product], [copy] = (self._seconds([[run]]) for run in (lambda: a @ b, lambda: target.copy_(source)))
+            target, on_host = torch.empty_like(source), torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+            runs = (lambda: a @ b, lambda: target.copy_(source), lambda: target.copy_(on_host, non_blocking=True))
+            [product], [copy], [link] = (self._seconds([[run]]) for run in runs)
             self._limits = ChipLimits(
                 device=torch.cuda.get_device_name(self._device),
                 flops_per_s=2 * _MATRIX**3 / product,
                 bytes_per_s=2 * _COPY_BYTES / copy,
+                link_bytes_per_s=_COPY_BYTES / link,
             )
         return self._limits
 
@@ -70,8 +72,8 @@ class KernelBench:
             limit=case.limit,
             work=case.work,
             seconds=seconds,
-            share_of_limit=case.work / limits.of(case.limit) / seconds,
-            share_of_h200=case.work / H200.of(case.limit) / seconds if limits.is_h200 else None,
+            share_of_limit=limits.share(case.limit, case.work, seconds),
+            share_of_h200=H200.share(case.limit, case.work, seconds) if limits.is_h200 else None,
             share_of_joining=None if unjoined is None else 1 - unjoined / seconds,
             torch_seconds=beside.get(Way.TORCH),
             flash_attn_seconds=beside.get(Way.FLASH_ATTN),

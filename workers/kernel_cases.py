@@ -20,7 +20,7 @@ from workers.device import index_on
 from workers.engine.chances import plain_race
 from workers.engine.cutoffs import Limits, ranked_cutoffs
 from workers.kernel_result import HeadShape, Limit, Way
-from workers.kernels.copy_pages import gather_pages, scatter_pages
+from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
@@ -93,7 +93,7 @@ def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterat
         *(partial(_decode, batch=batch) for batch in _decoded(shape, sizes)),
         *(partial(make, num_tokens=sizes.prompt_len) for make in _OF_TOKENS),
         *(partial(make, num_rows=sizes.num_drawn) for make in (_draw, _top_p)),
-        *(partial(make, num_tokens=num_moved) for make in (_store, _gather, _scatter)),
+        *(partial(make, num_tokens=num_moved) for make in (_store, _gather, _scatter, _save, _load)),
     ):
         cases = [make(shape, device)]
         if cases[0].limit is Limit.BYTES:
@@ -246,16 +246,53 @@ def _store(shape: HeadShape, device: torch.device, *, num_tokens: int) -> Kernel
 
 
 def _gather(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
-    pool, pages = _pages(shape, device, num_tokens)
-    out = torch.empty_like(pool.data[: len(pages)])
-    return KernelCase("gather pages", Limit.BYTES, 2.0 * out.nbytes, lambda: gather_pages(pool.data, pages, out))
+    pool, pages, staged = _staged_pages(shape, device, num_tokens)
+    places = torch.stack([pages, torch.arange(len(pages), device=device)])
+    return KernelCase(
+        "gather pages",
+        Limit.BYTES,
+        2.0 * staged.nbytes,
+        lambda: copy_pages(pool.data, staged, places),
+        {Way.TORCH: lambda: pool.data[pages]},
+    )
 
 
 def _scatter(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
-    pool, pages = _pages(shape, device, num_tokens)
-    staged = torch.zeros_like(pool.data[: len(pages)])
-    work = 2.0 * staged.nbytes
-    return KernelCase("scatter pages", Limit.BYTES, work, lambda: scatter_pages(staged, pages, pool.data))
+    pool, pages, staged = _staged_pages(shape, device, num_tokens)
+    places = torch.stack([torch.arange(len(pages), device=device), pages])
+    return KernelCase(
+        "scatter pages",
+        Limit.BYTES,
+        2.0 * staged.nbytes,
+        lambda: copy_pages(staged, pool.data, places),
+        {Way.TORCH: lambda: pool.data.index_copy_(0, pages, staged)},
+    )
+
+
+def _save(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    pool, pages, staged = _staged_pages(shape, device, num_tokens)
+    on_host = torch.empty(staged.shape, dtype=_DTYPE, pin_memory=device.type == "cuda")
+    places = torch.stack([pages, torch.arange(len(pages), device=device)])
+    return KernelCase(
+        "save pages",
+        Limit.LINK,
+        1.0 * staged.nbytes,
+        lambda: copy_pages(pool.data, on_host, places),
+        {Way.TORCH: lambda: on_host.copy_(staged, non_blocking=True)},
+    )
+
+
+def _load(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    pool, pages, staged = _staged_pages(shape, device, num_tokens)
+    on_host = torch.zeros(staged.shape, dtype=_DTYPE, pin_memory=device.type == "cuda")
+    places = torch.stack([torch.arange(len(pages), device=device), pages])
+    return KernelCase(
+        "load pages",
+        Limit.LINK,
+        1.0 * staged.nbytes,
+        lambda: copy_pages(on_host, pool.data, places),
+        {Way.TORCH: lambda: staged.copy_(on_host, non_blocking=True)},
+    )
 
 
 _OF_TOKENS = (_merge, _rotate, _norm_heads, _norm, _gate, _experts, _sum_choices)
@@ -272,6 +309,12 @@ def _pages(shape: HeadShape, device: torch.device, num_tokens: int) -> tuple[Pag
     pool = PagePool(num_pages, shape.kv_heads, 1, PAGE_SIZE, shape.head_dim, _DTYPE, device=device)
     pool.data.normal_()
     return pool, torch.randperm(num_pages, device=device)
+
+
+def _staged_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor, Tensor]:
+    """The same, and room for all of them in one piece."""
+    pool, pages = _pages(shape, device, num_tokens)
+    return pool, pages, torch.zeros_like(pool.data[: len(pages)])
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:

@@ -12,6 +12,8 @@ class Limit(StrEnum):
     """The rate of products of matrices in bf16."""
     BYTES = "bytes"
     """The bandwidth of a copy."""
+    LINK = "link"
+    """That of a copy from pinned host memory."""
 
 
 class Way(StrEnum):
@@ -53,10 +55,14 @@ class ChipLimits:
     device: str
     flops_per_s: float
     bytes_per_s: float
+    link_bytes_per_s: float | None = None
+    """None for what has no link, or where nobody asks for it."""
 
-    def of(self, limit: Limit) -> float:
-        """Work of a kind in a second."""
-        return self.flops_per_s if limit is Limit.FLOPS else self.bytes_per_s
+    def share(self, limit: Limit, work: float, seconds: float) -> float | None:
+        """What work of a kind in so many seconds is of the most; None where that is not known."""
+        rates = {Limit.FLOPS: self.flops_per_s, Limit.BYTES: self.bytes_per_s, Limit.LINK: self.link_bytes_per_s}
+        most = rates[limit]
+        return None if most is None else work / most / seconds
 
     @property
     def is_h200(self) -> bool:
@@ -77,7 +83,7 @@ class KernelResult:
     limit: Limit
     work: float
     seconds: float
-    share_of_limit: float
+    share_of_limit: float | None
     """1 for a kernel that takes no longer than its work must."""
     share_of_h200: float | None = None
     """Of H200's figure, on one."""

@@ -47,7 +47,8 @@ def _print_limits(limits: "ChipLimits", as_json: bool) -> None:
     if limits.is_h200:
         flops += f" ({limits.flops_per_s / H200.flops_per_s:.1%} of {H200.flops_per_s / 1e12:.0f})"
         copied += f" ({limits.bytes_per_s / H200.bytes_per_s:.1%} of {H200.bytes_per_s / 1e12:.1f})"
-    typer.echo(f"{limits.device}: {flops}, {copied}")
+    link = "" if limits.link_bytes_per_s is None else f", {limits.link_bytes_per_s / 1e12:.3f} TB/s from the host"
+    typer.echo(f"{limits.device}: {flops}, {copied}{link}")
     typer.echo(
         f"{'model':16} {'kernel':30} {'work':>11} {'us':>10} {'rate':>15} {'of limit':>9} {'of H200':>8} "
         f"{'joining':>8} {'torch us':>10} {'flash_attn us':>13}"
@@ -61,11 +62,12 @@ def _print_result(result: "KernelResult", as_json: bool) -> None:
     is_flops = result.limit == "flops"
     unit = "TFLOP/s" if is_flops else "TB/s"
     work = f"{result.work / 1e12:.2f} TFLOP" if is_flops else f"{result.work / 1e9:.3f} GB"
-    of_h200, joining = ("" if x is None else f"{x:.1%}" for x in (result.share_of_h200, result.share_of_joining))
+    shares = (result.share_of_limit, result.share_of_h200, result.share_of_joining)
+    of_limit, of_h200, joining = ("" if share is None else f"{share:.1%}" for share in shares)
     peers = (result.torch_seconds, result.flash_attn_seconds)
     torch_us, flash = ("" if seconds is None else f"{seconds * 1e6:.1f}" for seconds in peers)
     typer.echo(
         f"{result.model:16} {result.kernel:30} {work:>11} {result.seconds * 1e6:10.1f} "
-        f"{result.work / result.seconds / 1e12:7.2f} {unit:7} {result.share_of_limit:9.1%} {of_h200:>8} {joining:>8} "
+        f"{result.work / result.seconds / 1e12:7.2f} {unit:7} {of_limit:>9} {of_h200:>8} {joining:>8} "
         f"{torch_us:>10} {flash:>13}".rstrip()
     )

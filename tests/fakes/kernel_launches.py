@@ -11,7 +11,7 @@ from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
-from workers.kernels.copy_pages import gather_pages, scatter_pages
+from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
@@ -56,16 +56,19 @@ def _store() -> None:
 
 def _copy() -> None:
     pool = PagePool(4, 8, 2, 64, 128, torch.bfloat16)
-    staged = _bf16(3, *pool.data.shape[1:])
-    gather_pages(pool.data, torch.arange(3), staged)
-    scatter_pages(staged, torch.arange(3), pool.data)
+    copy_pages(pool.data, torch.zeros_like(pool.data), torch.arange(6).view(2, 3) % 4)
+    # Other heads, and some layers.
+    one_head = PagePool(4, 1, 9, 64, 128, torch.bfloat16).data
+    for layers in (slice(0, 4), slice(8, 9)):
+        copy_pages(
+            one_head[:, :, layers], torch.zeros_like(one_head)[:, :, layers], torch.zeros(2, 1, dtype=torch.int64)
+        )
 
 
 def _copy_most() -> None:
     """Of tiny pages, a whole pool."""
     pool = PagePool(MANY, 1, 1, 16, 64, torch.bfloat16)
-    pages = torch.arange(MANY)
-    gather_pages(pool.data, pages, torch.empty_like(pool.data[:MANY]))
+    copy_pages(pool.data, torch.empty_like(pool.data), torch.arange(MANY).expand(2, MANY))
 
 
 def _norms() -> object:

@@ -10,10 +10,11 @@ from tests.fakes.kernel_cases import DTYPES, compare
 from tests.unit.workers.test_row_attention import masked_attention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial, merge
+from workers.device import synchronize
 from workers.expert_parallel.routed import NO_EXPERT
 from workers.expert_parallel.seat_order import seat_order
 from workers.kernels.attention import attend, blocks_for
-from workers.kernels.copy_pages import gather_pages, scatter_pages
+from workers.kernels.copy_pages import copy_pages
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.parts import Parts
@@ -55,16 +56,21 @@ def check_copy(data: st.DataObject, device: str) -> None:
     )
     pool = PagePool(6, 4, 3, data.draw(st.sampled_from([4, 16])), 8, data.draw(DTYPES))
     pool.data.copy_(torch.randn(pool.data.shape))
-    pages = torch.randperm(6)[: data.draw(st.integers(0, 6))]
-    view = pool.data.to(device)[:, heads, layers]
-    staged = torch.empty((len(pages), *view.shape[1:]), dtype=view.dtype, device=device)
-    gather_pages(view, pages.to(device), staged)
-    assert torch.equal(staged.cpu(), pool.data[pages][:, heads, layers])
-    other = torch.zeros_like(pool.data).to(device)
-    scatter_pages(staged, pages.to(device), other[:, heads, layers])
+    count = data.draw(st.integers(0, 6))
+    places = torch.stack([torch.randperm(6)[:count], torch.randperm(7)[:count]])
     expected = torch.zeros_like(pool.data)
-    expected[:, heads, layers][pages] = pool.data[pages][:, heads, layers]
-    assert torch.equal(other.cpu(), expected)
+    expected[:, heads, layers][places[1]] = pool.data[places[0]][:, heads, layers]
+    on_host = pool.data.pin_memory() if device == "cuda" else pool.data
+    there, zeros = pool.data.to(device), torch.zeros_like(pool.data)
+    for source, target in (
+        (there, zeros.to(device)),
+        (on_host, zeros.to(device)),
+        (there, zeros.pin_memory() if device == "cuda" else zeros),
+    ):
+        copy_pages(source[:, heads, layers], target[:, heads, layers], places.to(device))
+        # Of what is copied to the host it waits for nothing itself.
+        synchronize(torch.device(device))
+        assert torch.equal(target.cpu(), expected)
 
 
 def check_norm(data: st.DataObject, device: str) -> None:

@@ -1,7 +1,4 @@
-"""Pages out of a pool into memory in one piece, and back: for a host tier, staging, and pools of unequal layout.
-
-The references are ``index_select`` and ``index_copy_``.
-"""
+"""Copies of pages in one launch: within a GPU, or between it and pinned host memory, which it reads and writes too."""
 
 import math
 
@@ -10,20 +7,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_WORDS = 1024
+_BLOCK_WORDS, _WARPS = 8192, 16
+"""Of one program: 64 bytes a thread are under way at a time."""
+_PROGRAMS_TO_HOST = 8
+"""Which wait for the host most of the time: 256 KiB under way are more than a link of 50 GB/s brings in 2 µs, and
+many programs would only keep others off the GPU."""
 
 
-def gather_pages(pool: Tensor, pages: Tensor, out: Tensor) -> None:
-    """Copy ``pages [n]`` int64 of ``pool [page, head, ...]``, in their order, into ``out [n, head, ...]``.
+def copy_pages(source: Tensor, target: Tensor, places: Tensor) -> None:
+    """Copy pages ``places[0]`` of ``source [page, head, ...]`` to ``places[1]``, each once, of ``target``.
 
-    What follows the heads is adjacent in memory, and whole 4-byte words: a pool, or a range of its heads or layers.
+    ``places [2, n]`` int64 is on the GPU. What follows the heads is adjacent in memory, and whole 4-byte words: all
+    of a page, or a range of its heads or layers.
     """
-    _copy(_words(pool), pages, _words(out), to_pool=False)
-
-
-def scatter_pages(staged: Tensor, pages: Tensor, pool: Tensor) -> None:
-    """Copy ``staged [n, head, ...]`` to ``pages [n]``, each once, of ``pool``; see gather_pages."""
-    _copy(_words(pool), pages, _words(staged), to_pool=True)
+    assert source.shape[1:] == target.shape[1:], f"pages of {source.shape[1:]} and of {target.shape[1:]}"
+    source, target = _words(source), _words(target)
+    _, num_heads, num_words = source.shape
+    num_parts = triton.cdiv(num_words, _BLOCK_WORDS)
+    num_blocks = places.shape[1] * num_heads * num_parts
+    if num_blocks:
+        is_within = source.is_cuda and target.is_cuda
+        _copy_kernel[(num_blocks if is_within else min(num_blocks, _PROGRAMS_TO_HOST),)](
+            source,
+            target,
+            places,
+            *source.stride()[:2],
+            *target.stride()[:2],
+            places.shape[1],
+            num_heads,
+            num_parts,
+            num_words,
+            BLOCK_WORDS=_BLOCK_WORDS,
+            num_warps=_WARPS,
+        )
 
 
 def _words(x: Tensor) -> Tensor:
@@ -31,33 +47,16 @@ def _words(x: Tensor) -> Tensor:
     return x.view(*x.shape[:2], math.prod(x.shape[2:])).view(torch.int32)
 
 
-def _copy(pool: Tensor, pages: Tensor, staged: Tensor, *, to_pool: bool) -> None:
-    num_pages, num_heads, num_words = staged.shape
-    assert pool.shape[1:] == staged.shape[1:], f"pages of {pool.shape[1:]} and of {staged.shape[1:]}"
-    assert len(pages) == num_pages, f"{len(pages)} pages, {num_pages} staged"
-    if num_pages:
-        _copy_kernel[(num_pages, triton.cdiv(num_words, _BLOCK_WORDS), num_heads)](
-            pool,
-            pages,
-            staged,
-            *pool.stride()[:2],
-            *staged.stride()[:2],
-            num_words,
-            TO_POOL=to_pool,
-            BLOCK_WORDS=_BLOCK_WORDS,
-        )
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_places", "num_heads", "num_parts"])
 def _copy_kernel(
-    pool, pages, staged, page_stride, head_stride, staged_page_stride, staged_head_stride, num_words,
-    TO_POOL: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    source, target, places, source_page, source_head, target_page, target_head,
+    num_places, num_heads, num_parts, num_words, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    words = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    place, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    in_pool = pool + tl.load(pages + place) * page_stride + head * head_stride + words
-    in_staged = staged + place * staged_page_stride + head * staged_head_stride + words
-    if TO_POOL:
-        tl.store(in_pool, tl.load(in_staged, mask=words < num_words), mask=words < num_words)
-    else:
-        tl.store(in_staged, tl.load(in_pool, mask=words < num_words), mask=words < num_words)
+    for block in range(tl.program_id(0), num_places * num_heads * num_parts, tl.num_programs(0)):
+        piece = block // num_parts
+        words = block % num_parts * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+        place, head = piece // num_heads, (piece % num_heads).to(tl.int64)
+        read = tl.load(places + place) * source_page + head * source_head
+        written = tl.load(places + num_places + place) * target_page + head * target_head
+        content = tl.load(source + read + words, mask=words < num_words)
+        tl.store(target + written + words, content, mask=words < num_words)

@@ -64,6 +64,8 @@ def test_every_case_runs() -> None:
         "store K and V": (Limit.BYTES, 2 * 200 * 2 * 2 * 16 * 2),
         "gather pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
         "scatter pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
+        "save pages": (Limit.BYTES, 4 * 64 * 2 * 2 * 16 * 2),
+        "load pages": (Limit.BYTES, 4 * 64 * 2 * 2 * 16 * 2),
     }
 
 
