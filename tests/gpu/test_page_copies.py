@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.ids import Room
@@ -14,7 +16,9 @@ from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import Endpoint
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import HostCopy
+from tests.fakes.page_copies import check_copies
 from transfer.backends.interface import Region
+from workers.cache import page_copies
 from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_pool import PagePool
@@ -58,8 +62,15 @@ def make_region(num_bytes: int) -> Region:
     return Region(memoryview(mmap.mmap(-1, num_bytes)), endpoint)
 
 
+@pytest.fixture(params=["engine", "kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are small here: those of models are copied in one way or the other."""
+    if request.param == "engine":
+        monkeypatch.setattr(page_copies, "LEAST_PIECE_BYTES", 0)
+
+
 @pytest.fixture
-def world() -> Iterator[World]:
+def world(way: None) -> Iterator[World]:  # noqa: ARG001 - it is asked while pages are copied
     sizes = (LAYOUT.num_pages, LAYOUT.num_heads, LAYOUT.num_layers, LAYOUT.page_size, LAYOUT.head_dim)
     pool = PagePool(*sizes, torch.bfloat16, device=torch.device(DEVICE))
     region, host = make_region(LAYOUT.pool_bytes), make_region(4 * LAYOUT.page_bytes)
@@ -121,6 +132,7 @@ def test_layers_are_read_while_others_come(world: World) -> None:
     assert torch.equal(torch.stack(seen, dim=2), expected)
 
 
+@pytest.mark.usefixtures("way")
 def test_kept_pages_come_back_in_the_order_of_steps() -> None:
     """The host waits for nothing in between; what a step writes to the pages comes behind the copies."""
     pool = PagePool(8, 1, 1, 2, 4, torch.float32, device=torch.device(DEVICE))
@@ -136,6 +148,12 @@ def test_kept_pages_come_back_in_the_order_of_steps() -> None:
     assert host.measure_page_s() > 0
     host.close()
     pinned.close()
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_pages_are_where_they_belong(data: st.DataObject) -> None:
+    check_copies(data, torch.device(DEVICE))
 
 
 def test_tokens_are_those_that_a_cpu_draws() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from workers.cache.page_copies import PageCopies, copy_stream
 from workers.cache.page_pool import PagePool
 
 
@@ -18,9 +19,7 @@ class Staging:
         self._pages = pool.data.flatten(3).view(torch.uint8)
         flat = torch.frombuffer(host, dtype=torch.uint8)
         self._host = flat[: self._pages.numel()].view(self._pages.shape)
-        self._stream: torch.cuda.Stream | None = None
-        if self._pages.is_cuda:
-            self._stream = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
+        self._stream = copy_stream(self._pages.device)
 
     def mark(self) -> torch.cuda.Event | None:
         """On the computing thread: a moment after everything that was started so far."""
@@ -28,24 +27,16 @@ class Staging:
 
     def put_out(self, pages: Sequence[int], layers: slice, written: torch.cuda.Event | None) -> None:
         """On any one thread: copy layers of pages to the host once ``written`` has come; they are there on return."""
+        copies = PageCopies(self._pages, pages, self._host, pages).layers(layers)
         if self._stream is None:
-            self._copy(self._host, self._pages, pages, layers)
+            copies.start()
             return
         assert written is not None, "a GPU's pages without the moment in which they were written"
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(written)
-            self._copy(self._host, self._pages, pages, layers)
+            copies.start()
         self._stream.synchronize()
 
     def take_in(self, pages: Sequence[int]) -> None:
         """On the computing thread: copy pages from the host, before what is started from now on."""
-        self._copy(self._pages, self._host, pages, slice(None))
-
-    @staticmethod
-    def _copy(target: torch.Tensor, source: torch.Tensor, pages: Sequence[int], layers: slice) -> None:
-        """Only what is one piece on both sides can the GPU copy by itself: a page, or some layers of a head."""
-        is_whole = layers.indices(source.shape[2]) == (0, source.shape[2], 1)
-        heads: Sequence[int | slice] = [slice(None)] if is_whole else range(source.shape[1])
-        for page in pages:
-            for head in heads:
-                target[page, head, layers].copy_(source[page, head, layers], non_blocking=True)
+        PageCopies(self._host, pages, self._pages, pages).start()

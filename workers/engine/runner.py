@@ -20,6 +20,7 @@ from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
 from workers.cache.layer_arrivals import LayerArrivals
+from workers.cache.page_copies import warm_up_copies
 from workers.cache.page_pool import OnStored, PagePool
 from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
@@ -108,6 +109,7 @@ class ModelRunner:
         if has_kernels(self._pool.data):
             self._merge_trash()
             self.draw_trash(1)
+            warm_up_copies(self._pool.data)
 
     def _merge_trash(self) -> None:
         """As many partials as there may be, of a prefix and of every rank: each number is compiled at its first use."""

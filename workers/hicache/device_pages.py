@@ -10,6 +10,7 @@ import torch
 from cluster.spec.kv import PoolLayout
 from transfer.backends.interface import Region
 from workers.cache.layer_arrivals import LayerArrivals, Moment
+from workers.cache.page_copies import PageCopies, copy_stream
 from workers.cache.page_pool import PagePool
 from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
@@ -21,8 +22,6 @@ Pair = tuple[int, int]
 """A page on the device, and one in host memory."""
 ReadLayers = Callable[[slice], None]
 """Reads some layers of pages that peers have into the region."""
-_Copy = tuple[torch.Tensor, torch.Tensor]
-"""To and from."""
 
 
 class DevicePages(Protocol):
@@ -104,11 +103,7 @@ class StagedPages:
         self._pages = pool.data.flatten(3).view(torch.uint8)
         self._region = torch.from_numpy(_pages(region, layout))
         self._host = torch.from_numpy(_pages(host, layout))
-        self._inward: torch.cuda.Stream | None = None
-        self._outward: torch.cuda.Stream | None = None
-        if self._pages.is_cuda:
-            self._inward = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
-            self._outward = torch.cuda.Stream(self._pages.device)  # type: ignore[no-untyped-call]
+        self._inward, self._outward = copy_stream(self._pages.device), copy_stream(self._pages.device)
 
     def mark(self) -> Mark:
         """What has arrived was taken in by a step before: leaders order no copy in between."""
@@ -116,59 +111,63 @@ class StagedPages:
 
     def save(self, pairs: Sequence[Pair], after: Mark) -> None:
         """From the GPU."""
-        self._copy([(self._host[slot], self._pages[page]) for page, slot in pairs], self._outward, after)
+        pages, slots = _unzipped(pairs)
+        self._copy(PageCopies(self._pages, pages, self._host, slots), self._outward, after)
 
     def load(self, pairs: Sequence[Pair], after: Mark) -> None:
         """To the GPU."""
-        self._copy([(self._pages[page], self._host[slot]) for page, slot in pairs], self._inward, after)
+        self._copy(self._from_host(pairs), self._inward, after)
 
     def fill(
         self, pairs: Sequence[Pair], elsewhere: Sequence[int], read: ReadLayers, after: Mark, arrivals: LayerArrivals
     ) -> None:
-        """To the GPU, too. Of each head a group of layers is one piece, which the GPU can copy by itself."""
+        """To the GPU, too."""
         if elsewhere and after is not None:
             # What arrived in their places before has to be on the GPU.
             after.synchronize()
-        own = [(self._pages[page], self._host[slot]) for page, slot in pairs]
-        taken_in = [(self._pages[page], self._region[page]) for page in elsewhere] if len(self._region) else []
+        own, taken_in = self._from_host(pairs), self._from_region(elsewhere)
         for layers in _groups(self._pages.shape[2]):
-            self._start(_pieces(own, layers), self._inward, after)
+            self._start(own.layers(layers), self._inward, after)
             read(layers)
-            moment = self._start(_pieces(taken_in, layers), self._inward, after)
+            moment = self._start(taken_in.layers(layers), self._inward, after)
             arrivals.note(layers.stop - layers.start, moment)
         if self._inward is not None:
             self._inward.synchronize()
 
     def take_in(self, pages: Sequence[int], after: Mark) -> None:
         """To the GPU as well, where it was not read right there; ``load`` has waited for the moment before that."""
-        if not len(self._region):
-            return
-        self._copy([(self._pages[page], self._region[page]) for page in pages], self._inward, after)
+        self._copy(self._from_region(pages), self._inward, after)
 
-    def _copy(self, copies: Sequence[_Copy], stream: torch.cuda.Stream | None, after: Mark) -> None:
+    def _from_host(self, pairs: Sequence[Pair]) -> PageCopies:
+        pages, slots = _unzipped(pairs)
+        return PageCopies(self._host, slots, self._pages, pages)
+
+    def _from_region(self, pages: Sequence[int]) -> PageCopies:
+        """None where peers' pages are read right into a registered pool."""
+        apart = pages if len(self._region) else []
+        return PageCopies(self._region, apart, self._pages, apart)
+
+    def _copy(self, copies: PageCopies, stream: torch.cuda.Stream | None, after: Mark) -> None:
         self._start(copies, stream, after)
         if stream is not None:
             stream.synchronize()
 
     @staticmethod
-    def _start(copies: Sequence[_Copy], stream: torch.cuda.Stream | None, after: Mark) -> Moment:
+    def _start(copies: PageCopies, stream: torch.cuda.Stream | None, after: Mark) -> Moment:
         """The moment in which they will be there."""
         if stream is None:
-            for target, source in copies:
-                target.copy_(source)
+            copies.start()
             return None
         assert after is not None, "a GPU's pages without the moment from which on they may be copied"
         with torch.cuda.stream(stream):
             stream.wait_event(after)
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+            copies.start()
             moment: Moment = stream.record_event()
         return moment
 
 
-def _pieces(copies: Sequence[_Copy], layers: slice) -> list[_Copy]:
-    """Some layers of whole pages: one piece of each head."""
-    return [(to[head, layers], of[head, layers]) for to, of in copies for head in range(len(to))]
+def _unzipped(pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
+    return [page for page, _ in pairs], [slot for _, slot in pairs]
 
 
 def _groups(num_layers: int) -> Iterator[slice]:

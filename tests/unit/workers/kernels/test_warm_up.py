@@ -26,7 +26,7 @@ from workers.engine import attention_context, runner
 from workers.engine.batch import BatchRow
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
-from workers.kernels import cutoffs, race
+from workers.kernels import copy_pages, cutoffs, race
 from workers.kernels.attention import Blocks, blocks_for
 from workers.parallel.collectives import Communicator
 
@@ -53,7 +53,7 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     assert seen == set(product(blocks, (True, False)))
 
 
-def test_drawing_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2))
     config = model.config
     pool = PagePool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.float32)
@@ -66,9 +66,10 @@ def test_drawing_is_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
     monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: launched.append("cutoffs"))
     monkeypatch.setattr(race, "win_race", win_race)
+    monkeypatch.setattr(copy_pages, "copy_pages", lambda *_: launched.append("copies"))
     monkeypatch.setattr(ModelRunner, "run_trash", lambda *_: None)  # slow, and seen to above
     ModelRunner(model, pool, TritonAttention(), Communicator("cp")).warm_up()
-    assert launched == ["cutoffs", "race"]
+    assert launched == ["cutoffs", "race", "copies"]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
