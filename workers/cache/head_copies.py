@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from workers.cache.page_copies import PageCopies
 from workers.cache.page_pool import PagePool
-from workers.device import index_on
 from workers.parallel.collectives import Communicator
 
 MOST_BYTES = 64 << 20
@@ -15,7 +15,7 @@ class HeadCopies:
 
     def __init__(self, pool: PagePool, group: Communicator) -> None:
         """``group``: all ranks with these heads, in the order of their TP ranks."""
-        self._pages = pool.data.flatten(1)
+        self._pages = pool.data
         self._at_once = max(1, MOST_BYTES // pool.page_bytes)
         self._group = group
 
@@ -26,11 +26,12 @@ class HeadCopies:
         """
         for member in range(self._group.size if self._group.size > 1 else 0):
             for part in self._parts([page for page in pages if page % self._group.size == member]):
-                places = index_on(part, self._pages.device)
-                content = self._pages[places]
+                content, rows = self._pages.new_empty(len(part), *self._pages.shape[1:]), range(len(part))
+                if member == self._group.rank:
+                    PageCopies(self._pages, part, content, rows).start()
                 self._group.broadcast(content, member)
                 if member != self._group.rank:
-                    self._pages[places] = content
+                    PageCopies(content, rows, self._pages, part).start()
 
     def _parts(self, pages: Sequence[int]) -> Iterator[Sequence[int]]:
         return (pages[first : first + self._at_once] for first in range(0, len(pages), self._at_once))
