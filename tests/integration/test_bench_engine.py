@@ -37,7 +37,7 @@ def test_a_line_for_each_length() -> None:
     run = bench("--device", "cpu", "--model", "tiny", "--json", *lens)
     assert (run.returncode, run.stderr) == (0, "")
     limits, *results = map(json.loads, run.stdout.splitlines())
-    assert set(limits) == {"device", "flops_per_s", "bytes_per_s"}
+    assert set(limits) == {"device", "flops_per_s", "bytes_per_s", "link_bytes_per_s"}
     assert [result["prompt_len"] for result in results] == [70, 150]
     for result in results:
         assert list(result) == FIELDS

@@ -64,8 +64,8 @@ def test_every_case_runs() -> None:
         "store K and V": (Limit.BYTES, 2 * 200 * 2 * 2 * 16 * 2),
         "gather pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
         "scatter pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
-        "save pages": (Limit.BYTES, 4 * 64 * 2 * 2 * 16 * 2),
-        "load pages": (Limit.BYTES, 4 * 64 * 2 * 2 * 16 * 2),
+        "save pages": (Limit.LINK, 4 * 64 * 2 * 2 * 16 * 2),
+        "load pages": (Limit.LINK, 4 * 64 * 2 * 2 * 16 * 2),
     }
 
 
@@ -74,7 +74,7 @@ def test_a_short_case_comes_as_often_as_moves_more_than_a_cache_holds() -> None:
     for copies in cases:
         case = copies[0]
         total = len(copies) * case.work
-        assert case.limit is Limit.FLOPS or 50_000 <= total < 50_000 + case.work
+        assert case.limit is not Limit.BYTES or 50_000 <= total < 50_000 + case.work
         assert {(copy.kernel, copy.work, *copy.beside) for copy in copies} == {(case.kernel, case.work, *case.beside)}
     counts = {copies[0].kernel: len(copies) for copies in cases}
     assert counts["prefill 70"] == 1
@@ -188,6 +188,7 @@ SECONDS = {"kernel": 500e-6, Way.UNJOINED: 495e-6, Way.TORCH: 700e-6, Way.FLASH_
 CASES = [
     KernelCase("decode", Limit.BYTES, 2e9, lambda: "kernel", {way: lambda way=way: way for way in Way}),  # type: ignore[misc]
     KernelCase("prefill", Limit.FLOPS, 0.2e12, lambda: "kernel"),
+    KernelCase("load pages", Limit.LINK, 20e6, lambda: "kernel"),
 ]
 
 
@@ -196,7 +197,7 @@ def test_output_says_what_goals_are_about(
     device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench: Any = KernelBench.__new__(KernelBench)
-    bench._limits = ChipLimits(device=device, flops_per_s=700e12, bytes_per_s=4e12)
+    bench._limits = ChipLimits(device=device, flops_per_s=700e12, bytes_per_s=4e12, link_bytes_per_s=5e10)
     bench._time = lambda launches: SECONDS[launches[0]()]
     bench._device = CPU
     monkeypatch.setattr(kernel_cases_module, "kernel_cases", lambda *_: [[case] * 2 for case in CASES])
@@ -207,13 +208,16 @@ def test_output_says_what_goals_are_about(
     limits, _, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
     decode_line = ["Qwen3-8B", "decode", "2.000", "GB", "500.0", "4.00", "TB/s", "100.0%", "93.0%", "1.0%"]
     prefill_line = ["Qwen3-8B", "prefill", "0.20", "TFLOP", "500.0", "400.00", "TFLOP/s", "57.1%", "50.6%"]
+    load_line = ["Qwen3-8B", "load", "pages", "0.020", "GB", "500.0", "0.04", "TB/s", "80.0%"]
     if device == "NVIDIA H200":
-        assert " ".join(limits) == ("NVIDIA H200: 700 TFLOP/s in bf16 (88.6% of 790), 4.00 TB/s copied (93.0% of 4.3)")
+        assert " ".join(limits) == (
+            "NVIDIA H200: 700 TFLOP/s in bf16 (88.6% of 790), 4.00 TB/s copied (93.0% of 4.3), 0.050 TB/s from the host"
+        )
     else:
         assert "790" not in " ".join(limits)
         decode_line.remove("93.0%")
         prefill_line.remove("50.6%")
-    assert lines == [[*decode_line, "700.0", "600.0"], prefill_line]
+    assert lines == [[*decode_line, "700.0", "600.0"], prefill_line, load_line]
     _print_result(results[0], as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["share_of_joining"] == pytest.approx(0.01)
