@@ -42,6 +42,21 @@ MIXTRAL = LLAMA_3_8B | {
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
 }
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+}
 
 
 def planned(folder: Path, shape: dict[str, Any], text: str) -> tuple[DeployConfig, ModelFacts]:
@@ -148,6 +163,7 @@ def test_a_step_holds_the_tokens_of_all_who_share_an_mlp(
     [
         ("h200-1x8", LLAMA_3_8B, 108, 121),
         ("h200-1x8-70b", LLAMA_3_70B, 58.5, 91),
+        ("h200-1x8-moe", QWEN3_30B, 107, 110),
         ("h200-2x8-ring", LLAMA_3_8B, 104, 121),
     ],
 )
