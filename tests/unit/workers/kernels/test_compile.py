@@ -28,6 +28,21 @@ def compiled(name: str) -> list[dict[str, Any]]:
     return launches
 
 
+def kernels_that_join() -> list[str]:
+    """For prompts and for decoded tokens."""
+    kernels = [launch["asm"] for launch in compiled("attention") if launch["name"] == "_attend_kernel"]
+    assert len(kernels) == 2
+    return kernels
+
+
+def order_of(asm: str) -> tuple[list[str], list[int]]:
+    """Branches, accesses and barriers as they follow each other, and which of these count programs: of two rounds."""
+    steps = re.findall(r"^\$L__BB|st\.global|bar\.sync|atom\.global\.gpu\.acq_rel|ld\.global\.cg", asm, re.MULTILINE)
+    counts = [at for at, step in enumerate(steps) if step.startswith("atom")]
+    assert len(counts) == 2
+    return steps, counts
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ORDINARY else pytest.mark.full) for n in LAUNCHES])
 def test_launch(name: str) -> None:
     launches = compiled(name)
@@ -39,19 +54,23 @@ def test_launch(name: str) -> None:
 
 def test_keys_are_loaded_while_others_are_multiplied() -> None:
     """Some copy may still be under way wherever one is awaited; for prompts and decoded tokens."""
-    kernels = [launch["asm"] for launch in compiled("attention") if launch["name"] == "_attend_kernel"]
-    assert len(kernels) == 2
-    assert all(re.search(r"cp\.async\.wait_group\s+[1-9]", asm) for asm in kernels)
+    assert all(re.search(r"cp\.async\.wait_group\s+[1-9]", asm) for asm in kernels_that_join())
 
 
 def test_a_program_counts_itself_after_all_its_threads_have_written_and_looks_before_any_reads() -> None:
     """Else the last one would join what is not there yet."""
-    for asm in (launch["asm"] for launch in compiled("attention") if launch["name"] == "_attend_kernel"):
-        steps = re.findall(r"st\.global|bar\.sync|atom\.global\.gpu\.acq_rel|ld\.global\.cg", asm)
-        counts = [at for at, step in enumerate(steps) if step.startswith("atom")]
-        assert len(counts) == 2
+    for steps, counts in map(order_of, kernels_that_join()):
         assert all(steps[at - 1] == steps[at + 1] == "bar.sync" for at in counts)
-        assert len([step for step in steps if step == "ld.global.cg"]) >= 2 * len(counts)
+        assert steps.count("ld.global.cg") >= 2 * len(counts)
+
+
+def test_a_block_is_written_over_its_parts_after_all_threads_have_read_them() -> None:
+    """Else some would join what others have joined. The way there is a branch: blocks that are alone go another."""
+    for steps, (first, second) in map(order_of, kernels_that_join()):
+        branch = second - steps[second::-1].index("$L__BB")
+        assert "ld.global.cg" in steps[first:branch]
+        assert steps[branch + 1] == "bar.sync"
+        assert steps.index("st.global", branch) < second
 
 
 def test_what_differs_between_batches_is_not_compiled_anew() -> None:
