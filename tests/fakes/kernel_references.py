@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from tests.fakes.kernel_cases import DTYPES, compare
-from tests.unit.workers.test_row_attention import masked_attention
+from tests.fakes.kernel_cases import DTYPES, Wanted, compare
+from tests.fakes.nearness import check_near
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial, merge
 from workers.device import synchronize
@@ -28,14 +28,6 @@ from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
 
 NUM_ROWS = st.sampled_from([0, 1, 2, 5, 17])
-
-
-def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """``wanted`` is computed in fp64 from what the kernel was given."""
-    tolerance = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[found.dtype]
-    assert found.shape == wanted.shape
-    difference = (found.cpu().double() - wanted).norm()
-    assert difference <= tolerance * max(wanted.norm().item(), 1e-3), f"{difference}"
 
 
 def check_store(data: st.DataObject, device: str) -> None:
@@ -81,10 +73,19 @@ def check_norm(data: st.DataObject, device: str) -> None:
     norm.weight.data = torch.randn(size).to(dtype)
     total = x + y
     x_, y_, weight = (tensor.to(device) for tensor in (x, y, norm.weight))
-    near(rms_norm(x_, weight, norm.eps), norm.double()(x.double()))
     found_total, found = add_rms_norm(x_, y_, weight, norm.eps)
     assert torch.equal(found_total.cpu(), total)
-    near(found, norm(total.double()))
+    normed, normed_total = (_normed(norm, each) for each in (x, total))
+    check_near(rms_norm(x_, weight, norm.eps), *normed)
+    check_near(found, *normed_total)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """In fp64, and as rounded to the dtype of ``x`` before the scale is applied, and after."""
+    wide = x.double()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    scale = norm.weight.double()
+    return scale * wide, (scale * wide.to(x.dtype).double()).to(x.dtype)
 
 
 def check_rotate(data: st.DataObject, device: str) -> None:
@@ -96,14 +97,14 @@ def check_rotate(data: st.DataObject, device: str) -> None:
     norm.weight.data = torch.randn(dim).to(dtype)
     x_, cos_, sin_, weight_ = (tensor.to(device) for tensor in (x, cos, sin, norm.weight))
     rotation = Rotation(cos.double(), sin.double())
-    near(rotate(x_, cos_, sin_), rotation.apply(x.double()))
-    near(rotate(x_, cos_, sin_, weight_, norm.eps), rotation.apply(norm.double()(x.double())))
+    check_near(rotate(x_, cos_, sin_), rotation.apply(x.double()))
+    check_near(rotate(x_, cos_, sin_, weight_, norm.eps), rotation.apply(norm.double()(x.double())))
 
 
 def check_swiglu(data: st.DataObject, device: str) -> None:
     gate_up = torch.randn(data.draw(NUM_ROWS), 2 * data.draw(st.sampled_from([1, 100, 1500]))).to(data.draw(DTYPES)) * 4
     gate, up = gate_up.double().chunk(2, dim=1)
-    near(swiglu(gate_up.to(device)), functional.silu(gate) * up)
+    check_near(swiglu(gate_up.to(device)), functional.silu(gate) * up)
 
 
 def check_grouped(data: st.DataObject, device: str) -> None:
@@ -112,7 +113,7 @@ def check_grouped(data: st.DataObject, device: str) -> None:
     x, weights = torch.randn(sum(counts), inner).to(dtype), torch.randn(len(counts), cols, inner).to(dtype)
     parts = [rows.double() @ matrix.double().T for rows, matrix in zip(torch.split(x, counts), weights, strict=True)]
     tiles = tiles_of(counts, x.itemsize, torch.device(device))
-    near(grouped_matmul(x.to(device), weights.to(device), tiles), torch.cat(parts))
+    check_near(grouped_matmul(x.to(device), weights.to(device), tiles), torch.cat(parts))
 
 
 def check_seats(data: st.DataObject, device: str) -> None:
@@ -145,7 +146,7 @@ def check_seats(data: st.DataObject, device: str) -> None:
     for place, seat in zip(order.tolist(), torch.repeat_interleave(torch.tensor(counts)).tolist(), strict=True):
         token, choice = divmod(place, num_chosen)
         wanted[token] += gates[token, choice].double() * (weights[seat].double() @ x[token].double())
-    near(sum_choices(answers, rows, gates.to(device)), wanted)
+    check_near(sum_choices(answers, rows, gates.to(device)), wanted)
 
 
 COMPILED_PARTS = ((1, 1, 64), (2, 3, 80), (8, 4, 128), (1, 16, 256), (2, 5, 96))
@@ -169,7 +170,7 @@ def check_joined_parts(data: st.DataObject, device: str) -> None:
     query = torch.randn(num_queries * len(counts), kv_heads * groups, dim).to(dtype)
     tiles, segments = _tiles_of_parts(counts, lens.tolist(), num_queries, step)
     seen = np.repeat(np.arange(len(counts)), num_queries)[:, None] == np.repeat(np.arange(len(counts)), counts)
-    expected = masked_attention(query, key[: lens.sum()], value[: lens.sum()], np.repeat(seen, lens, axis=1))
+    expected = Wanted.of(query, key[: lens.sum()], value[: lens.sum()], np.repeat(seen, lens, axis=1), lens.tolist())
     arrived = torch.zeros(step * len(lens), kv_heads, dtype=torch.int32).to(device)
     results = []
     for _ in range(2):
@@ -218,7 +219,7 @@ def check_merged_partials(data: st.DataObject, device: str) -> None:
         out[is_empty], lse[is_empty] = 0, -torch.inf
     expected = _merged_in_double([Partial(out, lse) for out, lse in zip(outs, lses, strict=True)])
     result = merge_partials([out.to(device) for out in outs], [lse.to(device) for lse in lses])
-    compare(Partial(*result), expected, dtype)
+    compare(Partial(*result), Wanted(*expected, expected.out.to(dtype)), dtype)
 
 
 def _merged_in_double(parts: list[Partial]) -> Partial:

@@ -1,13 +1,14 @@
 """The cases of tests/unit/workers/kernels, compiled: `pytest -m gpu tests/gpu`."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kernel_cases import DTYPES, PagedCase, check_paged, check_rows, compiled_cases
+from tests.fakes.kernel_cases import DTYPES, PagedCase, Wanted, check_paged, check_rows, compiled_cases
+from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import rank_pairs
-from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
@@ -50,10 +51,10 @@ def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
     attention = DecodeAttention(len(lens), max(map(len, tables)), 64, kv_heads, query[:1], query.device)
     attention.fill(lens, [table.numpy() for table in tables])
     first = attention.attend(query, *pool.layer_view(0))
-    runs = [Run(request, length - 1, 1, 1) for request, length in enumerate(lens)]
-    step = TorchAttention().prepare(runs, [table.to(query.device) for table in tables], 64)
-    wanted = step.attend(query, *pool.layer_view(0)).out
-    assert (first - wanted).float().norm() <= 4e-3 * wanted.float().norm()
+    for row, (length, table) in enumerate(zip(lens, tables, strict=True)):
+        key, value = (x[table].transpose(1, 2).flatten(0, 1)[:length] for x in pool.layer_view(0))
+        wanted = Wanted.of(query[row : row + 1].cpu(), key.cpu(), value.cpu(), np.ones((1, length), dtype=np.bool_))
+        check_near(first[row : row + 1], wanted.out, wanted.rounded)
     for _ in range(2000):
         assert torch.equal(attention.attend(query, *pool.layer_view(0)), first)
     assert not attention.arrived.any()

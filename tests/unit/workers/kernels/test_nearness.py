@@ -1,0 +1,15 @@
+"""The measure that all kernels are held to sees what is off by more than it allows, and nothing else."""
+
+import pytest
+import torch
+
+from tests.fakes.nearness import check_near
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_off_before_it_is_rounded_is_seen(dtype: torch.dtype) -> None:
+    wanted, noise = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0)).double()
+    for error in (wanted, noise):
+        check_near((wanted + 0.9e-3 * error).to(dtype), wanted)
+        with pytest.raises(AssertionError, match="off by"):
+            check_near((wanted + 1.1e-3 * error).to(dtype), wanted)
