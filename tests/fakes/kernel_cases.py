@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     out: Tensor
     lse: Tensor
     rounded: Tensor
-    """``out`` as the dtype of the values leaves it, to which its weights are rounded, and it is."""
+    """``out`` after its weights and then itself were rounded to the dtype of the values."""
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, seen: Seen, part_lens: Sequence[int] | None = None) -> Self:
@@ -35,8 +35,9 @@ class Wanted(NamedTuple):
         out, lse = masked_attention(query, key, value, seen)
         lens = [len(key)] if part_lens is None else list(part_lens)
         rounded = out.new_zeros(out.shape)
-        for part in zip(*(torch.split(x, lens) for x in (key, value, torch.from_numpy(seen).T)), strict=True):
-            rounded += _rounded_terms(query, *part, lse)
+        parts = (torch.split(x, lens) for x in (key, value, torch.from_numpy(seen).T))
+        for part_key, part_value, part_seen in zip(*parts, strict=True):
+            rounded += _rounded_terms(query, part_key, part_value, part_seen, lse)
         return cls(out, lse, rounded.to(value.dtype))
 
 

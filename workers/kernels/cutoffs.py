@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+_BLOCK = 2048
+_STAGES = tl.constexpr(4)
+"""Blocks under way at once: nobody else hides what a row's only program waits for."""
 
 
 def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, cutoffs: Tensor) -> None:
@@ -33,49 +35,70 @@ def _cutoff_kernel(scores, top_k, top_p, is_sure, cutoffs, stride, vocab_size, B
             last = _last_with(of_row, vocab_size, num_kept.to(tl.float64), False, BLOCK)
         share = tl.load(top_p + row)
         if share < 1:
-            above = _mass_above(of_row, vocab_size, last, True, BLOCK)
-            equals = num_kept - _mass_above(of_row, vocab_size, last, False, BLOCK)
-            total = above + equals * tl.exp(-last.to(tl.float32, bitcast=True)).to(tl.float64)
+            total = _mass_above(of_row, vocab_size, last, True, BLOCK)
+            if num_kept < vocab_size:
+                equals = num_kept - _mass_above(of_row, vocab_size, last, False, BLOCK)
+                total += equals * tl.exp(-last.to(tl.float32, bitcast=True)).to(tl.float64)
             last = tl.minimum(last, _last_with(of_row, vocab_size, share * total, True, BLOCK))
         tl.store(cutoffs + row, -_largest(of_row, vocab_size, last, BLOCK).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _last_with(scores, vocab_size, limit, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest depth above which there are fewer, or less mass, than the limit; bit by bit."""
-    depth, bit = tl.full((), 0, tl.int32), tl.full((), 1 << 30, tl.int32)
+    """The lowest depth above which there are fewer, or less mass, than the limit; two bits a pass, then the last."""
+    depth, bit = tl.full((), 0, tl.int32), tl.full((), 1 << 29, tl.int32)
     while bit > 0:
-        mass = _mass_above(scores, vocab_size, depth | bit, WEIGHED, BLOCK)
-        depth = tl.where(mass < limit, depth | bit, depth)
-        bit = bit >> 1
-    return depth
+        first, second, third = _masses_above(scores, vocab_size, depth, bit, WEIGHED, BLOCK)
+        num_less = (first < limit).to(tl.int32) + (second < limit).to(tl.int32) + (third < limit).to(tl.int32)
+        depth += num_less * bit
+        bit = bit >> 2
+    mass = _mass_above(scores, vocab_size, depth | 1, WEIGHED, BLOCK)
+    return tl.where(mass < limit, depth | 1, depth)
+
+
+@triton.jit
+def _masses_above(scores, vocab_size, depth, step, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
+    """``_mass_above`` of three depths, each a step below the one before."""
+    first = tl.zeros([BLOCK], dtype=tl.float64)
+    second, third = first, first
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
+        depths = _depths(scores, start, vocab_size, BLOCK)
+        each = _each(depths, WEIGHED)
+        first += tl.where(depths < depth + step, each, 0.0).to(tl.float64)
+        second += tl.where(depths < depth + 2 * step, each, 0.0).to(tl.float64)
+        third += tl.where(depths < depth + 3 * step, each, 0.0).to(tl.float64)
+    return tl.sum(first, 0), tl.sum(second, 0), tl.sum(third, 0)
 
 
 @triton.jit
 def _mass_above(scores, vocab_size, depth, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
     """Likelihoods, not normed, of all scores above a depth, or how many they are; fp64."""
     mass = tl.zeros([BLOCK], dtype=tl.float64)
-    for first in range(0, vocab_size, BLOCK):
-        depths = _depths(scores, first, vocab_size, BLOCK)
-        each = tl.exp(-depths.to(tl.float32, bitcast=True)) if WEIGHED else 1.0
-        mass += tl.where(depths < depth, each, 0.0).to(tl.float64)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
+        depths = _depths(scores, start, vocab_size, BLOCK)
+        mass += tl.where(depths < depth, _each(depths, WEIGHED), 0.0).to(tl.float64)
     return tl.sum(mass, 0)
+
+
+@triton.jit
+def _each(depths, WEIGHED: tl.constexpr):
+    return tl.exp(-depths.to(tl.float32, bitcast=True)) if WEIGHED else 1.0
 
 
 @triton.jit
 def _largest(scores, vocab_size, depth, BLOCK: tl.constexpr):
     """The lowest score that is there, at a depth or above; as its depth."""
     lowest = tl.zeros([BLOCK], dtype=tl.int32)
-    for first in range(0, vocab_size, BLOCK):
-        depths = _depths(scores, first, vocab_size, BLOCK)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=_STAGES):
+        depths = _depths(scores, start, vocab_size, BLOCK)
         lowest = tl.maximum(lowest, tl.where(depths <= depth, depths, 0))
     return tl.max(lowest, 0)
 
 
 @triton.jit
-def _depths(scores, first, vocab_size, BLOCK: tl.constexpr):
+def _depths(scores, start, vocab_size, BLOCK: tl.constexpr):
     """How far scores are below 0, as their bits, which as whole numbers have the same order; the highest behind the
     vocabulary's end."""
-    token_ids = first + tl.arange(0, BLOCK)
+    token_ids = start + tl.arange(0, BLOCK)
     bits = tl.load(scores + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.int32, bitcast=True)
     return tl.where(token_ids < vocab_size, bits & 0x7FFFFFFF, 0x7FFFFFFF)
