@@ -13,7 +13,6 @@ from cluster.spec.kv import pages_for
 from cluster.spec.strategy import MoeDispatch
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
-from workers.device import on_device
 from workers.engine.batch import BatchRow
 from workers.engine.begun_step import Followed
 from workers.engine.gpu_recorder import Record, RecordingError
@@ -99,17 +98,21 @@ class _RecordedStep:
         return self._hidden[: len(rows)]
 
     def _fill(self, rows: Sequence[BatchRow]) -> None:
-        pool, num_missing = self._pool, self._size - len(rows)
+        pool, num_rows = self._pool, len(rows)
+        on_host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+        token_ids, positions, slots, is_request = on_host.numpy()
+        is_request[:num_rows] = 1
+        token_ids[:num_rows] = [row.token_ids[0] for row in rows]
+        positions[:num_rows] = [row.prefix_len for row in rows]
         tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
-        tables += [np.array([pool.num_pages])] * num_missing
-        positions = [row.prefix_len for row in rows] + [0] * num_missing
-        token_ids = [row.token_ids[0] for row in rows] + [0] * num_missing
-        pages = [table[position // pool.page_size] for table, position in zip(tables, positions, strict=True)]
-        slots = np.array(pages) * pool.page_size + np.array(positions) % pool.page_size
-        is_request = [1] * len(rows) + [0] * num_missing
-        inputs = torch.from_numpy(np.stack([token_ids, positions, slots, is_request]))
-        self._inputs.copy_(on_device(inputs, self._inputs.device))
-        self._attention.fill([position + 1 for position in positions], tables)
+        tables += [np.array([pool.num_pages])] * (self._size - num_rows)
+        pages, places = np.divmod(positions, pool.page_size)
+        slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
+        slots *= pool.page_size
+        slots += places
+        # From where a GPU reads it: the host goes on at once, and torch keeps the memory until then.
+        self._inputs.copy_(on_host, non_blocking=True)
+        self._attention.fill(positions + 1, tables)
 
 
 def _why_unrecorded(model: DecoderModel) -> str:

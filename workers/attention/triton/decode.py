@@ -9,7 +9,6 @@ from torch import Tensor
 
 from workers.attention.triton.backend import unwritten, unwritten_parts
 from workers.attention.triton.tiling import PROGRAMS, fair_share, piece_lens
-from workers.device import on_device
 from workers.kernels.attention import SEGMENT_FIELDS, TILE_FIELDS, attend, blocks_for
 
 
@@ -29,25 +28,31 @@ class DecodeAttention:
         self._blocks = blocks_for(query.shape[1] // num_kv_heads, query.shape[2], query.itemsize, page_size)
         self._num_tiles = num_rows + PROGRAMS // num_kv_heads
         sizes = [self._num_tiles * len(fields) for fields in (TILE_FIELDS, SEGMENT_FIELDS)]
-        self._numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._tables = torch.zeros(num_rows * most_pages, dtype=torch.int64, device=device)
+        # Two int32 are a word, and 16 bytes what tables begin at a multiple of.
+        self._num_words = -(-sum(sizes) // 4) * 2
+        self._words = torch.zeros(self._num_words + num_rows * most_pages, dtype=torch.int64, device=device)
+        numbers, self._tables = self._words[: self._num_words].view(torch.int32), self._words[self._num_words :]
+        self._tiles, self._segments = (
+            part.view(self._num_tiles, -1) for part in torch.split(numbers[: sum(sizes)], sizes)
+        )
         self.arrived = torch.zeros(self._num_tiles, num_kv_heads, dtype=torch.int32, device=device)
         """See Parts."""
-        self._tiles, self._segments = (
-            numbers.view(self._num_tiles, -1) for numbers in torch.split(self._numbers, sizes)
-        )
 
-    def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
+    def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
         """The keys that each request's token sees, at least one, and its pages. Asynchronous on a GPU."""
         assert len(num_keys) == len(tables) == self.num_rows, f"{len(num_keys)} requests of {self.num_rows}"
         lens = np.array(num_keys, dtype=np.int64)
         assert lens.min() > 0, "a token sees itself"
         assert max(map(len, tables)) <= self._most_pages, f"more than {self._most_pages} pages"
-        first_pages = np.cumsum([0, *map(len, tables)])[:-1]
-        numbers = [part.ravel() for part in self._cut(lens, first_pages)]
-        self._numbers.copy_(on_device(torch.from_numpy(np.concatenate(numbers)), self._numbers.device))
-        pages = np.concatenate(tables)
-        self._tables[: len(pages)].copy_(on_device(torch.from_numpy(pages), self._tables.device))
+        first_pages = np.cumsum([0, *map(len, tables)])
+        # Where a GPU reads it, and all in one copy; torch keeps the memory until that is done.
+        num_words = self._num_words + int(first_pages[-1])
+        on_host = torch.empty(num_words, dtype=torch.int64, pin_memory=self._words.is_cuda)
+        words = on_host.numpy()
+        numbers = [part.ravel() for part in self._cut(lens, first_pages[:-1])]
+        np.concatenate(numbers, out=words.view(np.int32)[: sum(map(len, numbers))])
+        np.concatenate(tables, out=words[self._num_words :])
+        self._words[:num_words].copy_(on_host, non_blocking=True)
 
     def _cut(
         self, lens: NDArray[np.int64], first_pages: NDArray[np.int64]
