@@ -163,7 +163,8 @@ def check_joined_parts(data: st.DataObject, device: str) -> None:
         groups, dim = data.draw(st.integers(1, 16)), data.draw(st.sampled_from([64, 80, 96, 128, 256]))
     else:
         kv_heads, groups, dim = data.draw(st.sampled_from(COMPILED_PARTS))
-    num_queries, step = data.draw(st.integers(1, min(32 // groups, 4))), data.draw(st.sampled_from([4, 5]))
+    num_queries = data.draw(st.integers(1, min(32 // groups, 4)))
+    step = num_queries + data.draw(st.sampled_from([0, 0, 1, 3]))
     dtype = data.draw(DTYPES)
     lens = torch.randint(0, 3, (sum(counts),))
     key, value = torch.randn(2, max(int(lens.sum()), 1), kv_heads, dim).to(dtype)
