@@ -152,12 +152,12 @@ def check_seats(data: st.DataObject, device: str) -> None:
 COMPILED_PARTS = ((1, 1, 64), (2, 3, 80), (8, 4, 128), (1, 16, 256), (2, 5, 96))
 """Kv heads, groups and head sizes: each of them is a kernel that a GPU compiles."""
 _MOST_INTERPRETED = 150
-"""Programs of a launch with several kv heads, of which the interpreter runs some sixty a second."""
+"""Programs of launches with several kv heads, or of those that come twice: the interpreter runs sixty a second."""
 
 
 def check_joined_parts(data: st.DataObject, device: str) -> None:
-    """Of three tiles, in any order and twice; a part may have no key, and what is no part is not looked at."""
-    counts = [data.draw(st.sampled_from([2, 7, 64, 65, 130, 264])), 1, data.draw(st.integers(2, 6))]
+    """Of three tiles, in any order, and twice if few; a part may have no key, and what is no part is not looked at."""
+    counts = [data.draw(st.sampled_from([2, 7, 20, 64, 65, 66, 130, 264])), 1, data.draw(st.integers(2, 6))]
     if device == "cpu":
         kv_heads = data.draw(st.integers(1, max(_MOST_INTERPRETED // sum(counts), 1)))
         groups, dim = data.draw(st.integers(1, 16)), data.draw(st.sampled_from([64, 80, 96, 128, 256]))
@@ -174,7 +174,7 @@ def check_joined_parts(data: st.DataObject, device: str) -> None:
     expected = Wanted.of(query, key[: lens.sum()], value[: lens.sum()], np.repeat(seen, lens, axis=1), lens.tolist())
     arrived = torch.zeros(step * len(lens), kv_heads, dtype=torch.int32).to(device)
     results = []
-    for _ in range(2):
+    for _ in range(2 if device != "cpu" or len(lens) * kv_heads <= _MOST_INTERPRETED else 1):
         found = torch.full((len(arrived), kv_heads * groups, dim), torch.nan).to(device)
         result = Partial(torch.full(query.shape, torch.nan, dtype=dtype).to(device), found[: len(query), :, 0].clone())
         attend(
@@ -192,8 +192,8 @@ def check_joined_parts(data: st.DataObject, device: str) -> None:
         assert not arrived.any()
         compare(result, expected, dtype)
         results.append(result)
-    assert torch.equal(results[0].out, results[1].out)
-    assert torch.equal(results[0].lse, results[1].lse)
+    assert torch.equal(results[0].out, results[-1].out)
+    assert torch.equal(results[0].lse, results[-1].lse)
 
 
 def _tiles_of_parts(counts: list[int], lens: list[int], num_queries: int, step: int) -> tuple[Tensor, Tensor]:
