@@ -14,6 +14,7 @@ from workers.device import synchronize
 from workers.expert_parallel.routed import NO_EXPERT
 from workers.expert_parallel.seat_order import seat_order
 from workers.kernels.attention import attend, blocks_for
+from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
@@ -114,6 +115,30 @@ def check_grouped(data: st.DataObject, device: str) -> None:
     parts = [rows.double() @ matrix.double().T for rows, matrix in zip(torch.split(x, counts), weights, strict=True)]
     tiles = tiles_of(counts, x.itemsize, torch.device(device))
     check_near(grouped_matmul(x.to(device), weights.to(device), tiles), torch.cat(parts))
+
+
+def check_choices(data: st.DataObject, device: str) -> None:
+    """Of equals any may come first; a row of no number is somebody's, too."""
+    num_tokens, num_experts = data.draw(NUM_ROWS), data.draw(st.sampled_from([1, 8, 60, 128]))
+    num_chosen, dtype = min(data.draw(st.sampled_from([1, 2, 8])), num_experts), data.draw(DTYPES)
+    logits = torch.randn(num_tokens, num_experts).to(dtype) * 3
+    physical = torch.randperm(num_experts).to(torch.int32)
+    counted = data.draw(st.sampled_from([None, torch.rand(num_tokens, 1) < 0.7]))
+    sum_to_one = data.draw(st.booleans())
+    there = None if counted is None else counted.to(device)
+    experts, weights = choose_experts(logits.to(device), num_chosen, physical.to(device), there, sum_to_one=sum_to_one)
+    likelihoods = logits.double().softmax(-1)
+    best = likelihoods.topk(num_chosen).values
+    check_near(weights, best / best.sum(-1, keepdim=True) if sum_to_one else best)
+    seats, is_counted = experts.cpu().long(), torch.ones(num_tokens, 1) > 0 if counted is None else counted
+    assert seats[~is_counted[:, 0]].eq(NO_EXPERT).all()
+    of_seats = likelihoods[:, physical.long().argsort()].gather(1, seats.clamp(min=0))
+    torch.testing.assert_close(of_seats[is_counted[:, 0]], best[is_counted[:, 0]])
+    assert all(len(set(row)) == num_chosen for row in seats[is_counted[:, 0]].tolist())
+    if device != "cpu":  # where interpreting it is an error
+        nan = torch.full((1, num_experts), torch.nan).to(device)
+        seats, _ = choose_experts(nan, num_chosen, physical.to(device), None, sum_to_one=False)
+        assert ((seats >= 0) & (seats < num_experts)).all()
 
 
 def check_seats(data: st.DataObject, device: str) -> None:
@@ -234,6 +259,7 @@ CHECKS = (
     check_rotate,
     check_swiglu,
     check_grouped,
+    check_choices,
     check_seats,
     check_joined_parts,
     check_merged_partials,

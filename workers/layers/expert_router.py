@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from workers.expert_parallel.routed import NO_EXPERT, Routed
 from workers.expert_parallel.seats import ExpertSeats
+from workers.kernel_devices import has_kernels
 from workers.layers.cut import StoredPart, uncut
 from workers.layers.matmul import multiply
 from workers.models.config import MoeConfig
@@ -24,11 +25,17 @@ class ExpertRouter(nn.Module):
 
     def forward(self, hidden: Tensor, counted: Tensor | None = None) -> Routed:
         """hidden [tokens, hidden] -> the same with experts and weights; see AttentionContext for ``counted``."""
-        likelihoods = multiply(hidden, self.weight).softmax(dim=-1, dtype=torch.float32)
-        weights, experts = likelihoods.topk(self._moe.num_chosen, dim=-1)
-        if self._moe.sum_to_one:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
         self._physical = self._physical.to(hidden.device)  # once: each copy would wait for the GPU
+        logits, moe = multiply(hidden, self.weight), self._moe
+        if has_kernels(logits):
+            from workers.kernels.choose_experts import choose_experts
+
+            chosen = choose_experts(logits, moe.num_chosen, self._physical, counted, sum_to_one=moe.sum_to_one)
+            return Routed(hidden, *chosen)
+        likelihoods = logits.softmax(dim=-1, dtype=torch.float32)
+        weights, experts = likelihoods.topk(moe.num_chosen, dim=-1)
+        if moe.sum_to_one:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
         physical = self._physical[experts]
         return Routed(hidden, physical if counted is None else physical.masked_fill(~counted, NO_EXPERT), weights)
 
