@@ -11,14 +11,12 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from cluster.spec.kv import pages_for
-from cluster.spec.sampling import Sampling
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
-from workers.device import index_on
 from workers.engine.chances import plain_race
-from workers.engine.cutoffs import Limits, ranked_cutoffs
+from workers.engine.cutoffs import ranked_cutoffs
 from workers.kernel_result import HeadShape, Limit, Way
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
@@ -218,23 +216,23 @@ def _sum_choices(shape: HeadShape, device: torch.device, *, num_tokens: int) -> 
 
 
 def _draw(shape: HeadShape, device: torch.device, *, num_rows: int) -> KernelCase:
-    weights, keys = torch.rand(num_rows, shape.vocab, device=device), list(range(num_rows))
-    keys_there = index_on(keys, device)
+    weights, keys = torch.rand(num_rows, shape.vocab, device=device), torch.arange(num_rows, device=device)
     beside = {Way.TORCH: lambda: plain_race(weights, keys)}
-    return KernelCase("draw", Limit.BYTES, float(weights.nbytes), lambda: win_race(weights, keys_there), beside)
+    return KernelCase("draw", Limit.BYTES, float(weights.nbytes), lambda: win_race(weights, keys), beside)
 
 
 def _top_p(shape: HeadShape, device: torch.device, *, num_rows: int) -> KernelCase:
     scores = torch.rand(num_rows, shape.vocab, device=device)
     scores -= scores.amax(dim=-1, keepdim=True)
-    limits = Limits.of([Sampling(top_p=0.9)] * num_rows, scores)
+    top_k, top_p = torch.full((num_rows,), shape.vocab, device=device), torch.full((num_rows,), 0.9, device=device)
+    limits = top_k, top_p.double()
     cutoffs, is_sure = scores[:, 0].clone(), torch.zeros(num_rows, dtype=torch.bool, device=device)
     return KernelCase(
         "top-p of likely many",
         Limit.BYTES,
         float(scores.nbytes),
         lambda: find_cutoffs(scores, *limits, is_sure, cutoffs),
-        {Way.TORCH: lambda: ranked_cutoffs(scores, limits, shape.vocab)},
+        {Way.TORCH: lambda: ranked_cutoffs(scores, *limits, shape.vocab)},
     )
 
 

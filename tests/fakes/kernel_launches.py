@@ -90,6 +90,14 @@ def _draws() -> object:
     return win_race(weights, torch.arange(4))
 
 
+def _draws_any() -> object:
+    """Settings of an odd number of rows lie elsewhere in their table."""
+    for num_rows in (3, 4):
+        table = torch.zeros(3, num_rows, dtype=torch.int64)
+        launched = win_race(torch.zeros(num_rows, 1024), table[1])
+    return launched
+
+
 def _experts() -> object:
     experts, loads = torch.zeros(20, 8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
     for counted in (None, torch.zeros(20, 1, dtype=torch.bool)):
@@ -145,6 +153,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "copy of a pool": _copy_most,
     "experts": _experts,
     "draws": _draws,
+    "draws of any number": _draws_any,
 }
 
 if __name__ == "__main__":

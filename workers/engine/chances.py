@@ -1,13 +1,11 @@
 """Chance as a function of seed, output position and token id: the rest of a batch has no part in it."""
 
 import hashlib
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from workers.device import index_on
 from workers.kernel_devices import has_kernels
 
 _STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -24,10 +22,10 @@ def key_of(seed: int, position: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def win_race(weights: Tensor, keys: Sequence[int]) -> Tensor:
+def win_race(weights: Tensor, keys: Tensor) -> Tensor:
     """One token id a row ``[num_rows]`` int64, with a likelihood in proportion to its weight.
 
-    weights: ``[num_rows, vocab_size]`` fp32, 0 for those that cannot be drawn.
+    weights: ``[num_rows, vocab_size]`` fp32, 0 for those that cannot be drawn. keys: ``[num_rows]`` int64.
 
     Each token has a clock that rings after an exponential time over its weight, and the first one wins (the Gumbel-max
     trick; Maddison, Tarlow and Minka, 2014). When weights change by rounding, as after a continuation elsewhere, the
@@ -37,11 +35,11 @@ def win_race(weights: Tensor, keys: Sequence[int]) -> Tensor:
     if has_kernels(weights):
         from workers.kernels import race
 
-        return race.win_race(weights, index_on(keys, weights.device))
+        return race.win_race(weights, keys)
     return plain_race(weights, keys)
 
 
-def plain_race(weights: Tensor, keys: Sequence[int]) -> Tensor:
+def plain_race(weights: Tensor, keys: Tensor) -> Tensor:
     """The same by torch alone."""
     num_rows, vocab_size = weights.shape
     at_once = max(1, _CACHED // vocab_size) if weights.device.type == "cpu" else num_rows
@@ -49,8 +47,8 @@ def plain_race(weights: Tensor, keys: Sequence[int]) -> Tensor:
     return torch.cat([likeliest(_earliness(weights[block], keys[block])) for block in blocks])
 
 
-def _earliness(weights: Tensor, keys: Sequence[int]) -> Tensor:
-    return weights / _exponentials(keys, weights.shape[-1], weights.device)
+def _earliness(weights: Tensor, keys: Tensor) -> Tensor:
+    return weights / _exponentials(keys, weights.shape[-1])
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -58,9 +56,9 @@ def likeliest(scores: Tensor) -> Tensor:
     return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
-def _exponentials(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+def _exponentials(keys: Tensor, vocab_size: int) -> Tensor:
     """``[num_keys, vocab_size]`` fp32, of mean 1: a generator SplitMix64 (Steele, Lea and Flood, 2014) for each key."""
-    bits = index_on(keys, device)[:, None] + _steps(vocab_size, device)
+    bits = keys[:, None] + _steps(vocab_size, keys.device)
     shifted = torch.empty_like(bits)
     bits ^= _shift(bits, 30, shifted)
     bits *= _signed(_FIRST_FACTOR)

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
-from workers.device import Arriving, index_on, on_device
-from workers.engine.chances import key_of, likeliest, win_race
+from workers.device import Arriving, index_on
+from workers.engine.chances import likeliest, win_race
 from workers.engine.cutoffs import keep_likeliest
+from workers.engine.draw_settings import DrawSettings
 from workers.engine.logits_processors import process
 from workers.engine.sampling_state import SamplingState
 
@@ -78,11 +78,14 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Sequence[int]) -> 
     top-k, top-p and min-p apply in this order, each to what the one before left.
     """
     drawn = [index for index, row in enumerate(rows) if row.temperature >= _GREEDY_BELOW and row.top_k != 1]
-    chosen = likeliest(logits) if len(drawn) < len(rows) else logits.new_empty(len(rows), dtype=torch.int64)
-    if drawn:
-        keys = [key_of(rows[index].seed, positions[index]) for index in drawn]
-        index = index_on(drawn, logits.device)
-        chosen[index] = win_race(_weights(logits[index], [rows[place] for place in drawn]), keys)
+    if not drawn:
+        return likeliest(logits)
+    by_chance = [rows[index] for index in drawn]
+    settings = DrawSettings.of(by_chance, [positions[index] for index in drawn], drawn, logits.shape[-1], logits.device)
+    if len(drawn) == len(rows):
+        return win_race(_weights(logits, by_chance, settings), settings.keys)
+    chosen = likeliest(logits)
+    chosen[settings.places] = win_race(_weights(logits[settings.places], by_chance, settings), settings.keys)
     return chosen
 
 
@@ -104,16 +107,16 @@ def _likelihoods(logits: Tensor, token_ids: Tensor, num_top: int) -> _Likelihood
     return _Likelihoods(logprobs.gather(-1, token_ids[:, None]).squeeze(-1), top.values, top.indices)
 
 
-def _weights(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:
+def _weights(logits: Tensor, rows: Sequence[Sampling], settings: DrawSettings) -> Tensor:
     """Likelihoods, not normed, of what temperature and filters leave; 0 for the rest."""
-    scores = (logits - logits.amax(dim=-1, keepdim=True)) / _column([row.temperature for row in rows], logits)
-    sorting = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
-    if sorting:
-        index = index_on(sorting, scores.device)
-        scores[index] = keep_likeliest(scores[index], [rows[place] for place in sorting])
-    floor = _column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows], logits)
-    return scores.masked_fill(scores < floor, -math.inf).exp()
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return on_device(torch.tensor(values, dtype=like.dtype), like.device)[:, None]
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / settings.temperature.to(logits.dtype)[:, None]
+    limited = [index for index, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1]
+    if len(limited) == len(rows):
+        scores = keep_likeliest(scores, settings)
+    elif limited:
+        index = index_on(limited, scores.device)
+        scores[index] = keep_likeliest(scores[index], settings.at(index))
+    if any(row.min_p > 0 for row in rows):
+        scores = scores.masked_fill(scores < settings.floor.to(scores.dtype)[:, None], -math.inf)
+    weights: Tensor = scores.exp()
+    return weights

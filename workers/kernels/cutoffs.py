@@ -24,7 +24,7 @@ def find_cutoffs(scores: Tensor, top_k: Tensor, top_p: Tensor, is_sure: Tensor, 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["top_k", "top_p"])
 def _cutoff_kernel(scores, top_k, top_p, is_sure, cutoffs, stride, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_sure + row) == 0:

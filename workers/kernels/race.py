@@ -32,7 +32,7 @@ def win_race(weights: Tensor, keys: Tensor) -> Tensor:
     return winners.gather(1, earliest.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["keys"])
 def _race_kernel(weights, keys, earliest, winners, stride, vocab_size, BLOCK: tl.constexpr):
     row, block, num_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token_ids = block * BLOCK + tl.arange(0, BLOCK)

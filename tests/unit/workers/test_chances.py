@@ -13,14 +13,14 @@ KEYS = [14254637482812893, -1480008243099856307, -3623035752330704935]
 
 
 def exponentials(seed: int, num_rows: int = NUM_ROWS, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    return chances._exponentials([key_of(seed, position) for position in range(num_rows)], vocab_size, CPU)
+    return chances._exponentials(torch.tensor([key_of(seed, position) for position in range(num_rows)]), vocab_size)
 
 
 def test_the_bits_are_those_of_splitmix64() -> None:
     """In plain Python's own arithmetic."""
     mask = (1 << 64) - 1
     key = key_of(7, 3)
-    for token_id, found in enumerate(chances._exponentials([key], 50, CPU)[0].tolist()):
+    for token_id, found in enumerate(chances._exponentials(torch.tensor([key]), 50)[0].tolist()):
         bits = (key + (token_id + 1) * 0x9E3779B97F4A7C15) & mask
         bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask
         bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & mask
@@ -57,7 +57,7 @@ def test_no_clock_stands_still_or_rings_at_once() -> None:
 def test_only_what_has_weight_wins() -> None:
     weights = torch.zeros(NUM_ROWS, VOCAB_SIZE)
     weights[:, [5, 4000]] = torch.tensor([1e-30, 2e-30])
-    winners = win_race(weights, [key_of(1, position) for position in range(NUM_ROWS)])
+    winners = win_race(weights, torch.tensor([key_of(1, position) for position in range(NUM_ROWS)]))
     assert set(winners.tolist()) == {5, 4000}
     assert abs((winners == 4000).double().mean().item() - 2 / 3) < 0.08
 
@@ -67,7 +67,7 @@ def test_rounding_changes_a_draw_as_seldom_as_it_changes_likelihoods() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)
     change = 1e-3
-    keys = [key_of(5, position) for position in range(NUM_ROWS)]
+    keys = torch.tensor([key_of(5, position) for position in range(NUM_ROWS)])
     drawn = [win_race((logits + change * torch.randn(logits.shape, generator=generator)).exp(), keys) for _ in range(5)]
     num_changed = sum(int((one != two).sum()) for one, two in pairwise(drawn))
     assert num_changed < 4 * NUM_ROWS * change * 4

@@ -74,7 +74,8 @@ def test_a_block_is_written_over_its_parts_after_all_threads_have_read_them() ->
 
 
 def test_what_differs_between_batches_is_not_compiled_anew() -> None:
-    assert len({launch["asm"] for launch in compiled("merges of any length")}) == 1
+    for name in ("merges of any length", "draws of any number"):
+        assert len({launch["asm"] for launch in compiled(name)}) == 1, name
 
 
 @pytest.mark.full

@@ -14,10 +14,10 @@ from torch import Tensor
 from cluster.spec.sampling import Sampling
 from tests.unit.workers.test_sampler import FILTERS, VOCAB_SIZE
 from workers import device, kernel_devices
-from workers.engine import chances, logits_processors, sampler
-from workers.engine import cutoffs as limits
+from workers.engine import chances, draw_settings, logits_processors, sampler
 from workers.engine.chances import key_of
-from workers.engine.cutoffs import Limits, ranked_cutoffs
+from workers.engine.cutoffs import ranked_cutoffs
+from workers.engine.draw_settings import DrawSettings
 from workers.kernels import cutoffs, race
 
 CHOSEN = st.builds(
@@ -47,10 +47,10 @@ def logits_of(draw: st.DrawFn, num_rows: int) -> Tensor:
 def test_cutoffs_without_ranking(data: st.DataObject, rows: list[Sampling]) -> None:
     scores = data.draw(logits_of(len(rows)))
     scores -= scores.amax(dim=-1, keepdim=True)
-    limits = Limits.of(rows, scores)
-    expected, _ = ranked_cutoffs(scores, limits, scores.shape[-1])
+    asked = DrawSettings.of(rows, range(len(rows)), range(len(rows)), scores.shape[-1], scores.device)
+    expected, _ = ranked_cutoffs(scores, asked.top_k, asked.top_p, scores.shape[-1])
     found, is_sure = torch.full((len(rows),), 7.0), torch.zeros(len(rows), dtype=torch.bool)
-    cutoffs.find_cutoffs(scores, *limits, is_sure, found)
+    cutoffs.find_cutoffs(scores, asked.top_k, asked.top_p, is_sure, found)
     # Sums of the same likelihoods in another order may end a token sooner or later, where the mass is just the limit.
     for row, least, wanted in zip(scores, found.tolist(), expected.tolist(), strict=True):
         between = row[(row < max(least, wanted)) & (row >= min(least, wanted))]
@@ -71,16 +71,16 @@ def test_the_same_clock_rings_first(vocab_size: int, keys: list[int]) -> None:
     weights = torch.rand(len(keys), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     weights.masked_fill_(weights < 0.3, 0.0)[:, -1] = 1.0
     found = race.win_race(weights, torch.tensor(keys))
-    assert found.tolist() == chances.win_race(weights, keys).tolist()
+    assert found.tolist() == chances.win_race(weights, torch.tensor(keys)).tolist()
 
 
 def test_clocks_are_as_exact_near_their_ends() -> None:
     """A race of one token against one whose time is known shows each time to a few parts in a million."""
-    keys = [key_of(seed, 0) for seed in range(300)]
-    times = chances._exponentials(keys, 2, torch.device("cpu"))
+    keys = torch.tensor([key_of(seed, 0) for seed in range(300)])
+    times = chances._exponentials(keys, 2)
     for share, winner in ((1 - 4e-6, 0), (1 + 4e-6, 1)):
         weights = torch.stack([times[:, 0], times[:, 1] * share], dim=1)
-        assert (race.win_race(weights, torch.tensor(keys)) == winner).all()
+        assert (race.win_race(weights, keys) == winner).all()
 
 
 def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without content raise where something must be known of it."""
-    for module in (device, sampler, limits, logits_processors):
+    for module in (device, draw_settings, logits_processors):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
     monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: None)

@@ -1,0 +1,54 @@
+"""What rows that are drawn by chance ask for, where their logits are."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.spec.sampling import Sampling
+from workers.device import on_device
+from workers.engine.chances import key_of
+
+_ROUNDING = 1e-4
+"""Logits in fp32 that differ by less may be equals."""
+_NUM_SETTINGS, _NUM_WHOLE = 7, 3
+"""Of a row; whole numbers come first."""
+
+
+class DrawSettings:
+    """``[num_rows]`` each; views of one table, which one copy brings to a GPU."""
+
+    def __init__(self, table: Tensor) -> None:
+        """``table [settings, num_rows]`` int64, of which some are the bits of fp64 numbers."""
+        self._table = table
+        self.places, self.keys, self.top_k = table[:_NUM_WHOLE]
+        """int64: where the rows are among those of the step, what chance hangs on, and tokens to keep, 1 at least."""
+        self.top_p, self.temperature, self.floor, self.rounding = table[_NUM_WHOLE:].view(torch.float64)
+        """fp64: mass to keep, a divisor, the least score by min-p, and by how much equals may differ in scores."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Sampling],
+        positions: Sequence[int],
+        places: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> "DrawSettings":
+        """Of rows whose temperatures are above zero; ``positions`` are those of their output."""
+        table = np.empty((_NUM_SETTINGS, len(rows)), np.int64)
+        table[0] = places
+        table[1] = [key_of(row.seed, position) for row, position in zip(rows, positions, strict=True)]
+        table[2] = [row.top_k or vocab_size for row in rows]
+        top_p, temperature, floor, rounding = table[_NUM_WHOLE:].view(np.float64)
+        top_p[:] = [row.top_p for row in rows]
+        temperature[:] = [row.temperature for row in rows]
+        floor[:] = [math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]
+        rounding[:] = _ROUNDING / temperature
+        return cls(on_device(torch.from_numpy(table), device))
+
+    def at(self, rows: Tensor) -> "DrawSettings":
+        """Those of some rows."""
+        return DrawSettings(self._table[:, rows])
