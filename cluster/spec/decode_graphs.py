@@ -18,9 +18,7 @@ def why_unrecorded(config: DeployConfig, pool: PoolConfig) -> str:
         return "attention by flash_attn"
     if parallel.pp > 1:
         return "pipeline stages"
-    if parallel.dp > 1:
-        return "ranks with requests of their own"
-    if parallel.tp == 1:
+    if parallel.tp == parallel.dp == 1:
         return ""
     # What goes through the host in the middle of a step cannot be replayed.
     if resources.collectives is Collectives.TCP:

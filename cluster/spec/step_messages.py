@@ -93,6 +93,8 @@ class StepPlan(Tagged, frozen=True):
     """Tokens of every attention shard, by dp * cp_size + cp; empty where dp is 1."""
     last_shard_lens: list[int] = []
     """The same in the last layer."""
+    is_decode: bool = False
+    """Where dp is over 1: in the whole step every row is one token that is drawn from, and waits for no pages."""
 
 
 class DropSend(Tagged, frozen=True):

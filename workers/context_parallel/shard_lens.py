@@ -45,12 +45,17 @@ def with_shard_lens(plans: Sequence[StepPlan], cp: int) -> list[StepPlan]:
         return list(plans)
     lens = [_lens_of_plan(plan, cp) for plan in plans]
     every, last = ([count for of_rank in counts for count in of_rank] for counts in zip(*lens, strict=True))
-    return [replace(plan, shard_lens=every, last_shard_lens=last) for plan in plans]
+    is_decode = all(map(_is_decode, plans))
+    return [replace(plan, shard_lens=every, last_shard_lens=last, is_decode=is_decode) for plan in plans]
 
 
 def idle_plan() -> StepPlan:
     """For a DP rank that only takes part in what others compute."""
     return StepPlan(step=0, strategy=Strategy.NONE, admits=[], rows=[], releases=[])
+
+
+def _is_decode(plan: StepPlan) -> bool:
+    return plan.fill is None and all(len(row.token_ids) == 1 and row.samples and not row.targets for row in plan.rows)
 
 
 def _lens_of_plan(plan: StepPlan, cp: int) -> ShardLens:

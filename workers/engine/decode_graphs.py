@@ -37,18 +37,21 @@ class DecodeGraphs:
             self._failure = "recording failed"
             self._steps.clear()
 
-    def run(self, rows: Sequence[BatchRow], followed: Followed | None = None) -> Tensor | None:
-        """Final hidden states ``[rows, hidden]``, valid until the next call; None where it cannot be replayed."""
-        reason = self._failure or self._misfit(rows)
+    def run(self, rows: Sequence[BatchRow], followed: Followed | None = None, most_rows: int = 0) -> Tensor | None:
+        """Final hidden states ``[rows, hidden]``, valid until the next call; None where it cannot be replayed.
+
+        most_rows: of any DP rank. All call this at once, with one answer, and with rows of decode alone.
+        """
+        num_rows = max(len(rows), most_rows)
+        reason = self._failure or self._misfit(rows, num_rows)
         self.counts[reason or REPLAYED] += 1
         if reason:
             return None
-        size = min(size for size in self._steps if size >= len(rows))
+        size = min(size for size in self._steps if size >= num_rows)
         return self._steps[size].run(rows, followed)
 
     def _record(self, model: DecoderModel, record: Record, most_requests: int) -> bool:
-        """Whether all TP ranks could: where one sums in another way than the others, they would wait for each other."""
-        tp = model.groups.tp
+        """Whether all ranks could: if one met the others in another way than they do, each would wait."""
         # The largest first, whose memory the others share.
         for size in reversed(batch_sizes(most_requests)):
             problem = ""
@@ -56,15 +59,18 @@ class DecodeGraphs:
                 self._steps[size] = _RecordedStep(model, self._pool, size, record)
             except RecordingError as error:
                 problem = str(error)
-            if tp.all_reduce(torch.tensor([float(bool(problem))], device=model.device)).item():
+            num_failed = torch.tensor([float(bool(problem))], device=model.device)
+            for group in (model.groups.tp, model.groups.dp):
+                group.all_reduce(num_failed)
+            if num_failed.item():
                 _log.warning("decode steps are not replayed: %s", problem or "another rank cannot record them")
                 return False
         return True
 
-    def _misfit(self, rows: Sequence[BatchRow]) -> str:
+    def _misfit(self, rows: Sequence[BatchRow], num_rows: int) -> str:
         if any(len(row.token_ids) != 1 or not row.sampled or row.scored for row in rows):
             return "prompt tokens"
-        return "" if len(rows) <= max(self._steps) else "more requests than recorded"
+        return "" if num_rows <= max(self._steps) else "more requests than recorded"
 
 
 class _RecordedStep:
@@ -79,7 +85,8 @@ class _RecordedStep:
         self._attention = DecodeAttention(size, most_pages, pool.page_size, config.num_kv_heads, query, device)
         self._inputs = torch.zeros(4, size, dtype=torch.int64, device=device)
         token_ids, positions, slots, is_request = self._inputs
-        context = _DecodeContext(pool, slots, self._attention)
+        dp = model.groups.parallel.dp
+        context = _DecodeContext(pool, slots, self._attention, (size,) * dp if dp > 1 else None)
 
         def compute() -> Tensor:
             if model.config.moe is not None:
@@ -128,11 +135,10 @@ class _DecodeContext:
     kv_first = False
     counted: Tensor | None = None
     wanted: Tensor | None = None
-    lens: Lens = None
-    last_lens: Lens = None
 
-    def __init__(self, pool: PagePool, slots: Tensor, attention: DecodeAttention) -> None:
+    def __init__(self, pool: PagePool, slots: Tensor, attention: DecodeAttention, lens: Lens) -> None:
         self._pool, self._slots, self._attention = pool, slots, attention
+        self.lens = self.last_lens = lens
 
     @property
     def last(self) -> "_DecodeContext":

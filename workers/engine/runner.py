@@ -166,7 +166,8 @@ class ModelRunner:
     def record_decode(self, most_requests: int, record: Record) -> None:
         """Record decode steps of up to so many requests on this rank's GPU, to be replayed from now on.
 
-        Every rank of the replica calls this; for one stage without context parallelism.
+        Every rank of the replica calls this; for one stage without context parallelism. With DP ranks all replay steps
+        of one size at once.
         """
         assert self._cp_group.size == 1, "decode has no context parallelism"
         assert not self._pipeline.links, "a stage waits for others in the middle of a step"
@@ -262,10 +263,16 @@ class ModelRunner:
 
     def _replay(self, plan: StepPlan, rows: Sequence[BatchRow], followed: Followed | None) -> torch.Tensor | None:
         """Final hidden states of a recorded step; None for one that is to be computed."""
-        reason = "layers on their way" if self._graphs is not None and plan.fill is not None else self.why_unrecorded
+        reason = self.why_unrecorded
+        if self._graphs is not None and plan.fill is not None:
+            reason = "layers on their way"
+        elif self._graphs is not None and plan.shard_lens and not plan.is_decode:
+            reason = "prompt tokens"  # of whatever DP rank
         if reason:
             self._unrecorded[reason] += 1
-        return self._graphs.run(rows, followed) if self._graphs is not None and not reason else None
+        if self._graphs is None or reason:
+            return None
+        return self._graphs.run(rows, followed, max(plan.shard_lens, default=0))
 
     def _compute(
         self,

@@ -14,8 +14,9 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.exchanges import all_to_all, exchange_counts
 from workers.parallel.model_groups import ModelGroups
 
-FEW_TOKENS = 1024
-"""Up to so many that all ranks have take one sum: beginning several exchanges would take longer than their rows."""
+FEW_TOKENS = 4096
+"""Up to so many of all shards are gathered: to begin several exchanges, with the counts that the host waits for, takes
+longer than their rows."""
 Compute = Callable[[Routed], Tensor]
 """The terms ``[tokens, hidden]`` that the experts of this rank add for some tokens."""
 
@@ -94,7 +95,7 @@ class CheaperDispatcher:
     def run(self, routed: Routed, lens: Lens, compute: Compute) -> Tensor:
         """See Dispatcher."""
         own = None if lens is None else [lens[shard] for shard in self._shards]
-        if own is None and len(routed.hidden) <= FEW_TOKENS:
+        if (len(routed.hidden) if own is None else sum(own)) <= FEW_TOKENS:
             return self._ways[MoeDispatch.GATHER].run(routed, lens, compute)
         return self._ways[fewer_rows(self._shape, own)].run(routed, lens, compute)
 

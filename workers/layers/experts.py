@@ -14,9 +14,9 @@ from workers.layers.gated_mlp import gated
 from workers.layers.matmul import multiply
 from workers.models.config import ExpertNames
 
-FEW_CHOICES = 16_384
-"""Up to so many, rows are kept for all, wherever their experts are, so that nobody waits for a count: 64 MiB for hidden
-states of 2,048."""
+FEW_CHOICES = 32_768
+"""Up to so many, rows are kept for all, wherever their experts are, so that nobody waits for a count: 128 MiB for
+hidden states of 2,048."""
 
 
 class Experts(nn.Module):

@@ -17,11 +17,11 @@ from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import Row, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy, Passing, Strategy
-from cluster.spec.tiers import PagesMoved, TierState
+from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierState
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
 from tests.fakes.rows import tier_state
-from workers.context_parallel.shard_lens import Extend, lens_of
+from workers.context_parallel.shard_lens import Extend, idle_plan, lens_of, with_shard_lens
 from workers.context_parallel.shard_plan import make_shard_plan
 from workers.scheduler.replica_leader import ReplicaLeader
 
@@ -304,3 +304,26 @@ def test_lengths_are_those_that_ranks_derive(
         copies = cp if plan.replicated else 1
         assert sum(lens.last) == copies * sum(row.samples for row in rows)
         assert all(last <= every for every, last in zip(*lens, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("row", "is_decode"),
+    [({}, True), ({"token_ids": [1, 2]}, False), ({"samples": False}, False), ({"targets": [3]}, False)],
+    ids=str,
+)
+def test_a_step_is_decode_where_that_of_every_dp_rank_is(row: dict[str, Any], is_decode: bool) -> None:
+    """Else some would replay what they recorded, and the others meet them otherwise."""
+    usual: dict[str, Any] = {"first_position": 4, "token_ids": [1], "new_pages": [], "samples": True}
+    plans = [
+        StepPlan(
+            step=1,
+            strategy=Strategy.NONE,
+            admits=[],
+            rows=[Row(room=Room(room), output_position=1, **(usual | more))],
+            releases=[],
+        )
+        for room, more in enumerate([{}, row])
+    ]
+    assert [plan.is_decode for plan in with_shard_lens([*plans, idle_plan()], 1)] == [is_decode] * 3
+    filled = replace(plans[0], fill=MovePages(number=1, kind=MoveKind.LOAD, pages=[]))
+    assert not any(plan.is_decode for plan in with_shard_lens([plans[0], filled], 1))

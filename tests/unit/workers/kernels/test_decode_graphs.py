@@ -1,27 +1,32 @@
 """Recorded decode steps against the usual way; a stand-in for CUDA graphs computes again at each replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cluster.spec.config import ParallelConfig
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.strategy import MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.thread_group import on_thread_ranks
+from tests.fakes.thread_layout import on_thread_layout
 from workers import kernel_devices
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
+from workers.engine import decode_graphs
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import Followed
@@ -32,7 +37,7 @@ from workers.engine.weights import load_model
 from workers.layers.experts import Experts
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
-from workers.parallel.model_groups import ModelGroups
+from workers.parallel.model_groups import ModelGroups, Part
 
 
 def record(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -144,6 +149,65 @@ def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:
     graphs = DecodeGraphs(model, pool, 2, fail)
     assert graphs.run([BatchRow([1], 0, [0], True)]) is None
     assert graphs.counts == {"recording failed": 1}
+
+
+class PlainDecode:
+    """DecodeAttention by torch alone: ranks that are threads cannot interpret kernels at once."""
+
+    def __init__(self, *sizes: Any) -> None:
+        _, _, self._page_size, *_ = sizes
+
+    def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
+        self._runs = [Run(request, int(length) - 1, 1, 1) for request, length in enumerate(num_keys)]
+        self._tables = [torch.from_numpy(table) for table in tables]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return TorchAttention().prepare(self._runs, self._tables, self._page_size).attend(query, keys, values).out
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(dp=2, tp=2)], ids=str)
+def test_dp_ranks_replay_steps_of_one_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, parallel: ParallelConfig
+) -> None:
+    """One has three requests and the other one, then none: each gets what a rank alone computes."""
+    monkeypatch.setattr(decode_graphs, "DecodeAttention", PlainDecode)
+    folder = make_checkpoint(tmp_path, family)
+    three = [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)]
+    by_rank = [[three, three[:1]], [[BatchRow([11], 5, [0, 3], True)], []]]
+
+    def pool_of(model: DecoderModel, tp: Part) -> PagePool:
+        """With the heads of a rank of what all have."""
+        config = model.config
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(
+            7, config.num_kv_heads * tp.size, config.num_layers, 2, 4, config.head_dim, generator=generator
+        )
+        pool = PagePool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+        pool.data.copy_(whole.chunk(tp.size, dim=1)[tp.rank].reshape(pool.data.shape))
+        return pool
+
+    def replay(groups: ModelGroups) -> list[Tensor]:
+        model = load_model(folder, groups=groups)
+        pool = pool_of(model, Part(groups.tp.rank, groups.tp.size))
+        graphs = DecodeGraphs(model, pool, 4, record)
+        hidden = []
+        for step in (0, 1):
+            rows = by_rank[groups.position.dp][step]
+            found = graphs.run(rows, None, max(len(steps[step]) for steps in by_rank))
+            assert found is not None
+            hidden.append(found.clone())
+        assert graphs.run(three[:1], None, 5) is None, "another rank has more requests than recorded"
+        assert graphs.counts == {REPLAYED: 2, "more requests than recorded": 1}
+        return hidden
+
+    with torch.inference_mode():
+        found = on_thread_layout(parallel, torch.inference_mode()(replay))
+        alone = load_model(folder)
+        for rank, hidden in enumerate(found):
+            pool = pool_of(alone, Part(0, 1))
+            for rows, of_step in zip(by_rank[rank // parallel.tp], hidden, strict=True):
+                torch.testing.assert_close(of_step, usual(alone, pool, rows), atol=1e-4, rtol=1e-4)
 
 
 def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> None:

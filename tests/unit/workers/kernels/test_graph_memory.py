@@ -220,7 +220,8 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
         ({}, ""),
         ({"resources": {"device": "cuda", "attention": "flash_attn"}}, "attention by flash_attn"),
         ({"decode": {"parallel": {"pp": 2}}}, "pipeline stages"),
-        ({"decode": {"parallel": {"dp": 2}}}, "ranks with requests of their own"),
+        ({"decode": {"parallel": {"dp": 2}}}, ""),
+        ({"decode": {"parallel": {"dp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
         ({"decode": {"parallel": {"tp": 2}}}, ""),
         ({"decode": {"parallel": {"tp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
         (
