@@ -29,6 +29,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def moment_on(device: torch.device) -> torch.cuda.Event | None:
+    """After everything that this thread has started on a GPU so far; None for a CPU, which is there."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
 class Arriving:
     """Tensors on their way to the host, from now on: what is started later does not hold them up."""
 

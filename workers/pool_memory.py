@@ -71,7 +71,10 @@ def _measure(
     memory = measure_memory(model.device, spec.config.kv.memory_fraction, run_largest_step)
     if make_record is None:
         return memory
-    runner.record_decode(pool_config.max_requests, make_record())
+    try:
+        runner.record_decode(pool_config.max_requests, make_record())
+    finally:
+        runner.drop_graphs()
     return replace(memory, graphs=runner.graph_bytes / GIB)
 
 

@@ -104,7 +104,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         model_config.check_cut(spec.pool.parallel, f"{spec.role}.parallel")
         groups = join_groups(spec, store, model_config)
         on_failure.callback(groups.leave)
-        rank = _load(spec, folder, model_config, device, groups, store)
+        rank = _load(spec, folder, model_config, device, groups, store, on_failure)
         on_failure.pop_all()
     return rank
 
@@ -116,6 +116,7 @@ def _load(
     device: torch.device,
     groups: RankGroups,
     store: ReplicaStore,
+    on_failure: ExitStack,
 ) -> Rank:
     config = spec.config
     draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
@@ -140,6 +141,7 @@ def _load(
     host_pages = _make_host_pages(spec, layout, pool)
     pinned = PinnedMemory(_copied_memory(regions, host_pages) if on_gpu else [])
     runner = _make_runner(spec, model, pool, attention.backend, groups, grammars, staging, host_pages)
+    on_failure.callback(runner.drop_graphs)
     if make_record is not None:
         runner.record_decode(config.decode.max_requests, make_record())
         _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)

@@ -1,5 +1,6 @@
 """The steps that one rank has begun and not ended; one at most, where its device does not go on by itself."""
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -21,7 +22,7 @@ class EndedStep(NamedTuple):
     plan: StepPlan
     sampled: Mapping[Room, Sampled]
     seconds: float
-    """Since it was begun."""
+    """Since it was begun, and the one before it had ended."""
 
 
 class RankSteps:
@@ -30,6 +31,7 @@ class RankSteps:
     def __init__(self, rank: Rank, sender: KvSender, mover: Mover, clock: Clock, turns: Turns) -> None:
         self._rank, self._sender, self._mover, self._clock, self._turns = rank, sender, mover, clock, turns
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
+        self._ended_s = -math.inf
 
     @property
     def num_begun(self) -> int:
@@ -55,4 +57,5 @@ class RankSteps:
         sampled = step.wait()
         self._sender.after_step(plan, step.requests)
         self._turns.at(BETWEEN_STEPS)
-        return EndedStep(plan, sampled, self._clock.now_s() - start_s)
+        start_s, self._ended_s = max(start_s, self._ended_s), self._clock.now_s()
+        return EndedStep(plan, sampled, self._ended_s - start_s)

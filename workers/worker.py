@@ -105,6 +105,7 @@ class Worker:
                     raise self._failure
         except BaseException:
             # Peers that wait for this rank in a collective end now, instead of after its timeout.
+            self._rank.runner.drop_graphs()
             self._rank.groups.leave()
             raise
         finally:
@@ -160,7 +161,8 @@ class Worker:
                     work.count(ended.seconds)
                     if rank.runner.draws and ended.plan.rows:
                         leader.commit(self.spec.coords.dp, ended.sampled, self._clock.now_s())
-                if told := work.next(self._clock.now_s(), is_idle=not leader.has_work()):
+                is_idle = steps.num_begun == 0 and not leader.has_work()
+                if told := work.next(self._clock.now_s(), is_idle=is_idle):
                     leader.on_message(told, self._clock.now_s())
                 if self._clock.now_s() >= load_due_s or not leader.has_work():
                     was_draining, self._load = self._load.draining, self._whole_load(leader.load(), meter, rank)

@@ -12,6 +12,7 @@ from torch import Tensor
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import Row
+from workers.cache.layer_arrivals import Moment
 from workers.device import on_device
 from workers.engine.known_request import KnownRequest
 from workers.engine.sampler import Draws
@@ -68,7 +69,14 @@ class BegunStep(NamedTuple):
     requests: Mapping[Room, KnownRequest]
     """Those in it, as they were: the next step may have forgotten some before this one ends."""
     drawn: Drawn
+    end: Moment = None
 
     def wait(self) -> dict[Room, Sampled]:
-        """The token of every sampled row on the rank that draws, and nothing on the others; once."""
-        return self.drawn.wait()
+        """The token of every sampled row on the rank that draws, and nothing on the others; once.
+
+        The step is over then: nothing of it has yet to be written to pages.
+        """
+        sampled = self.drawn.wait()
+        if self.end is not None:
+            self.end.synchronize()
+        return sampled

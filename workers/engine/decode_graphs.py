@@ -1,6 +1,7 @@
 """Decode steps that are recorded once for some batch sizes and replayed, which takes the host next to no time."""
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,7 +17,9 @@ from workers.cache.page_pool import PagePool
 from workers.engine.batch import BatchRow
 from workers.engine.begun_step import Followed
 from workers.engine.gpu_recorder import Record, RecordingError
+from workers.expert_parallel.dispatcher import FEW_TOKENS
 from workers.expert_parallel.sharing import Lens
+from workers.layers.experts import FEW_CHOICES
 from workers.models.decoder import DecoderModel
 
 REPLAYED = "replayed"
@@ -33,9 +36,18 @@ class DecodeGraphs:
         self._pool = pool
         self._steps: dict[int, _RecordedStep] = {}
         self._failure = _why_unrecorded(model)
-        if not self._failure and not self._record(model, record, most_requests):
-            self._failure = "recording failed"
-            self._steps.clear()
+        try:
+            if not self._failure and not self._record(model, record, most_requests):
+                self._failure = "recording failed"
+                self._steps.clear()
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Forget what was recorded."""
+        self._failure = "dropped"
+        self._steps.clear()
 
     def run(self, rows: Sequence[BatchRow], followed: Followed | None = None, most_rows: int = 0) -> Tensor | None:
         """Final hidden states ``[rows, hidden]``, valid until the next call; None where it cannot be replayed.
@@ -53,7 +65,7 @@ class DecodeGraphs:
     def _record(self, model: DecoderModel, record: Record, most_requests: int) -> bool:
         """Whether all ranks could: if one met the others in another way than they do, each would wait."""
         # The largest first, whose memory the others share.
-        for size in reversed(batch_sizes(most_requests)):
+        for size in reversed(batch_sizes(min(most_requests, _most_requests(model)))):
             problem = ""
             try:
                 self._steps[size] = _RecordedStep(model, self._pool, size, record)
@@ -120,6 +132,14 @@ class _RecordedStep:
         # From where a GPU reads it: the host goes on at once, and torch keeps the memory until then.
         self._inputs.copy_(on_host, non_blocking=True)
         self._attention.fill(positions + 1, tables)
+
+
+def _most_requests(model: DecoderModel) -> int:
+    """Of a DP rank, whose tokens come to their experts without counts that the host waits for."""
+    moe = model.config.moe
+    if moe is None:
+        return sys.maxsize
+    return max(1, min(FEW_TOKENS, FEW_CHOICES // moe.num_chosen) // model.groups.parallel.dp)
 
 
 def _why_unrecorded(model: DecoderModel) -> str:

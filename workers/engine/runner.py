@@ -26,7 +26,7 @@ from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
-from workers.device import synchronize
+from workers.device import moment_on, synchronize
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import BegunStep, Drawn, Followed
@@ -180,6 +180,11 @@ class ModelRunner:
 
         self.graph_bytes = bytes_kept_by(self._model.device, make_graphs)
 
+    def drop_graphs(self) -> None:
+        """Compute every step from now on. A group whose sums are recorded can only be left without them."""
+        if self._graphs is not None:
+            self._graphs.drop()
+
     @property
     def graph_steps(self) -> dict[str, int]:
         """Steps replayed, and those that were not, by reason; empty where none are to be recorded."""
@@ -223,7 +228,9 @@ class ModelRunner:
         if (plan.saves or plan.loads) and not is_awaited:
             # Nobody waits for a token, so the step ends here; it is computed where every rank has ended its copies.
             synchronize(self._model.device)
-        return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn)
+        # What is drawn arrives behind everything else.
+        end = moment_on(self._model.device) if drawn.draws is None else None
+        return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn, end)
 
     def _take_notice(self, plan: StepPlan) -> None:
         for room in plan.releases:
@@ -255,6 +262,9 @@ class ModelRunner:
             # Before the ranks meet for logits, so that the leader's end of a step is the end of everybody's copies.
             self._host_pages.finish()
         sampled = [row for row in plan.rows if row.samples]
+        if not sampled:
+            # No rank meets the others for logits: so that the leader's end of a step is the end of everybody's writes.
+            self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
         if not sampled or self._cp_group.rank > 0:
             return Drawn()
         logits = self._model.logits(last)

@@ -1,6 +1,7 @@
 """Collectives of GPUs. What is started runs on a stream of its own; waiting holds up the stream, not the host."""
 
 from datetime import timedelta
+from threading import Thread
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from workers.parallel.collectives import Done, Work
 from workers.parallel.symmetric_memory import SmallSums
 from workers.parallel.torch_group import TorchGroup
+
+LEAVE_S = 10.0
+"""Longest wait for the end of what is under way; the process ends soon, and all of it with that."""
 
 
 class NcclBackend(TorchGroup):
@@ -43,10 +47,15 @@ class NcclBackend(TorchGroup):
         return work or Done()  # none where nothing was moved
 
     def leave(self) -> None:
-        """End also what is under way."""
+        """End also what is under way.
+
+        NCCL waits without end for graphs that hold what they recorded of a group, and may do so for other groups.
+        """
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            aborting = Thread(target=group.abort, name="abort", daemon=True)
+            aborting.start()
+            aborting.join(LEAVE_S)
         sums, self._sums = self._sums, None
         if sums is not None:
             sums.leave()

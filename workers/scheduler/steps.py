@@ -224,7 +224,8 @@ class StepScheduler:
         self, able: list[Sequence], turns: Mapping[Room, Turn], budget: Budget, *, is_alone: bool
     ) -> Iterator[tuple[Sequence, float]]:
         """Of those of like length the oldest that has its pages or can have them, each with its share of the step."""
-        oldest_first = sorted(able, key=lambda sequence: sequence.arrival)
+        share = self._oldest_share
+        oldest_first = sorted(able if share else (), key=lambda sequence: sequence.arrival)
         lengths = dict.fromkeys(turns[sequence.room].length for sequence in oldest_first)
         for length in lengths:
             for sequence in oldest_first:
@@ -232,8 +233,15 @@ class StepScheduler:
                     continue
                 if sequence.pages or self._holders.start(sequence, is_alone=is_alone):
                     if not sequence.is_restoring:
-                        yield sequence, self._limits.oldest_share / len(lengths)
+                        yield sequence, share / len(lengths)
                     break
+
+    @property
+    def _oldest_share(self) -> float:
+        """Of this step. Prompts that have no room beside each other take turns: the oldest has every other step."""
+        if self._limits.most_seen is None:
+            return self._limits.oldest_share
+        return 0.0 if self._step % 2 else min(2 * self._limits.oldest_share, 1.0)
 
     def _who_computes(self, sequence: Sequence, coming: Mapping[bytes, Sequence], *, is_alone: bool) -> Sequence | None:
         """Who gets the tokens of a sequence's turn; nobody if it lacks pages."""

@@ -1,5 +1,6 @@
 """NCCL against the binding that torch gives every one of its process groups; no GPU is needed."""
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
+from workers.parallel import nccl
 from workers.parallel.collectives import CollectiveError, Communicator
 from workers.parallel.nccl import NcclBackend
 
@@ -118,8 +120,8 @@ def test_a_shift_that_fails_leaves_no_call_open(group: Group, monkeypatch: pytes
 
 def test_small_sums_go_another_way_where_there_is_one(group: Group) -> None:
     sums: Any = Sums(group.calls)
-    nccl = NcclBackend(HashStore(), RANK, SIZE, timedelta(seconds=5), sums)
-    communicator = Communicator("ring", RANK, SIZE, nccl)
+    backend = NcclBackend(HashStore(), RANK, SIZE, timedelta(seconds=5), sums)
+    communicator = Communicator("ring", RANK, SIZE, backend)
     communicator.all_reduce(torch.zeros(2, 2))
     assert communicator.received_bytes == 7
     communicator.all_reduce(torch.zeros(5))
@@ -131,3 +133,12 @@ def test_small_sums_go_another_way_where_there_is_one(group: Group) -> None:
 def test_without_one_all_sums_are_of_nccl(group: Group) -> None:
     make_communicator().all_reduce(torch.zeros(4))
     assert group.calls == [("allreduce", 4)]
+
+
+def test_what_never_ends_is_left_alone(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a recorded sum is still held, or another group's kernel waits for a dead rank."""
+    released = threading.Event()
+    monkeypatch.setattr(nccl, "LEAVE_S", 0.05)
+    monkeypatch.setattr(group, "abort", released.wait)
+    make_communicator().destroy()
+    released.set()

@@ -108,3 +108,10 @@ def test_the_oldest_step_ends_first_while_the_next_one_is_begun(parts: FakeParts
         ("computed pages leave", 3),
         ("computed pages leave", 4),
     ]
+
+
+def test_time_that_two_steps_were_under_way_counts_once(steps: RankSteps) -> None:
+    """The clock goes on by a second at each look."""
+    steps.begin(plan_of(3))
+    steps.begin(plan_of(4))
+    assert [steps.end().seconds, steps.end().seconds] == [2.0, 1.0]

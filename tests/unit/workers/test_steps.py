@@ -108,6 +108,7 @@ class Ranks:
     num_slots=st.integers(0, 12),
     stops=st.sampled_from([range(0), range(0, 1009, 5)]),
     penalty=st.sampled_from([0.0, 0.0, 1.0]),
+    most_seen=st.sampled_from([None, 12]),
 )
 def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     prompts: list[list[int]],
@@ -121,11 +122,12 @@ def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     num_slots: int,
     stops: range,
     penalty: float,
+    most_seen: int | None,
 ) -> None:
     """Every third request looks back where there is a penalty."""
     depth = 2 if runs_ahead else depth
     allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
-    limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth, runs_ahead=runs_ahead)
+    limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth, runs_ahead=runs_ahead, most_seen=most_seen)
     # Several stages, which have no order of copies among each other, keep nothing.
     keeper = HostKeeper(num_slots if runs_ahead or depth == 1 else 0)
     steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper)
@@ -280,3 +282,23 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
     assert fourth is not None
     assert [(row.room, row.token_ids) for row in fourth.rows] == [(1, [5])]
     assert not steps.has_work()
+
+
+def test_prompts_without_room_beside_each_other_take_turns() -> None:
+    """The urgent one, which comes late, has every other step, and so has the one that was there."""
+    limits = StepLimits(PAGE_SIZE, 8, 8, most_seen=64)
+    allocator = PageAllocator(64)
+    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
+    steps.add(sequence(0, [1] * 64, 1, priority=1))
+    computed: list[dict[int, int]] = []
+    for step in range(16):
+        if step == 3:
+            steps.add(sequence(1, [2] * 64, 1))
+        plan = steps.next_plan()
+        assert plan is not None
+        computed.append({int(row.room): len(row.token_ids) for row in plan.rows})
+        assert sum(row.first_position + len(row.token_ids) for row in plan.rows) <= 64
+        for ended in steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.rows if row.samples}):
+            allocator.free(steps.remove(ended.room))
+    both = [{1: 8}, {0: 4, 1: 4}] * 2
+    assert computed == [{0: 8}] * 3 + both + [{1: 8}, {0: 8}] * 4 + [{1: 8}]

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +108,28 @@ def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.M
     one.record_decode(8, gpu.make_record())
     assert one.graph_bytes == len(SIZES) * GRAPH
     assert gpu.used + ACTIVATIONS == 0.9 * TOTAL
+
+
+def test_what_was_recorded_is_gone_before_an_error_is_told(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups whose sums are in graphs could not be left, and nobody would read why."""
+    gpu = FakeGpu(monkeypatch)
+    with pytest.raises(UserError) as too_large:
+        ask(worker({"kv": {"memory_gib": 80}}), model, gpu.make_record)
+    assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, too_large
+
+    def fail_at_last(record: Record, countdown: Iterator[int]) -> Record:
+        def record_some(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+            if not next(countdown):
+                raise torch.OutOfMemoryError("in a step that is not recorded yet")
+            return record(compute)
+
+        return record_some
+
+    with pytest.raises(torch.OutOfMemoryError) as no_memory:
+        ask(worker({}), model, lambda: fail_at_last(gpu.make_record(), iter([2, 1, 0])))
+    assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, no_memory
 
 
 def test_without_graphs_pages_take_their_part(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:

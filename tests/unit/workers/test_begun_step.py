@@ -1,0 +1,81 @@
+"""When a step is over, on a device that goes on by itself; moments are noted, no GPU is needed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.spec.ids import Room
+from cluster.spec.sampling import Sampling
+from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.strategy import Strategy
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.thread_group import on_thread_ranks
+from workers.attention.torch_backend import TorchAttention
+from workers.cache.page_pool import PagePool
+from workers.engine import runner as runner_module
+from workers.engine.runner import ModelRunner
+from workers.engine.weights import load_model
+from workers.parallel.collectives import Communicator
+from workers.parallel.model_groups import ModelGroups
+
+
+class Moments:
+    """Those of a GPU's stream, which has computed a step when somebody has waited for one after it."""
+
+    def __init__(self) -> None:
+        self.num_awaited = 0
+
+    def on(self, device: torch.device) -> "Moments":
+        del device
+        return self
+
+    def synchronize(self) -> None:
+        self.num_awaited += 1
+
+
+def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
+    model = load_model(folder, groups=ModelGroups.of_tp(tp))
+    config = model.config
+    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    return ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
+
+
+def plan_of(*, samples: bool) -> StepPlan:
+    admit = Admit(room=Room(1), prompt_len=9, owner_base=0, sampling=Sampling(), target=None)
+    row = Row(room=Room(1), first_position=0, token_ids=[1, 2, 3], new_pages=[0], samples=samples, output_position=0)
+    return StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], rows=[row], releases=[])
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_step_is_over_when_its_writes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, samples: bool) -> None:
+    """Else pages would be given to a peer while it still writes to them. What is drawn comes behind all writes."""
+    moments = Moments()
+    monkeypatch.setattr(runner_module, "moment_on", moments.on)
+    begun = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp")).begin(plan_of(samples=samples))
+    assert moments.num_awaited == 0
+    assert len(begun.wait()) == samples
+    assert moments.num_awaited == (not samples)
+
+
+def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without samples the last layer has no sums: a rank could still write when the leader takes the step for over."""
+    folder = make_checkpoint(tmp_path, "llama")
+
+    def compute(tp: Communicator) -> list[bool]:
+        runner = runner_of(folder, tp)
+        runner._pool.data.zero_()
+        had_written, meet = [], tp.all_reduce
+
+        def all_reduce(tensor: Tensor) -> Tensor:
+            had_written.append(bool(runner._pool.data[:, :, -1].any()))
+            return meet(tensor)
+
+        monkeypatch.setattr(tp, "all_reduce", all_reduce)
+        runner.begin(plan_of(samples=False)).wait()
+        return had_written
+
+    for had_written in on_thread_ranks(2, compute):
+        assert not had_written[0]
+        assert had_written[-1]
