@@ -1,7 +1,6 @@
 """Attention by the flash_attn package, for the calls that it can do; the others go to the Triton backend."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -58,27 +57,28 @@ class FlashAttention:
         return self._triton.prepare_rows(query_runs, key_runs)
 
 
-@dataclass(frozen=True, slots=True)
 class _Ranges:
     """Queries and keys of each run; causal ones end with the same token."""
 
-    num_queries: Sequence[int]
-    num_keys: Sequence[int]
-    is_causal: bool
+    def __init__(self, num_queries: Sequence[int], num_keys: Sequence[int], *, is_causal: bool) -> None:
+        self.num_keys = sum(num_keys)
+        self._most = max(num_queries), max(num_keys)
+        self._is_causal = is_causal
+        # Also where a GPU is the default device, as in calibration: only memory of the host can be pinned.
+        self._ends = [
+            torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cpu") for lens in (num_queries, num_keys)
+        ]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, tables: Tensor | None = None) -> Partial:
-        ends = [
-            on_device(torch.tensor([0, *accumulate(lens)], dtype=torch.int32), query.device)
-            for lens in (self.num_queries, self.num_keys)
-        ]
+        if self._ends[0].device != query.device:  # in the first layer
+            self._ends = [on_device(ends, query.device) for ends in self._ends]
         out, lse, _ = flash_attn_varlen_func(
             query,
             key,
             value,
-            *ends,
-            max(self.num_queries),
-            max(self.num_keys),
-            causal=self.is_causal,
+            *self._ends,
+            *self._most,
+            causal=self._is_causal,
             block_table=tables,
             return_attn_probs=True,
         )
@@ -104,5 +104,5 @@ class _FlashRows:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
         """See RowAttention."""
-        num_keys = sum(self._ranges.num_keys)
+        num_keys = self._ranges.num_keys
         return self._ranges.attend(query, key[:num_keys], value[:num_keys])

@@ -104,7 +104,7 @@ class StepBatch:
     def sampled_rows(self) -> Tensor:
         """Int64 rows of the sampled tokens that this rank computes."""
         offsets = [sample.owner.offset for sample in self._samples]
-        return on_device(torch.tensor(offsets, dtype=torch.int64), self.token_ids.device)
+        return on_device(torch.tensor(offsets, dtype=torch.int64, device="cpu"), self.token_ids.device)
 
     @property
     def _samples(self) -> list[Sample]:

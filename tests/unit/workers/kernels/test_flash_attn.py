@@ -80,6 +80,33 @@ def test_pages(backend: AttentionBackend, package: Package, case: PagedCase, cal
     assert package.calls - before == calls
 
 
+def test_a_default_device_is_left_alone(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank times itself under its GPU as the default; only what is made on the host can be sent without a wait."""
+    from workers.attention import flash_attn_backend
+
+    sent: list[Tensor] = []
+
+    def on_device(on_cpu: Tensor, _: torch.device) -> Tensor:
+        assert on_cpu.device.type == "cpu"
+        sent.append(on_cpu.to("meta"))
+        return sent[-1]
+
+    def varlen(query: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, Tensor, None]:
+        _key, _value, *ends, most_queries, most_keys = rest
+        assert [end is tensor for end, tensor in zip(ends, sent, strict=True)] == [True, True]
+        assert (most_queries, most_keys) == (37, 337)
+        return query, query.new_empty(query.shape[1::-1]), None
+
+    monkeypatch.setattr(flash_attn_backend, "on_device", on_device)
+    monkeypatch.setattr(flash_attn_backend, "flash_attn_varlen_func", varlen)
+    with torch.device("meta"):
+        step = backend.prepare([Run(0, 300, 37, 1)], [torch.full((2,), 7)], 256)
+        pages = torch.empty(8, 1, 256, 64)
+        for _ in range(3):
+            assert step.attend(torch.empty(37, 4, 64), pages, pages).lse.shape == (37, 4)
+    assert len(sent) == 2
+
+
 def test_own_rows_are_one_call(backend: AttentionBackend, package: Package) -> None:
     before = package.calls
     runs = [Run(0, 5, 7, 1), Run(0, 30, 4, 1), Run(1, 2, 1, 1)]
