@@ -46,7 +46,7 @@ class AttentionSetting(StrEnum):
     NATIVE = "native"
     """On a CPU, in bf16; norms, rotations and gates are then native too."""
     TORCH = "torch"
-    """On a CPU; the reference."""
+    """On any device; the reference. Slow on a GPU, which then records no decode steps."""
 
 
 class ModelConfig(Node):
@@ -289,7 +289,8 @@ class ResourcesConfig(Node):
     machine_memory_gib: MemoryGib | None = None
     """Memory of one machine, in GiB; what needs more is refused. By default, `baton up` asks its own machine."""
     attention: AttentionSetting = AttentionSetting.AUTO
-    """What computes attention; auto takes the fastest on the device, and the worker's log says which and why."""
+    """What computes attention; auto takes the fastest on the device, and the worker's log says which and why.
+    torch, for any device, is the reference."""
     collectives: Collectives = Collectives.AUTO
     """How the ranks of a replica exchange tensors: in shared memory where they share a host, or always over TCP."""
     symmetric_memory: Annotated[bool, Field(strict=True)] = False

@@ -14,8 +14,9 @@ def why_unrecorded(config: DeployConfig, pool: PoolConfig) -> str:
     resources, parallel = config.resources, pool.parallel
     if not _could_record(config, pool):
         return ""
-    if resources.attention is AttentionSetting.FLASH_ATTN:
-        return "attention by flash_attn"
+    if resources.attention in (AttentionSetting.FLASH_ATTN, AttentionSetting.TORCH):
+        # Recorded steps have kernels of their own, those of triton.
+        return f"attention by {resources.attention}"
     if parallel.pp > 1:
         return "pipeline stages"
     if parallel.tp == parallel.dp == 1:

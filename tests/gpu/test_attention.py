@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.fakes.kernel_cases import DTYPES, PagedCase, Wanted, check_paged, check_rows, compiled_cases
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import rank_pairs
+from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
@@ -21,6 +22,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compil
 @given(st.data())
 def test_pages(data: st.DataObject) -> None:
     check_paged(TritonAttention(), data.draw(compiled_cases(4097, data.draw(DTYPES))), "cuda")
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_pages_by_the_reference(data: st.DataObject) -> None:
+    check_paged(TorchAttention(), data.draw(compiled_cases(1025, torch.float32)), "cuda")
+
+
+@settings(max_examples=50)
+@given(rank_pairs())
+def test_rows_by_the_reference(case: tuple[list[Run], list[Run]]) -> None:
+    check_rows(TorchAttention(), case, 4, torch.float32, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.attention.plain import attend_plainly
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
 
@@ -24,7 +25,7 @@ def page_rows(tables: Tensor, num_heads: int) -> Tensor:
 
     In the pool's layout page and head strides are one, and so are slots and dims, so that copies are of whole rows.
     """
-    return tables[:, None] * num_heads + torch.arange(num_heads)[:, None]
+    return tables[:, None] * num_heads + torch.arange(num_heads, device=tables.device)[:, None]
 
 
 class _Kept(threading.local):
@@ -68,7 +69,12 @@ def _buffer(place: int, numel: int, like: Tensor) -> Tensor:
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Partial:
-    """Torch's kernel on ``[batch, heads, T or S, D]`` of any strides; query i sees keys 0..i when causal."""
+    """Torch's kernel on ``[batch, heads, T or S, D]`` of any strides; query i sees keys 0..i when causal.
+
+    It is for CPUs; elsewhere the same is computed without it.
+    """
+    if query.device.type != "cpu":
+        return attend_plainly(query, key, value, causal=causal, bias=bias)
     return Partial(
         *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias)
     )

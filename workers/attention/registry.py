@@ -2,6 +2,7 @@
 
 import logging
 from importlib import import_module
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ BACKENDS = {
     "torch": "workers.attention.torch_backend:TorchAttention",
     "triton": "workers.attention.triton.backend:TritonAttention",
 }
-_EVERYWHERE = {"cpu": ("torch",), "cuda": ("triton",)}
+_EVERYWHERE = {"cpu": ("torch",), "cuda": ("torch", "triton")}
 _IN_BF16 = {"cpu": ("native",), "cuda": ("flash_attn",)}
 
 _log = logging.getLogger(__name__)
@@ -62,9 +63,19 @@ def choose_backend(setting: AttentionSetting, device: torch.device, dtype: torch
         raise UserError(f"resources.attention: got native; {error}{error.mend and f'; {error.mend}'}") from error
 
 
+def _why_not_flash_attn(dtype: torch.dtype) -> str:
+    """Looks for the package only, since it is long in coming."""
+    if dtype != torch.bfloat16:
+        return "flash_attn is for bf16"
+    if find_spec("flash_attn") is None:
+        return "flash_attn is not installed"
+    return "flash_attn, which is installed, does only pages of multiples of 256 tokens, and whole runs"
+
+
 def _fastest(device: torch.device, dtype: torch.dtype) -> Choice:
     if device.type == "cuda":
-        return Choice("triton", load_backend("triton"), "it reads pages of any size where they lie")
+        why_not = _why_not_flash_attn(dtype)
+        return Choice("triton", load_backend("triton"), f"it reads pages of any size where they lie; {why_not}")
     if dtype != torch.bfloat16:
         return Choice("torch", load_backend("torch"), "the CPU, in fp32")
     try:

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from workers.attention.paged import PlacedRun, flash, gather_key_value, gather_pages, page_rows
 from workers.context_parallel.merge import Partial
 from workers.cpu import multiplies_bf16
+from workers.device import index_on, on_device
 
 BLOCK_SLOTS = 1 << 13
 """Keys copied out of the pages at once: they are used while the copy is still in a cache."""
@@ -45,10 +46,11 @@ class SingleBatch:
         lens = [item.run.first_position + 1 for item in items]
         num_keys = max(lens)
         tables = [page_tables[item.run.request][: -(-num // page_size)] for item, num in zip(items, lens, strict=True)]
-        beyond = torch.arange(num_keys) >= torch.tensor(lens)[:, None]
-        request, place = beyond.nonzero(as_tuple=True)
-        rows = torch.tensor([item.first_row for item in items])
-        return cls(rows, pad_sequence(tables, batch_first=True), num_keys, min(lens), beyond, (request, place))
+        padded = pad_sequence(tables, batch_first=True)
+        rows = index_on([item.first_row for item in items], padded.device)
+        beyond = torch.arange(num_keys, device="cpu") >= torch.tensor(lens, device="cpu")[:, None]
+        request, place = (on_device(of_tails, padded.device) for of_tails in beyond.nonzero(as_tuple=True))
+        return cls(rows, padded, num_keys, min(lens), on_device(beyond, padded.device), (request, place))
 
     def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
         """Fill this batch's rows of ``result``."""
@@ -57,7 +59,8 @@ class SingleBatch:
         is_short = self.tables.numel() * key_pages.shape[2] < min_slots
         # One query a kv head is where torch's own kernel is worst in bf16, also beside products that are slow.
         is_slow = query.dtype == torch.bfloat16 and folded.shape[2] > 1 and not multiplies_bf16()
-        attend = self._attend_flash if is_short or is_slow else self._attend_folded
+        is_elsewhere = query.device.type != "cpu"
+        attend = self._attend_flash if is_short or is_slow or is_elsewhere else self._attend_folded
         out, lse = attend(folded, key_pages, value_pages)
         result.out[self.rows] = out.flatten(1, 2).to(query.dtype)
         result.lse[self.rows] = lse.flatten(1, 2)
@@ -67,7 +70,7 @@ class SingleBatch:
         key, value = gather_key_value(rows, key_pages, value_pages)
         bias = None
         if len(self.tails[0]):
-            bias = torch.zeros(self.beyond.shape, dtype=query.dtype).masked_fill(self.beyond, -torch.inf)[:, None, None]
+            bias = query.new_zeros(self.beyond.shape).masked_fill_(self.beyond, -torch.inf)[:, None, None]
             self._clear_tails(key)
             self._clear_tails(value)
         return flash(query, key[:, :, : self.num_keys], value[:, :, : self.num_keys], bias=bias)
@@ -90,7 +93,7 @@ class SingleBatch:
         peak = scores.amax(-1, keepdim=True)
         exponentials = scores.sub_(peak).exp_()
         weight_sum, weights = exponentials.sum(-1, keepdim=True), exponentials.to(query.dtype)
-        out = torch.zeros(flat.shape, dtype=torch.float32)
+        out = flat.new_zeros(flat.shape, dtype=torch.float32)
         for pages, places in blocks:
             value = gather_pages(rows[:, :, pages], value_pages)
             self._clear_tails(value)
@@ -118,5 +121,6 @@ class SingleBatch:
         request, place = self.tails
         if len(request):
             num_heads, num_slots = gathered.shape[1:3]
-            rows = (request * num_heads + torch.arange(num_heads)[:, None]) * num_slots + place
+            heads = torch.arange(num_heads, device=request.device)[:, None]
+            rows = (request * num_heads + heads) * num_slots + place
             gathered.view(-1, gathered.shape[3]).index_fill_(0, rows.flatten(), 0.0)

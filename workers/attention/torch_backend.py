@@ -1,4 +1,4 @@
-"""Attention in plain torch: the CPU path and the reference. Divides a step into extends and single tokens.
+"""Attention in plain torch: on a CPU, and as the reference anywhere. Divides a step into extends and single tokens.
 
 T: queries, S: keys, H: kv heads, G: query heads a kv head, D: head dim, R: requests.
 """
@@ -76,7 +76,7 @@ def _prefixes(
     prefixes = []
     for item in placed:
         num_keys = key_lens[item.run.request]
-        if num_keys:
+        if num_keys and item.run.count:
             table = page_tables[item.run.request][: pages_for(num_keys, page_size)]
             prefixes.append(_Prefix(item, table[None], num_keys))
     return prefixes

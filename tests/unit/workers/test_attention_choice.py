@@ -1,6 +1,7 @@
 """Which backend a setting means on which device, in words where it cannot be had."""
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
+from workers.attention import registry
 from workers.attention.registry import choose_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -19,8 +21,32 @@ def test_auto_goes_by_the_device() -> None:
     assert (choice.name, choice.reason) == ("torch", "the CPU, in fp32")
 
 
+@pytest.mark.parametrize(
+    ("spec", "dtype", "why_not"),
+    [
+        (None, torch.bfloat16, "flash_attn is not installed"),
+        (
+            ModuleSpec("flash_attn", None),
+            torch.bfloat16,
+            "flash_attn, which is installed, does only pages of multiples of 256 tokens, and whole runs",
+        ),
+        (ModuleSpec("flash_attn", None), torch.float32, "flash_attn is for bf16"),
+    ],
+)
+def test_auto_on_a_gpu_says_why_it_is_not_flash_attn(
+    spec: ModuleSpec | None, dtype: torch.dtype, why_not: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "find_spec", {"flash_attn": spec}.get)
+    choice = choose_backend(AttentionSetting.AUTO, CUDA, dtype)
+    assert (choice.name, choice.reason) == ("triton", f"it reads pages of any size where they lie; {why_not}")
+
+
 def test_what_is_asked_for() -> None:
-    for setting, device in ((AttentionSetting.TORCH, CPU), (AttentionSetting.TRITON, CUDA)):
+    for setting, device in (
+        (AttentionSetting.TORCH, CPU),
+        (AttentionSetting.TORCH, CUDA),
+        (AttentionSetting.TRITON, CUDA),
+    ):
         choice = choose_backend(setting, device, torch.bfloat16)
         assert (choice.name, choice.reason) == (setting.value, "asked for")
 
@@ -30,9 +56,8 @@ def test_what_is_asked_for() -> None:
     [
         ("triton", CPU, torch.bfloat16, "got triton; allowed on cpu in bfloat16: auto, native, torch"),
         ("native", CPU, torch.float32, "got native; allowed on cpu in float32: auto, torch"),
-        ("native", CUDA, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, triton"),
-        ("flash_attn", CUDA, torch.float32, "got flash_attn; allowed on cuda in float32: auto, triton"),
-        ("torch", CUDA, torch.bfloat16, "got torch; allowed on cuda in bfloat16: auto, flash_attn, triton"),
+        ("native", CUDA, torch.bfloat16, "got native; allowed on cuda in bfloat16: auto, flash_attn, torch, triton"),
+        ("flash_attn", CUDA, torch.float32, "got flash_attn; allowed on cuda in float32: auto, torch, triton"),
     ],
 )
 def test_what_is_not_for_this_device(setting: str, device: torch.device, dtype: torch.dtype, message: str) -> None:

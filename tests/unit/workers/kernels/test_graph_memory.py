@@ -241,6 +241,7 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
     [
         ({}, ""),
         ({"resources": {"device": "cuda", "attention": "flash_attn"}}, "attention by flash_attn"),
+        ({"resources": {"device": "cuda", "attention": "torch"}}, "attention by torch"),
         ({"decode": {"parallel": {"pp": 2}}}, "pipeline stages"),
         ({"decode": {"parallel": {"dp": 2}}}, ""),
         ({"decode": {"parallel": {"dp": 2}}, "resources": {"device": "cuda", "collectives": "tcp"}}, "sums over TCP"),
