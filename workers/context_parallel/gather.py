@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from workers.context_parallel.shard_plan import ShardPlan
+from workers.device import on_device
 from workers.parallel.collectives import Communicator, Pending
 
 
@@ -67,7 +68,7 @@ def join_rows(group: Communicator, plan: ShardPlan, rows: Tensor) -> Tensor:
     if plan.replicated:
         return rows
     gathered = gather_rows(group, rows, plan.padded_len)
-    return gathered[torch.from_numpy(plan.inverse).to(rows.device)]
+    return gathered[on_device(torch.from_numpy(plan.inverse), rows.device)]
 
 
 def at_least(buffer: Tensor | None, num_rows: int, row_shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -91,9 +91,7 @@ class StepContext(ABC):
 
     def owned_rows(self, cp_rank: int) -> "OwnedRows":
         """Which of the rows that a rank computes belong into this rank's pages."""
-        slots = self.batch.slots_of(cp_rank)
-        rows = (slots != self.pool.trash_slot).nonzero()[:, 0]
-        return OwnedRows(self.pool, rows, slots[rows])
+        return OwnedRows(self.pool, *self.batch.owned_rows(cp_rank, self.pool.trash_slot))
 
 
 class OwnedRows:

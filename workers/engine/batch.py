@@ -57,6 +57,8 @@ class StepBatch:
     slots: Tensor
     """``[gathered rows]`` int64: where K and V of each gathered row go on this rank; to the trash slot goes padding,
     and what other ranks own."""
+    slots_on_host: Indices
+    """The same, of which something can be known without a wait."""
     page_tables: tuple[Tensor, ...]
     """Per request, int64: pages on this rank, those that it owns alone, in order of position."""
     prefix_shares: tuple[tuple[int, ...], ...]
@@ -122,12 +124,15 @@ class StepBatch:
         """Per request: tokens of the prefix that are in this rank's pages."""
         return self.prefix_shares[self.cp_rank % len(self.prefix_shares)]
 
-    def slots_of(self, cp_rank: int) -> Tensor:
-        """``slots`` of the rows that a rank computes, in its local order."""
-        if self.plan.replicated:
-            return self.slots
-        begin = cp_rank * self.plan.padded_len
-        return self.slots[begin : begin + self.plan.lens[cp_rank]]
+    def owned_rows(self, cp_rank: int, trash_slot: int) -> tuple[Tensor, Tensor]:
+        """Which of the rows that a rank computes, in its local order, go into this rank's pages, and their slots."""
+        slots = self.slots_on_host
+        if not self.plan.replicated:
+            begin = cp_rank * self.plan.padded_len
+            slots = slots[begin : begin + self.plan.lens[cp_rank]]
+        (rows,) = np.nonzero(slots != trash_slot)
+        both = on_device(torch.from_numpy(np.stack((rows, slots[rows]))), self.slots.device)
+        return both[0], both[1]
 
 
 def build_step_batch(
@@ -173,6 +178,7 @@ def build_step_batch(
         token_ids=tensor(token_ids),
         positions=tensor(positions),
         slots=tensor(slots),
+        slots_on_host=slots,
         page_tables=tensor(np.concatenate([_NO_PAGES, *own])).split_with_sizes([len(table) for table in own]),
         prefix_shares=_prefix_shares(plan.prefix_lens, tables, page_size, owners),
         sampled=_samples(plan, rows),

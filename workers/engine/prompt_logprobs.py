@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cluster.spec.sampling import TokenLogprobs
 from workers.context_parallel.gather import join_rows
+from workers.device import on_device
 from workers.engine.batch import StepBatch
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
@@ -39,7 +40,7 @@ def prompt_logprobs(
     targets = np.full(plan.num_tokens, -1, dtype=np.int64)
     for start, row in zip(plan.starts, rows, strict=False):
         targets[start : start + len(row.targets)] = row.targets
-    local = torch.from_numpy(targets[plan.local(batch.cp_rank)]).to(hidden.device)
+    local = on_device(torch.from_numpy(targets[plan.local(batch.cp_rank)]), hidden.device)
     scores = join_rows(group, plan, _scores(model, hidden, local, max(row.num_top for row in rows)))
     if batch.cp_rank > 0:
         return []

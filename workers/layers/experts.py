@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from workers.device import index_on
 from workers.expert_parallel.routed import Routed
 from workers.expert_parallel.seat_order import seat_order
 from workers.expert_parallel.seats import ExpertSeats
@@ -73,7 +74,7 @@ class Experts(nn.Module):
     def _counted(self, experts: Tensor) -> tuple[Tensor, list[int]]:
         """See ``seat_order``."""
         order, counts = seat_order(experts, self._first, len(self.loads))
-        self.loads += torch.tensor(counts, device="cpu").to(self.loads.device)
+        self.loads += index_on(counts, self.loads.device)
         return order, counts
 
     def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:

@@ -1,5 +1,8 @@
 """A step batch by hand, and put and attend over ranks (threads here) against the oracle."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,10 +11,21 @@ from hypothesis import strategies as st
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
 from tests.fakes.thread_group import on_thread_ranks
+from workers import device
+from workers.attention import single_tokens
+from workers.attention.torch_backend import TorchAttention
+from workers.cache import page_pool
+from workers.cache.page_pool import PagePool
+from workers.context_parallel import gather
 from workers.context_parallel.gather import RowGather, join_rows
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import Owner, make_shard_plan
+from workers.engine import batch as batch_module
+from workers.engine import pass_q_context
+from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
+from workers.engine.contexts import make_context
+from workers.parallel.collectives import Communicator
 
 
 def build(rows: list[BatchRow], strategy: Strategy, cp: int, cp_rank: int) -> StepBatch:
@@ -81,6 +95,46 @@ scenarios = st.integers(1, 4).flatmap(
         seed=st.integers(0, 99),
     )
 )
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("passing", [None, *Passing])
+@pytest.mark.parametrize("strategy", Strategy)
+def test_a_gpu_is_not_waited_for_in_a_step(
+    strategy: Strategy, passing: Passing | None, in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without content raise where something must be known of it; kernels take the place of plain torch."""
+    for module in (device, batch_module, gather, pass_q_context, single_tokens):
+        monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
+    kernels = SimpleNamespace(store_kv=lambda _pages, slots, kv: stored.append((len(slots), len(kv))))
+    monkeypatch.setattr(page_pool, "row_kernels", lambda _: kernels)
+    stored: list[Any] = []
+    moved = SimpleNamespace(wait=lambda: True)
+    backend: Any = SimpleNamespace(
+        in_background=in_background, received_bytes=0, _allgather_base=lambda *_: moved, shift=lambda *_: moved
+    )
+    exchange, meta = CpExchange(Communicator("cp", 1, 2, backend)), torch.device("meta")
+    pool = PagePool(10, 2, 2, 4, 8, torch.float32, device=meta)
+    batch = build_step_batch(
+        [ROWS[0]._replace(pages=[7, 3, 8]), *ROWS[1:]],
+        strategy,
+        cp=2,
+        cp_rank=1,
+        page_size=4,
+        trash_slot=pool.trash_slot,
+        device=meta,
+        owners=1 if passing is None else 2,
+    )
+    context = make_context(batch, passing, pool, TorchAttention(), exchange)
+    q, kv = (torch.empty(len(batch.token_ids), heads, 8, device="meta") for heads in (4, 2))
+    context.put(0, kv, kv)
+    out = context.attend(0, q)
+    assert context.join_last(out).shape == (2, 4, 8)
+    assert join_rows(exchange.group, batch.plan, out).shape == (7, 4, 8)
+    num_rows = sum(num_rows for num_rows, _ in stored)
+    # Of page 8, which rank 0 owns, three of seven tokens are new.
+    assert num_rows == 4 if passing else num_rows >= 7
+    assert all(slots == rows for slots, rows in stored)
 
 
 @settings(deadline=None, max_examples=150)
