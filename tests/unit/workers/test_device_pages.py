@@ -1,6 +1,8 @@
 """Pages between a device and host memory: each in its place, no other touched, whether they are staged or not."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,10 +41,12 @@ class Replica:
         ]
         self.pools = [self._pool(region, layout, is_staged=is_staged) for region in self.regions]
         self.copiers = []
+        self.devices: list[DevicePages] = []
         for rank, (region, host, pool) in enumerate(zip(self.regions, self.hosts, self.pools, strict=True)):
             device: DevicePages = RegionPages(region, host, layout)
             if is_staged:
                 device = StagedPages(pool, Staging(pool, region.buffer), region, host, layout)
+            self.devices.append(device)
             self.copiers.append(Copier(rows, rank, device, region, host, self.loopback))
         torch.manual_seed(1)
         for pool in self.pools:
@@ -112,6 +116,19 @@ def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *
         assert copier.fill(wanted, copier.mark(), arrivals) == 3 * copier.page_bytes
         assert arrivals.num_layers == num_layers
         assert torch.equal(pool.data[:4], before[:4])
+
+
+@pytest.mark.parametrize("elsewhere", [[], [2, 3]], ids=["of its own alone", "of peers too"])
+def test_what_peers_have_is_read_once_their_places_in_the_region_are_free(elsewhere: list[int]) -> None:
+    """What arrived there before may be on its way to the GPU yet."""
+    replica = Replica(1, KvOwnership.REPLICATED, is_staged=True, num_layers=MOST_GROUPS)
+    calls: list[str] = []
+    moment: Any = SimpleNamespace(synchronize=lambda: calls.append("what was there is on the GPU"))
+    arrivals = WatchedArrivals(lambda num_layers: calls.append(f"{num_layers} layers are there"))
+    replica.devices[0].fill([(1, 0)], elsewhere, lambda layers: calls.append(f"read {layers.start}"), moment, arrivals)
+    waits = ["what was there is on the GPU"] if elsewhere else []
+    layers = [call for first in range(MOST_GROUPS) for call in (f"read {first}", f"{first + 1} layers are there")]
+    assert calls == waits + layers
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
