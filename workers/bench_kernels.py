@@ -40,13 +40,19 @@ class KernelBench:
             a, b = (torch.randn(_MATRIX, _MATRIX, device=self._device).bfloat16() for _ in range(2))
             source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=self._device)
             target, on_host = torch.empty_like(source), torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-            runs = (lambda: a @ b, lambda: target.copy_(source), lambda: target.copy_(on_host, non_blocking=True))
-            [product], [copy], [link] = (self._seconds([[run]]) for run in runs)
+            runs = (
+                lambda: a @ b,
+                lambda: target.copy_(source),
+                lambda: on_host.copy_(source, non_blocking=True),
+                lambda: target.copy_(on_host, non_blocking=True),
+            )
+            [product], [copy], [to_host], [from_host] = (self._seconds([[run]]) for run in runs)
             self._limits = ChipLimits(
                 device=torch.cuda.get_device_name(self._device),
                 flops_per_s=2 * _MATRIX**3 / product,
                 bytes_per_s=2 * _COPY_BYTES / copy,
-                link_bytes_per_s=_COPY_BYTES / link,
+                to_host_bytes_per_s=_COPY_BYTES / to_host,
+                from_host_bytes_per_s=_COPY_BYTES / from_host,
             )
         return self._limits
 

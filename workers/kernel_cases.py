@@ -34,6 +34,9 @@ NUM_EXPERTS = 8
 """As wide as the shape's MLP, each of which has its part of the tokens."""
 NUM_CHOSEN = 2
 """Of them, by each token."""
+NUM_LAYERS, PIECE_LAYERS = 32, 4
+"""Of pages that go to the host or come from there, and of them those that do it together: in pieces so small that
+workers.cache.page_copies has a kernel copy them. Whole pages it leaves to the copy engine, which sets the limit."""
 _DTYPE = torch.bfloat16
 _PAST_ALL = 1 << 30
 """Counters of parts that begin here never say of one that it is the last."""
@@ -73,6 +76,8 @@ class Sizes:
     """Tokens that are drawn together."""
     moved_kv_bytes: int = 1 << 30
     """That are stored and gathered: as many as are copied to measure the chip."""
+    linked_kv_bytes: int = 1 << 30
+    """Of the pages some of whose layers go to the host, or come from there."""
     least_bytes: int = 512 << 20
     """That are timed together: far more than a cache holds."""
 
@@ -91,7 +96,8 @@ def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterat
         *(partial(_decode, batch=batch) for batch in _decoded(shape, sizes)),
         *(partial(make, num_tokens=sizes.prompt_len) for make in _OF_TOKENS),
         *(partial(make, num_rows=sizes.num_drawn) for make in (_draw, _top_p)),
-        *(partial(make, num_tokens=num_moved) for make in (_store, _gather, _scatter, _save, _load)),
+        *(partial(make, num_tokens=num_moved) for make in (_store, _gather, _scatter)),
+        *(partial(make, num_pages=sizes.linked_kv_bytes // _page_bytes(shape)) for make in (_save, _load)),
     ):
         cases = [make(shape, device)]
         if cases[0].limit is Limit.BYTES:
@@ -267,29 +273,29 @@ def _scatter(shape: HeadShape, device: torch.device, *, num_tokens: int) -> Kern
     )
 
 
-def _save(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
-    pool, pages, staged = _staged_pages(shape, device, num_tokens)
-    on_host = torch.empty(staged.shape, dtype=_DTYPE, pin_memory=device.type == "cuda")
+def _save(shape: HeadShape, device: torch.device, *, num_pages: int) -> KernelCase:
+    """Some layers of pages to the host, of which every head is a piece of its own."""
+    layers, pages, on_host = _layers_of_pages(shape, device, num_pages)
     places = torch.stack([pages, torch.arange(len(pages), device=device)])
     return KernelCase(
-        "save pages",
-        Limit.LINK,
-        1.0 * staged.nbytes,
-        lambda: copy_pages(pool.data, on_host, places),
-        {Way.TORCH: lambda: on_host.copy_(staged, non_blocking=True)},
+        f"save {PIECE_LAYERS} of {NUM_LAYERS} layers",
+        Limit.TO_HOST,
+        1.0 * on_host.nbytes,
+        lambda: copy_pages(layers, on_host, places),
+        {Way.TORCH: lambda: on_host.copy_(layers[pages], non_blocking=True)},
     )
 
 
-def _load(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
-    pool, pages, staged = _staged_pages(shape, device, num_tokens)
-    on_host = torch.zeros(staged.shape, dtype=_DTYPE, pin_memory=device.type == "cuda")
+def _load(shape: HeadShape, device: torch.device, *, num_pages: int) -> KernelCase:
+    """And from there."""
+    layers, pages, on_host = _layers_of_pages(shape, device, num_pages)
     places = torch.stack([torch.arange(len(pages), device=device), pages])
     return KernelCase(
-        "load pages",
-        Limit.LINK,
-        1.0 * staged.nbytes,
-        lambda: copy_pages(on_host, pool.data, places),
-        {Way.TORCH: lambda: staged.copy_(on_host, non_blocking=True)},
+        f"load {PIECE_LAYERS} of {NUM_LAYERS} layers",
+        Limit.FROM_HOST,
+        1.0 * on_host.nbytes,
+        lambda: copy_pages(on_host, layers, places),
+        {Way.TORCH: lambda: layers.index_copy_(0, pages, on_host.to(device, non_blocking=True))},
     )
 
 
@@ -301,10 +307,15 @@ def _row_bytes(shape: HeadShape) -> int:
     return 2 * shape.kv_heads * shape.head_dim * _DTYPE.itemsize
 
 
-def _pages(shape: HeadShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor]:
-    """A pool of one layer, and all of its pages in no order."""
+def _page_bytes(shape: HeadShape) -> int:
+    """Of all layers."""
+    return NUM_LAYERS * PAGE_SIZE * _row_bytes(shape)
+
+
+def _pages(shape: HeadShape, device: torch.device, num_tokens: int, num_layers: int = 1) -> tuple[PagePool, Tensor]:
+    """A pool of one layer, or more, and all of its pages in no order."""
     num_pages = -(-num_tokens // PAGE_SIZE)
-    pool = PagePool(num_pages, shape.kv_heads, 1, PAGE_SIZE, shape.head_dim, _DTYPE, device=device)
+    pool = PagePool(num_pages, shape.kv_heads, num_layers, PAGE_SIZE, shape.head_dim, _DTYPE, device=device)
     pool.data.normal_()
     return pool, torch.randperm(num_pages, device=device)
 
@@ -313,6 +324,14 @@ def _staged_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> tu
     """The same, and room for all of them in one piece."""
     pool, pages = _pages(shape, device, num_tokens)
     return pool, pages, torch.zeros_like(pool.data[: len(pages)])
+
+
+def _layers_of_pages(shape: HeadShape, device: torch.device, num_pages: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Some layers of a pool of many, its pages in no order, and room for these layers of them on the host."""
+    pool, pages = _pages(shape, device, num_pages * PAGE_SIZE, NUM_LAYERS)
+    layers = pool.data[:, :, PIECE_LAYERS : 2 * PIECE_LAYERS]
+    on_host = torch.zeros(layers[:num_pages].shape, dtype=_DTYPE, pin_memory=device.type == "cuda")
+    return layers, pages, on_host
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:

@@ -12,8 +12,10 @@ class Limit(StrEnum):
     """The rate of products of matrices in bf16."""
     BYTES = "bytes"
     """The bandwidth of a copy."""
-    LINK = "link"
-    """That of a copy from pinned host memory."""
+    TO_HOST = "to_host"
+    """That of a copy to pinned host memory."""
+    FROM_HOST = "from_host"
+    """And of one from there."""
 
 
 class Way(StrEnum):
@@ -55,12 +57,19 @@ class ChipLimits:
     device: str
     flops_per_s: float
     bytes_per_s: float
-    link_bytes_per_s: float | None = None
+    to_host_bytes_per_s: float | None = None
     """None for what has no link, or where nobody asks for it."""
+    from_host_bytes_per_s: float | None = None
+    """The other direction of the same link, which may be faster or slower."""
 
     def share(self, limit: Limit, work: float, seconds: float) -> float | None:
         """What work of a kind in so many seconds is of the most; None where that is not known."""
-        rates = {Limit.FLOPS: self.flops_per_s, Limit.BYTES: self.bytes_per_s, Limit.LINK: self.link_bytes_per_s}
+        rates = {
+            Limit.FLOPS: self.flops_per_s,
+            Limit.BYTES: self.bytes_per_s,
+            Limit.TO_HOST: self.to_host_bytes_per_s,
+            Limit.FROM_HOST: self.from_host_bytes_per_s,
+        }
         most = rates[limit]
         return None if most is None else work / most / seconds
 

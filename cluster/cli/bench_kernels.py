@@ -47,8 +47,9 @@ def _print_limits(limits: "ChipLimits", as_json: bool) -> None:
     if limits.is_h200:
         flops += f" ({limits.flops_per_s / H200.flops_per_s:.1%} of {H200.flops_per_s / 1e12:.0f})"
         copied += f" ({limits.bytes_per_s / H200.bytes_per_s:.1%} of {H200.bytes_per_s / 1e12:.1f})"
-    link = "" if limits.link_bytes_per_s is None else f", {limits.link_bytes_per_s / 1e12:.3f} TB/s from the host"
-    typer.echo(f"{limits.device}: {flops}, {copied}{link}")
+    rates = {"to": limits.to_host_bytes_per_s, "from": limits.from_host_bytes_per_s}
+    link = [f", {rate / 1e12:.3f} TB/s {way} the host" for way, rate in rates.items() if rate is not None]
+    typer.echo(f"{limits.device}: {flops}, {copied}{''.join(link)}")
     typer.echo(
         f"{'model':16} {'kernel':30} {'work':>11} {'us':>10} {'rate':>15} {'of limit':>9} {'of H200':>8} "
         f"{'joining':>8} {'torch us':>10} {'flash_attn us':>13}"

@@ -37,7 +37,8 @@ def test_a_line_for_each_length() -> None:
     run = bench("--device", "cpu", "--model", "tiny", "--json", *lens)
     assert (run.returncode, run.stderr) == (0, "")
     limits, *results = map(json.loads, run.stdout.splitlines())
-    assert set(limits) == {"device", "flops_per_s", "bytes_per_s", "link_bytes_per_s"}
+    rates = {"flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "from_host_bytes_per_s"}
+    assert set(limits) == {"device", *rates}
     assert [result["prompt_len"] for result in results] == [70, 150]
     for result in results:
         assert list(result) == FIELDS

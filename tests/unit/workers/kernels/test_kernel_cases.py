@@ -14,9 +14,11 @@ from cluster.cli.bench_kernels import _print_limits, _print_result
 from workers import kernel_cases as kernel_cases_module
 from workers.attention.triton import backend, decode
 from workers.bench_kernels import KernelBench
+from workers.cache.page_copies import LEAST_PIECE_BYTES
 from workers.context_parallel.merge import Partial
-from workers.kernel_cases import KernelCase, Sizes, kernel_cases
-from workers.kernel_result import ChipLimits, HeadShape, Limit, Way
+from workers.kernel_cases import PAGE_SIZE, PIECE_LAYERS, KernelCase, Sizes, kernel_cases
+from workers.kernel_result import SHAPES, ChipLimits, HeadShape, Limit, Way
+from workers.kernels.copy_pages import copy_pages
 
 CPU = torch.device("cpu")
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=16, hidden=32, inner=48, vocab=300)
@@ -33,6 +35,7 @@ SIZES = Sizes(
     num_short=2,
     num_drawn=3,
     moved_kv_bytes=200 * ROW_BYTES,
+    linked_kv_bytes=3 * 32 * 64 * ROW_BYTES,
     least_bytes=0,
 )
 
@@ -64,9 +67,26 @@ def test_every_case_runs() -> None:
         "store K and V": (Limit.BYTES, 2 * 200 * 2 * 2 * 16 * 2),
         "gather pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
         "scatter pages": (Limit.BYTES, 2 * 4 * 64 * 2 * 2 * 16 * 2),
-        "save pages": (Limit.LINK, 4 * 64 * 2 * 2 * 16 * 2),
-        "load pages": (Limit.LINK, 4 * 64 * 2 * 2 * 16 * 2),
+        "save 4 of 32 layers": (Limit.TO_HOST, 3 * 4 * 64 * 2 * 2 * 16 * 2),
+        "load 4 of 32 layers": (Limit.FROM_HOST, 3 * 4 * 64 * 2 * 2 * 16 * 2),
     }
+
+
+def test_layers_move_in_pieces_as_small_as_a_kernel_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(PIECE_LAYERS * 2 * PAGE_SIZE * shape.head_dim * 2 < LEAST_PIECE_BYTES for shape in SHAPES.values())
+    copied = []
+
+    def copy(source: Tensor, target: Tensor, places: Tensor) -> None:
+        copy_pages(source, target, places)
+        assert torch.equal(target[places[1]], source[places[0]])
+        copied.append((source.stride(1), target.stride(1)))
+
+    monkeypatch.setattr(kernel_cases_module, "copy_pages", copy)
+    for [case] in kernel_cases(SHAPE, SIZES, CPU):
+        if case.limit in {Limit.TO_HOST, Limit.FROM_HOST}:
+            case.run()
+    pool_head, host_head = (num_layers * 2 * 64 * 16 for num_layers in (32, 4))
+    assert copied == [(pool_head, host_head), (host_head, pool_head)]
 
 
 def test_a_short_case_comes_as_often_as_moves_more_than_a_cache_holds() -> None:
@@ -188,7 +208,8 @@ SECONDS = {"kernel": 500e-6, Way.UNJOINED: 495e-6, Way.TORCH: 700e-6, Way.FLASH_
 CASES = [
     KernelCase("decode", Limit.BYTES, 2e9, lambda: "kernel", {way: lambda way=way: way for way in Way}),  # type: ignore[misc]
     KernelCase("prefill", Limit.FLOPS, 0.2e12, lambda: "kernel"),
-    KernelCase("load pages", Limit.LINK, 20e6, lambda: "kernel"),
+    KernelCase("save", Limit.TO_HOST, 20e6, lambda: "kernel"),
+    KernelCase("load", Limit.FROM_HOST, 20e6, lambda: "kernel"),
 ]
 
 
@@ -197,7 +218,8 @@ def test_output_says_what_goals_are_about(
     device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench: Any = KernelBench.__new__(KernelBench)
-    bench._limits = ChipLimits(device=device, flops_per_s=700e12, bytes_per_s=4e12, link_bytes_per_s=5e10)
+    link = {"to_host_bytes_per_s": 4e10, "from_host_bytes_per_s": 5e10}
+    bench._limits = ChipLimits(device=device, flops_per_s=700e12, bytes_per_s=4e12, **link)
     bench._time = lambda launches: SECONDS[launches[0]()]
     bench._device = CPU
     monkeypatch.setattr(kernel_cases_module, "kernel_cases", lambda *_: [[case] * 2 for case in CASES])
@@ -208,16 +230,20 @@ def test_output_says_what_goals_are_about(
     limits, _, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
     decode_line = ["Qwen3-8B", "decode", "2.000", "GB", "500.0", "4.00", "TB/s", "100.0%", "93.0%", "1.0%"]
     prefill_line = ["Qwen3-8B", "prefill", "0.20", "TFLOP", "500.0", "400.00", "TFLOP/s", "57.1%", "50.6%"]
-    load_line = ["Qwen3-8B", "load", "pages", "0.020", "GB", "500.0", "0.04", "TB/s", "80.0%"]
+    save_line, load_line = (
+        ["Qwen3-8B", name, "0.020", "GB", "500.0", "0.04", "TB/s", share]
+        for name, share in (("save", "100.0%"), ("load", "80.0%"))
+    )
     if device == "NVIDIA H200":
         assert " ".join(limits) == (
-            "NVIDIA H200: 700 TFLOP/s in bf16 (88.6% of 790), 4.00 TB/s copied (93.0% of 4.3), 0.050 TB/s from the host"
+            "NVIDIA H200: 700 TFLOP/s in bf16 (88.6% of 790), 4.00 TB/s copied (93.0% of 4.3), 0.040 TB/s to the host, "
+            "0.050 TB/s from the host"
         )
     else:
         assert "790" not in " ".join(limits)
         decode_line.remove("93.0%")
         prefill_line.remove("50.6%")
-    assert lines == [[*decode_line, "700.0", "600.0"], prefill_line, load_line]
+    assert lines == [[*decode_line, "700.0", "600.0"], prefill_line, save_line, load_line]
     _print_result(results[0], as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["share_of_joining"] == pytest.approx(0.01)
