@@ -42,6 +42,8 @@ class Compiled:
     shared_bytes: int
     registers: int
     spilled_bytes: int
+    spills_among_products: int
+    """Instructions that write or read them in a loop that multiplies matrices."""
     asm: str
 
 
@@ -80,8 +82,11 @@ def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Comp
                 attributes[(index,) if at is None else (index, at)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     result = triton.compile(source, target=H200, options=options)
-    registers, spilled = _resources(result.asm["cubin"])
-    return Compiled(kernel.__name__, result.metadata.shared, registers, spilled, result.asm["ptx"])
+    shown = _disassembled(result.asm["cubin"])
+    resources = _resources(shown)
+    return Compiled(
+        kernel.__name__, result.metadata.shared, *resources, spills_among_products(shown), result.asm["ptx"]
+    )
 
 
 def _type_of(value: Any) -> Any:
@@ -94,14 +99,30 @@ def _type_of(value: Any) -> Any:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack, where spilled registers go."""
+def _disassembled(cubin: bytes) -> str:
+    """What a kernel takes, and its instructions."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        command = [str(tool), "-res-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _resources(shown: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, where spilled registers go."""
     registers, stack = re.search(r"REG:(\d+)", shown), re.search(r"STACK:(\d+)", shown)
     assert registers is not None, shown
     assert stack is not None, shown
     return int(registers[1]), int(stack[1])
+
+
+def spills_among_products(shown: str) -> int:
+    """Accesses to the stack between a branch back and where it leads, if matrices are multiplied there, too."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", shown)]
+    assert code, shown[:1000]
+    branches = [(at, re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)) for at, text in code]
+    loops = [(int(to[1], 16), at) for at, to in branches if to is not None and int(to[1], 16) < at]
+    products, accesses = ([at for at, text in code if re.search(which, text)] for which in ("MMA", r"\b(LDL|STL)\b"))
+    loops = [(begin, end) for begin, end in loops if any(begin <= at <= end for at in products)]
+    return sum(any(begin <= at <= end for begin, end in loops) for at in accesses)

@@ -119,12 +119,13 @@ def _merge_any() -> None:
         merge_partials([_bf16(num_rows, 1, 128)] * 2, [torch.zeros(num_rows, 1)] * 2)
 
 
-def _decode(head_dim: int, kv_heads: int, groups: int) -> Callable[[], object]:
+def _decode(head_dim: int, kv_heads: int, groups: int, page_size: int = 64) -> Callable[[], object]:
     """As recorded: some requests, whose keys are split."""
 
     def launch() -> object:
-        pool, query = PagePool(4, kv_heads, 1, 64, head_dim, torch.bfloat16), _bf16(3, kv_heads * groups, head_dim)
-        attention = DecodeAttention(len(query), 4, 64, kv_heads, query[:1], query.device)
+        pool = PagePool(4, kv_heads, 1, page_size, head_dim, torch.bfloat16)
+        query = _bf16(3, kv_heads * groups, head_dim)
+        attention = DecodeAttention(len(query), 4, page_size, kv_heads, query[:1], query.device)
         return attention.attend(query, *pool.layer_view(0))
 
     return launch
@@ -134,6 +135,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "attention": _attention(torch.bfloat16, 128, 4, 64),
     "attention of wide heads": _attention(torch.bfloat16, 256, 16, 128),
     "attention of odd heads": _attention(torch.bfloat16, 80, 5, 16),
+    "attention of five heads each": _attention(torch.bfloat16, 128, 5, 64),
     "attention in fp16": _attention(torch.float16, 128, 4, 64),
     "attention in fp32": _attention(torch.float32, 64, 1, 64),
     "attention of rows": _rows,
@@ -141,6 +143,10 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "decode of one head": _decode(128, 1, 8),
     "decode of wide heads": _decode(256, 1, 16),
     "decode of odd heads": _decode(80, 2, 5),
+    "decode of five heads each": _decode(128, 8, 5),
+    "decode of narrow heads": _decode(64, 1, 4),
+    "decode of pairs of wide heads": _decode(256, 1, 2),
+    "decode of three wide heads each": _decode(256, 1, 3, 16),
     "decode without groups": _decode(64, 8, 1),
     "merge": _merge,
     "merges of any length": _merge_any,

@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H200, fits its shared memory, and spills no registers. Needs no GPU."""
+"""Every kernel compiles for an H200, fits its shared memory, and spills nothing where it multiplies. Needs no GPU."""
 
 import json
 import os
@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.kernel_compiler import MOST_SHARED_BYTES
+from tests.fakes.kernel_compiler import MOST_SHARED_BYTES, spills_among_products
 from tests.fakes.kernel_launches import LAUNCHES
 
-ORDINARY = {"attention", "gate of experts", "copy of a pool", "decode of one head"}
+ORDINARY = {"attention", "gate of experts", "copy of a pool", "decode of one head", "decode of narrow heads"}
+MOST_SPILLED_BYTES = {
+    "attention of five heads each": 32,
+    "decode of five heads each": 32,
+    "decode of narrow heads": 16,
+    "decode of pairs of wide heads": 8,
+    "decode of three wide heads each": 24,
+}
+"""Others spill nothing. These put a few numbers away from before the keys until parts are joined, or while they are: so
+that one program more fits a multiprocessor, or since queries take all registers."""
 
 
 def compiled(name: str) -> list[dict[str, Any]]:
@@ -49,7 +58,17 @@ def test_launch(name: str) -> None:
     assert launches
     for launch in launches:
         assert launch["shared_bytes"] <= MOST_SHARED_BYTES, launch["name"]
-        assert launch["spilled_bytes"] == 0, launch["name"]
+        assert launch["spilled_bytes"] <= MOST_SPILLED_BYTES.get(name, 0), launch["name"]
+        assert launch["spills_among_products"] == 0, launch["name"]
+
+
+def test_spills_among_products_are_told_from_others() -> None:
+    """Of two loops, one within the other, of which the outer one multiplies; and a loop that does not."""
+    lines = ["STL [R1], R2", "HMMA.16816.F32.BF16 R4, R8, R12, R4", "STL.64 [R1+0x8], R4", "@P0 BRA 0x0020"]
+    lines += ["LDL.LU R3, [R1]", "@!P1 BRA 0x0010", "LDL R3, [R1]", "@P2 BRA 0x0060", "LDL R3, [R1]", "BRA 0x0090"]
+    code = [f"  /*{16 * at:04x}*/      {line} ;   /* 0x0000040001057387 */" for at, line in enumerate(lines)]
+    assert spills_among_products("\n".join(code)) == 2
+    assert spills_among_products("\n".join(code[6:])) == 0
 
 
 def test_keys_are_loaded_while_others_are_multiplied() -> None:
