@@ -6,15 +6,18 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cluster.spec.strategy import Strategy
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import Seen, masked_attention, seen_by_definition
 from workers.attention.interface import AttentionBackend
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
+from workers.context_parallel.shard_plan import make_shard_plan
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 _LSE_TOLERANCE = 2e-6
@@ -90,15 +93,15 @@ COMPILED = (
 
 @st.composite
 def compiled_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
-    """Those of ``paged_cases`` of a few shapes only."""
+    """Those of ``paged_cases`` and ``prompt_cases`` of a few shapes only."""
     page_size, head_dim, groups, kv_heads = draw(st.sampled_from(COMPILED))
-    case = draw(paged_cases(most, dtype))
+    case = draw(st.one_of(paged_cases(most, dtype), prompt_cases(most, dtype)))
     return replace(case, page_size=page_size, head_dim=head_dim, groups=groups, kv_heads=kv_heads)
 
 
 @st.composite
 def paged_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
-    """One to three requests, one run each, with up to ``most`` keys, or prefixes of up to as many."""
+    """One to three requests, one run of few queries each, with up to ``most`` keys, or prefixes of up to as many."""
     runs = []
     for request in range(draw(st.integers(1, 3))):
         count, step = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (5, 3), (33, 1), (0, 1)]))
@@ -115,6 +118,21 @@ def paged_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
         key_lens=lens,
         seed=draw(st.integers(0, 99)),
     )
+
+
+@st.composite
+def prompt_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
+    """The queries that one rank has of a prompt of up to ``most`` tokens, at least half of them, behind a prefix.
+
+    Of as few and as small heads as there are, so that many queries are soon interpreted.
+    """
+    num_new = draw(st.integers(-(-most // 2), most))
+    prefix = draw(st.integers(0, most - num_new))
+    cp = draw(st.sampled_from([1, 1, 2, 3]))
+    plan = make_shard_plan(draw(st.sampled_from(Strategy)), [num_new], [prefix], cp)
+    runs = tuple(plan.runs[draw(st.integers(0, cp - 1))])
+    assume(runs)
+    return PagedCase(runs, draw(st.sampled_from([16, 64, 128])), groups=1, dtype=dtype, seed=draw(st.integers(0, 99)))
 
 
 def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None:

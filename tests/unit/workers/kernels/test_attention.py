@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kernel_cases import DTYPES, PagedCase, check_paged, check_rows, paged_cases
+from tests.fakes.kernel_cases import DTYPES, PagedCase, check_paged, check_rows, paged_cases, prompt_cases
 from tests.unit.workers.test_row_attention import rank_pairs
 from workers.attention.triton import backend as triton_backend
 from workers.attention.triton import tiling
@@ -24,6 +24,20 @@ def test_pages(data: st.DataObject) -> None:
 @given(st.data())
 def test_pages_of_any_length(data: st.DataObject) -> None:
     check_paged(TritonAttention(), data.draw(paged_cases(4097, data.draw(DTYPES))), "cpu")
+
+
+@settings(max_examples=4)
+@given(st.data())
+def test_prompts(data: st.DataObject) -> None:
+    check_paged(TritonAttention(), data.draw(prompt_cases(1100, data.draw(DTYPES))), "cpu")
+
+
+@pytest.mark.full
+@settings(max_examples=5)
+@given(prompt_cases(4097, torch.bfloat16))
+@example(PagedCase((Run(0, 0, 4097, 1),), page_size=64, groups=1, dtype=torch.bfloat16))
+def test_prompts_of_any_length(case: PagedCase) -> None:
+    check_paged(TritonAttention(), case, "cpu")
 
 
 @settings(max_examples=5)
@@ -47,8 +61,9 @@ def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype
         PagedCase((Run(0, 129, 40, 1), Run(1, 64, 1, 1)), page_size=128, groups=5, head_dim=80),
         PagedCase((Run(0, 3, 30, 4), Run(0, 127, 1, 1)), page_size=64, groups=4, dtype=torch.bfloat16),
         PagedCase((Run(0, 0, 3, 1), Run(1, 0, 2, 1)), key_lens=(0, 17), head_dim=96),
+        PagedCase((Run(0, 70, 350, 1), Run(0, 1120, 350, 1)), page_size=64, groups=1, dtype=torch.bfloat16),
     ],
-    ids=["first token", "mixed", "interleave", "a prefix of nothing"],
+    ids=["first token", "mixed", "interleave", "a prefix of nothing", "zigzag of many behind a prefix"],
 )
 def test_examples(case: PagedCase) -> None:
     check_paged(TritonAttention(), case, "cpu")
