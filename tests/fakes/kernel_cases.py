@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.spec.strategy import Strategy
+from cluster.spec.strategy import ON_ONE_RANK, Strategy
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import Seen, masked_attention, seen_by_definition
 from workers.attention.interface import AttentionBackend
@@ -120,6 +120,9 @@ def paged_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
     )
 
 
+SPLITTING = [strategy for strategy in Strategy if strategy not in ON_ONE_RANK]
+
+
 @st.composite
 def prompt_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
     """The queries that one rank has of a prompt of up to ``most`` tokens, at least half of them, behind a prefix.
@@ -128,8 +131,8 @@ def prompt_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
     """
     num_new = draw(st.integers(-(-most // 2), most))
     prefix = draw(st.integers(0, most - num_new))
-    cp = draw(st.sampled_from([1, 1, 2, 3]))
-    plan = make_shard_plan(draw(st.sampled_from(Strategy)), [num_new], [prefix], cp)
+    strategy, cp = draw(st.sampled_from([Strategy.NONE, *SPLITTING])), draw(st.integers(2, 3))
+    plan = make_shard_plan(strategy, [num_new], [prefix], cp)
     runs = tuple(plan.runs[draw(st.integers(0, cp - 1))])
     assume(runs)
     return PagedCase(runs, draw(st.sampled_from([16, 64, 128])), groups=1, dtype=dtype, seed=draw(st.integers(0, 99)))
