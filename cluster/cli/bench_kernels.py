@@ -25,8 +25,9 @@ def kernels(
 ) -> None:
     """Time the kernels of this machine's first GPU, as shares of its measured copy bandwidth and bf16 matmul rate.
 
-    On an H200 also as shares of 790 TFLOP/s and 4.3 TB/s. "joining" is what of its time a launch of attention takes to
-    join the parts that its programs leave: by so much it is shorter when nobody does.
+    Layers of pages on their way to the host or from there are held against a copy in that direction. On an H200 others
+    are also shares of 790 TFLOP/s and 4.3 TB/s. "joining" is what of its time a launch of attention takes to join the
+    parts that its programs leave: by so much it is shorter when nobody does.
     """
     names = models.split(",")
     if unknown := [name for name in names if name not in SHAPES]:
