@@ -106,7 +106,7 @@ def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, floa
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
         rotation = model.rotary(torch.arange(num_tokens, device=model.device), model.dtype)
-        return _least_s(model.device, lambda: layer(hidden, rotation, _NoAttention(), None))
+        return _least_s(model.device, lambda: layer(hidden, hidden, rotation, _NoAttention(), None))
 
     few_tokens, most_tokens = SAMPLES[model.device.type].tokens
     num_tokens, few_s = few_tokens, layer_s(few_tokens)

@@ -27,8 +27,10 @@ class RMSNorm(nn.Module):
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y, each [rows, size], and the same normalised."""
+    def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + y, each [rows, size], and the same normalised; of x alone for None."""
+        if y is None:
+            return x, self(x)
         if (kernels := row_kernels(x)) is not None:
             return kernels.add_rms_norm(x, y, self.weight, self.eps)
         total = x + y

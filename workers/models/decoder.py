@@ -31,13 +31,15 @@ class DecoderLayer(nn.Module):
             else MoeBlock(config.hidden_size, moe, groups)
         )
 
-    def forward(self, hidden: Tensor, rotation: Rotation, context: AttentionContext, lens: Lens) -> Tensor:
-        """hidden [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
-        attended = self.self_attn(self.input_layernorm(hidden), rotation, context)
+    def forward(
+        self, hidden: Tensor, added: Tensor | None, rotation: Rotation, context: AttentionContext, lens: Lens
+    ) -> tuple[Tensor, Tensor]:
+        """Two terms [num_tokens, hidden_size] -> two [num_wanted, hidden_size], for the next norm to add up."""
+        hidden, normed = self.input_layernorm.of_sum(hidden, added)
+        attended = self.self_attn(normed, rotation, context)
         hidden, normed = self.post_attention_layernorm.of_sum(take(hidden, context.wanted), attended)
         is_moe = isinstance(self.mlp, MoeBlock)
-        out: Tensor = hidden + (self.mlp(normed, lens, context.counted) if is_moe else self.mlp(normed, lens))
-        return out
+        return hidden, self.mlp(normed, lens, context.counted) if is_moe else self.mlp(normed, lens)
 
 
 class DecoderModel(nn.Module):
@@ -86,13 +88,14 @@ class DecoderModel(nn.Module):
         """
         rotation = self.rotary(positions, self.dtype)
         hidden = self.embed_tokens(token_ids) if hidden is None else hidden
+        added: Tensor | None = None
         *before, final = self.layers.values()
         for layer in before:
-            hidden = layer(hidden, rotation, context, context.lens)
+            hidden, added = layer(hidden, added, rotation, context, context.lens)
         if not self.is_last:
-            out: Tensor = final(hidden, rotation, context, context.lens)
-            return out
-        normed: Tensor = self.norm(final(hidden, rotation, context.last, context.last_lens))
+            hidden, added = final(hidden, added, rotation, context, context.lens)
+            return hidden + added
+        _, normed = self.norm.of_sum(*final(hidden, added, rotation, context.last, context.last_lens))
         return normed
 
     def pack(self) -> None:
