@@ -24,7 +24,7 @@ from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm
-from workers.kernels.rotate import rotate
+from workers.kernels.rotate import rotate, rotate_storing
 from workers.kernels.store_kv import store_kv
 from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
@@ -193,6 +193,18 @@ def _norm_heads(shape: HeadShape, device: torch.device, *, num_tokens: int) -> K
     )
 
 
+def _rotate_storing(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
+    heads = _random(device, num_tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    turn = _random(device, num_tokens, 1, shape.head_dim)
+    layer, slots = _slots(shape, device, num_tokens)
+    return KernelCase(
+        "rotate and store",
+        Limit.BYTES,
+        2.0 * heads.nbytes,
+        lambda: rotate_storing(heads, turn, turn, None, 0.0, layer, slots),
+    )
+
+
 def _norm(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
     (hidden, added), weight = _random(device, 2, num_tokens, shape.hidden), _random(device, shape.hidden)
     return KernelCase(
@@ -243,10 +255,9 @@ def _top_p(shape: HeadShape, device: torch.device, *, num_rows: int) -> KernelCa
 
 
 def _store(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
-    pool, pages = _pages(shape, device, num_tokens)
+    layer, slots = _slots(shape, device, num_tokens)
     kv = _random(device, num_tokens, 2, shape.kv_heads, shape.head_dim)
-    slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
-    return KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(pool.data[:, :, 0], slots, kv))
+    return KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(layer, slots, kv))
 
 
 def _gather(shape: HeadShape, device: torch.device, *, num_tokens: int) -> KernelCase:
@@ -299,7 +310,7 @@ def _load(shape: HeadShape, device: torch.device, *, num_pages: int) -> KernelCa
     )
 
 
-_OF_TOKENS = (_merge, _rotate, _norm_heads, _norm, _gate, _experts, _sum_choices)
+_OF_TOKENS = (_merge, _rotate, _norm_heads, _rotate_storing, _norm, _gate, _experts, _sum_choices)
 
 
 def _row_bytes(shape: HeadShape) -> int:
@@ -318,6 +329,13 @@ def _pages(shape: HeadShape, device: torch.device, num_tokens: int, num_layers: 
     pool = PagePool(num_pages, shape.kv_heads, num_layers, PAGE_SIZE, shape.head_dim, _DTYPE, device=device)
     pool.data.normal_()
     return pool, torch.randperm(num_pages, device=device)
+
+
+def _slots(shape: HeadShape, device: torch.device, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Pages of a layer, and a slot for each token."""
+    pool, pages = _pages(shape, device, num_tokens)
+    slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
+    return pool.data[:, :, 0], slots
 
 
 def _staged_pages(shape: HeadShape, device: torch.device, num_tokens: int) -> tuple[PagePool, Tensor, Tensor]:

@@ -1,12 +1,21 @@
 """Kernels of what a layer does row by row between its products: Triton's on GPUs, native ones for bf16 on CPUs."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from workers.kernel_devices import has_kernels
 from workers.native.compile import compiled_library, find_compiler
+
+
+class KvPlace(NamedTuple):
+    """Where K and V of a step's tokens go, for a kernel of Triton's to store them when it has computed them."""
+
+    layer_pages: Tensor
+    """``[page, H, 2, slot, D]``."""
+    slots: Tensor
+    """``[T]`` int64."""
 
 
 class RowKernels(Protocol):

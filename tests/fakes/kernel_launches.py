@@ -18,7 +18,7 @@ from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
-from workers.kernels.rotate import rotate
+from workers.kernels.rotate import rotate, rotate_storing
 from workers.kernels.seat_rows import seat_rows
 from workers.kernels.store_kv import store_kv
 from workers.kernels.sum_choices import sum_choices
@@ -82,6 +82,15 @@ def _rotate() -> object:
     query, turn = _bf16(100, 32, 128), _bf16(100, 1, 128)
     rotate(query, turn, turn)
     return rotate(query, turn, turn, _bf16(128), 1e-6)
+
+
+def _rotate_storing() -> None:
+    """Of a whole model and of the ranks of tp 8."""
+    for heads, kv_heads in ((32, 8), (4, 1)):
+        pool, turn = PagePool(4, kv_heads, 2, 64, 128, torch.bfloat16), _bf16(100, 1, 128)
+        layer, slots = pool.data[:, :, 1], torch.arange(100)
+        for weights in (None, (_bf16(128), _bf16(128))):
+            rotate_storing(_bf16(100, heads + 2 * kv_heads, 128), turn, turn, weights, 1e-6, layer, slots)
 
 
 def _draws() -> object:
@@ -154,6 +163,7 @@ LAUNCHES: Mapping[str, Callable[[], object]] = {
     "copy": _copy,
     "norms": _norms,
     "rotate": _rotate,
+    "rotate and store": _rotate_storing,
     "gate": lambda: swiglu(_bf16(100, 2 * 12288)),
     "gate of experts": lambda: swiglu(torch.empty(MANY, 2 * 768, dtype=torch.bfloat16)),
     "copy of a pool": _copy_most,

@@ -20,7 +20,7 @@ from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.parts import Parts
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
-from workers.kernels.rotate import rotate
+from workers.kernels.rotate import rotate, rotate_storing
 from workers.kernels.seat_rows import seat_rows
 from workers.kernels.store_kv import store_kv
 from workers.kernels.sum_choices import sum_choices
@@ -100,6 +100,33 @@ def check_rotate(data: st.DataObject, device: str) -> None:
     rotation = Rotation(cos.double(), sin.double())
     check_near(rotate(x_, cos_, sin_), rotation.apply(x.double()))
     check_near(rotate(x_, cos_, sin_, weight_, norm.eps), rotation.apply(norm.double()(x.double())))
+
+
+def check_rotate_storing(data: st.DataObject, device: str) -> None:
+    """Of what is rotated as of ``rotate``; values and all other slots stay what they are."""
+    dtype, (dim, page_size) = data.draw(DTYPES), data.draw(st.sampled_from([(2, 5), (80, 16), (128, 64)]))
+    queries, stored = data.draw(st.sampled_from([1, 4, 9])), data.draw(st.integers(1, 3))
+    slots = torch.randperm(4 * page_size)[: data.draw(NUM_ROWS)]
+    heads = torch.randn(len(slots), queries + 2 * stored, dim).to(dtype)
+    cos, sin = (torch.randn(len(slots), 1, dim).to(dtype) for _ in range(2))
+    norms = [RMSNorm(dim, 1e-6) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data = torch.randn(dim).to(dtype)
+    rotation, (q, k, v) = Rotation(cos.double(), sin.double()), torch.split(heads, [queries, stored, stored], dim=1)
+    of_q, of_k = (norm.weight.to(device) for norm in norms)
+    pages, places = torch.zeros(5, stored, 3, 2, page_size, dim, dtype=dtype), (slots // page_size, slots % page_size)
+    for weights, (q_norm, k_norm) in ((None, (None, None)), ((of_q, of_k), norms)):
+        there = pages.to(device)
+        turn = heads.to(device), cos.to(device), sin.to(device)
+        found = rotate_storing(*turn, weights, 1e-6, there[:, :, 1], slots.to(device))
+        written = there.cpu()
+        rows = written[:, :, 1].permute(0, 3, 2, 1, 4)[places]
+        for rotated, given, by in ((found, q, q_norm), (rows[:, 0], k, k_norm)):
+            wide = given.double()
+            check_near(rotated, rotation.apply(wide if by is None else by.double()(wide)))
+        assert torch.equal(rows[:, 1], v)
+        written[:, :, 1].permute(0, 3, 2, 1, 4)[places] = 0
+        assert not written.any()
 
 
 def check_swiglu(data: st.DataObject, device: str) -> None:
@@ -257,6 +284,7 @@ CHECKS = (
     check_copy,
     check_norm,
     check_rotate,
+    check_rotate_storing,
     check_swiglu,
     check_grouped,
     check_choices,

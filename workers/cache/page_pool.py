@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from workers.cache.layer_arrivals import LayerArrivals
-from workers.row_kernels import row_kernels
+from workers.kernel_devices import has_kernels
+from workers.row_kernels import KvPlace, row_kernels
 
 OnStored = Callable[[int], None]
 """Told the number of a layer, of those that the pool has."""
@@ -60,6 +61,10 @@ class PagePool:
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the trash slot may repeat."""
         self.at(slots).write(layer, kv)
+
+    def place(self, layer: int, slots: Tensor) -> KvPlace | None:
+        """For a kernel that stores what it computes, instead of ``write``; None where there are no kernels."""
+        return KvPlace(self.data[:, :, layer], slots) if has_kernels(self.data) else None
 
     def at(self, slots: Tensor) -> "PoolSlots":
         """The same for all layers of a step, which write to the same slots."""

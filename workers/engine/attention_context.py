@@ -16,6 +16,7 @@ from workers.context_parallel.runs import Run, sees_any
 from workers.device import index_on
 from workers.engine.batch import StepBatch
 from workers.parallel.collectives import Communicator
+from workers.row_kernels import KvPlace
 
 
 class CpExchange:
@@ -47,6 +48,10 @@ class StepContext(ABC):
         """See AttentionContext."""
         batch = self.batch.narrowed()
         return self if batch is self.batch else type(self)(batch, self.pool, self.backend, self.exchange)
+
+    def place(self, layer: int) -> KvPlace | None:  # noqa: ARG002
+        """See AttentionContext."""
+        return None
 
     @abstractmethod
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -90,6 +90,9 @@ class _NoAttention:
         """Every token has a query in every layer."""
         return self
 
+    def place(self, layer: int) -> None:
+        """See AttentionContext."""
+
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
 

@@ -21,6 +21,7 @@ from workers.expert_parallel.dispatcher import FEW_TOKENS
 from workers.expert_parallel.sharing import Lens
 from workers.layers.experts import FEW_CHOICES
 from workers.models.decoder import DecoderModel
+from workers.row_kernels import KvPlace
 
 REPLAYED = "replayed"
 
@@ -164,6 +165,10 @@ class _DecodeContext:
     def last(self) -> "_DecodeContext":
         """Every token is drawn from."""
         return self
+
+    def place(self, layer: int) -> KvPlace | None:
+        """See AttentionContext."""
+        return self._pool.place(layer, self._slots)
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See AttentionContext."""

@@ -11,6 +11,7 @@ from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import Gathered
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
+from workers.row_kernels import KvPlace
 
 
 class PagedContext(StepContext):
@@ -22,14 +23,19 @@ class PagedContext(StepContext):
         self._slots = pool.at(batch.slots)
         self._gathered: Gathered | None = None
 
+    def place(self, layer: int) -> KvPlace | None:
+        """See StepContext; other ranks need what they have not computed."""
+        return self.pool.place(layer, self.batch.slots) if self.batch.plan.replicated else None
+
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         """See StepContext."""
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
     def attend_storing(self, layer: int, q: Tensor) -> Tensor:
         """See StepContext."""
-        assert self._gathered is not None, "attend before put"
-        self._slots.write(layer, self._gathered.wait())
+        if self._gathered is not None:
+            self._slots.write(layer, self._gathered.wait())
+            self._gathered = None
         return self._attention.attend(q, *self.pool.layer_view(layer)).out
 
 

@@ -24,16 +24,23 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
+        attended = context.attend(self.layer, self._queries(x, rotation, context))
+        out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
+        return out
+
+    def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
+        """Rotated; keys and values are handed over before."""
         if context.kv_first:
             self._put(self.qkv_proj.project(x, slice(self.q_size, None)), rotation, context)
             q = self.qkv_proj.project(take(x, context.wanted), slice(self.q_size))
             rotation = rotation.take(context.wanted)
         else:
-            q, kv = self.qkv_proj(x).tensor_split((self.q_size,), dim=-1)
+            qkv = self.qkv_proj(x)
+            if (place := context.place(self.layer)) is not None:
+                return rotation.apply_storing(self._split_heads(qkv), self.q_norm, self.k_norm, place)
+            q, kv = qkv.tensor_split((self.q_size,), dim=-1)
             self._put(kv, rotation, context)
-        attended = context.attend(self.layer, rotation.apply(self._split_heads(q), self.q_norm))
-        out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
-        return out
+        return rotation.apply(self._split_heads(q), self.q_norm)
 
     def _put(self, kv: Tensor, rotation: Rotation, context: AttentionContext) -> None:
         k, v = self._split_heads(kv).chunk(2, dim=1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from workers.layers.rms_norm import RMSNorm
 from workers.models.rope_config import RopeConfig, RopeType
-from workers.row_kernels import row_kernels
+from workers.row_kernels import KvPlace, row_kernels
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,18 @@ class Rotation:
             x = norm(x)
         first, second = x.chunk(2, dim=-1)
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+    def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, place: KvPlace) -> Tensor:
+        """Heads of q, k and v side by side, [num_tokens, num_heads, head_dim]: rotate q and k, and store k and v.
+
+        Returns q. One kernel does it all.
+        """
+        from workers.kernels.rotate import rotate_storing
+
+        weights, eps = None, 0.0
+        if q_norm is not None and k_norm is not None:
+            weights, eps = (q_norm.weight, k_norm.weight), q_norm.eps
+        return rotate_storing(heads, self.cos, self.sin, weights, eps, *place)
 
 
 class RotaryEmbedding(nn.Module):

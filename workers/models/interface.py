@@ -5,12 +5,14 @@ from typing import Protocol
 from torch import Tensor
 
 from workers.expert_parallel.sharing import Lens
+from workers.row_kernels import KvPlace
 
 
 class AttentionContext(Protocol):
     """The key-value side of one step, made by the engine.
 
-    A layer calls `put` and then `attend`, once each, layers in order. Tokens are this rank's, flattened over
+    A layer calls `put` and then `attend`, once each, layers in order; where there is a `place`, it fills that instead
+    of `put`. Tokens are this rank's, flattened over
     requests in the order of the model's `token_ids`; there may be none, and the calls are made all the same.
     """
 
@@ -29,6 +31,9 @@ class AttentionContext(Protocol):
     @property
     def last(self) -> "AttentionContext":
         """The context of the last layer, where only the tokens have queries whose final hidden states are wanted."""
+
+    def place(self, layer: int) -> KvPlace | None:
+        """Where a kernel is to store a layer's new keys and values; None where `put` takes them. Not for `kv_first`."""
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Hand over a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].

@@ -58,6 +58,7 @@ def test_every_case_runs() -> None:
         "merge 4 partials": (Limit.BYTES, 5 * 70 * 4 * (16 * 2 + 4)),
         "rotate": (Limit.BYTES, 2 * 70 * 4 * 16 * 2),
         "normalise and rotate": (Limit.BYTES, 2 * 70 * 4 * 16 * 2),
+        "rotate and store": (Limit.BYTES, 2 * 70 * 8 * 16 * 2),
         "normalise a sum": (Limit.BYTES, 4 * 70 * 32 * 2),
         "gate": (Limit.BYTES, 3 * 70 * 48 * 2),
         "8 experts": (Limit.FLOPS, 2 * 70 * 32 * 48),
