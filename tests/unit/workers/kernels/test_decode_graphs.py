@@ -18,6 +18,7 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.strategy import MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.counted_launches import CountedLaunches
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import on_thread_layout
 from workers import kernel_devices
@@ -97,6 +98,27 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
     assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than recorded": 1}
+
+
+def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for num_layers in (1, 2):
+        model = load_model(make_checkpoint(tmp_path / str(num_layers), "qwen3", num_hidden_layers=num_layers))
+        config = model.config
+        pool = PagePool(1, config.num_kv_heads, num_layers, 4, config.head_dim, torch.float32)
+        with torch.inference_mode(), monkeypatch.context() as patch:
+            patch.setattr(kernel_devices, "on_cpu_too", True)
+            launches = CountedLaunches(patch)
+
+            def record_counting(compute: Callable[[], Tensor], launches: CountedLaunches = launches) -> Any:
+                with launches:
+                    return record(compute)
+
+            DecodeGraphs(model, pool, 1, record_counting)
+        counts.append(launches.counts)
+    of_layer = counts[1] - counts[0]
+    kernels = {"_rms_norm_kernel": 2, "_rotate_kernel": 1, "_attend_kernel": 1, "_swiglu_kernel": 1}
+    assert of_layer == {"linear": 4, **kernels}
 
 
 def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
