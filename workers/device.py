@@ -47,6 +47,11 @@ class Arriving:
             )
             self._there = torch.cuda.current_stream(tensors[0].device).record_event()
 
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody would wait for them."""
+        return self._there is None or bool(self._there.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> tuple[torch.Tensor, ...]:
         """They are there on return."""
         if self._there is not None:

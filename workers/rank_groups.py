@@ -1,6 +1,7 @@
 """The groups of ranks that one rank is in, joined in one order by all."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -41,16 +42,16 @@ class RankGroups:
         return (self.cp, *self.model.all, *self.pipeline.links, self.head_copies)
 
     def received(self) -> Traffic:
-        """Bytes that this rank has taken from others, by group."""
+        """Bytes that this rank has taken from others, by group; those of recorded steps when they were recorded."""
         total = Traffic()
         for group in self.all:
             total[group.name.partition("/")[0]] += group.received_bytes
         return total
 
     def leave(self) -> None:
-        """Leave all; peers that wait for this rank fail."""
-        for group in self.all:
-            group.destroy()
+        """Leave all at once, since the end of one may wait for that of another; peers that wait for this rank fail."""
+        with ThreadPoolExecutor(len(self.all)) as threads:
+            list(threads.map(Communicator.destroy, self.all))
 
 
 def join_groups(spec: WorkerSpec, store: ReplicaStore, model: ModelConfig) -> RankGroups:

@@ -15,6 +15,9 @@ from workers.kv_sender import KvSender
 from workers.loop_watch import BETWEEN_STEPS, Turns
 from workers.rank import Rank
 
+PATIENCE_S = 1.0
+"""Longest time in which messages are looked at beside a step."""
+
 
 class EndedStep(NamedTuple):
     """A step that is over."""
@@ -37,6 +40,14 @@ class RankSteps:
     def num_begun(self) -> int:
         """Those that have not ended."""
         return len(self._begun)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the oldest step is over; or takes so long that it is to be waited for where a watcher sees it."""
+        if not self._begun:
+            return False
+        _, step, start_s = self._begun[0]
+        return step.is_over or self._clock.now_s() - max(start_s, self._ended_s) > PATIENCE_S
 
     def begin(self, plan: StepPlan) -> None:
         """Begin this rank's part of a step; the KV that is there leaves, and layers that it stores."""

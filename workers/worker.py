@@ -5,6 +5,7 @@ the plan and sends its part of the finished KV. A rank that raises ends its repl
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 0.05
 """Time between two looks at what heartbeats tell, while there is work."""
+PAUSE_S = 1e-4
+"""Between two looks at the inbox while a step goes on by itself: the next plan is to find the GPU busy."""
 IDLE_WAIT_S = 1.0
 """Longest sleep of an idle loop; deadlines are seen this late at most."""
 
@@ -155,16 +158,18 @@ class Worker:
                     for addresses, plan in zip(followers, plans, strict=True):
                         send_to_ranks(outbox, addresses, plan)
                     steps.begin(plans[self.spec.coords.dp])
-                if steps.num_begun > (leader.num_ahead if plans else 0):
+                if steps.num_begun > leader.num_ahead or steps.is_due:
                     ended = steps.end()
                     meter.after_step(ended.plan, ended.seconds)
                     work.count(ended.seconds)
                     if rank.runner.draws and ended.plan.rows:
                         leader.commit(self.spec.coords.dp, ended.sampled, self._clock.now_s())
+                elif steps.num_begun and not plans:
+                    time.sleep(PAUSE_S)
                 is_idle = steps.num_begun == 0 and not leader.has_work()
                 if told := work.next(self._clock.now_s(), is_idle=is_idle):
                     leader.on_message(told, self._clock.now_s())
-                if self._clock.now_s() >= load_due_s or not leader.has_work():
+                if self._clock.now_s() >= load_due_s or is_idle:
                     was_draining, self._load = self._load.draining, self._whole_load(leader.load(), meter, rank)
                     if lease is not None and self._load.draining != was_draining:
                         lease.hurry()  # routers go on sending until they know
@@ -245,8 +250,10 @@ class Worker:
             self.turns.at(BETWEEN_STEPS)
             is_busy = steps.num_begun > 0
             messages = self._inbox.receive(0.0 if is_busy else IDLE_WAIT_S)
-            if is_busy and not any(isinstance(message, StepPlan) for message in messages):
+            if steps.is_due:
                 end_step()
+            elif is_busy and not messages:
+                time.sleep(PAUSE_S)
             is_idle = not messages and not is_busy
             if told := work.next(self._clock.now_s(), is_idle=is_idle, dropped=self._inbox.dropped):
                 send_if_heard(outbox, leader_address, told)

@@ -7,6 +7,7 @@ from cluster.spec.decode_graphs import batch_sizes, records_decode
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.pool import GIB
+from cluster.spec.ranks import moe_tp_size
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import ON_ONE_RANK, Passing
 
@@ -65,8 +66,11 @@ def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model
         return 0.0
     sizes = batch_sizes(pool.max_requests)
     tables = sum(sizes) * pages_for(model.max_context, config.kv.page_size) * _PAGE_ID_BYTES
-    widths = (model.weights.heads_width + model.weights.mlp_width) / pool.parallel.tp + model.weights.answers_width
-    step = pool.max_requests * (4 * model.weights.hidden + widths) * DTYPE_BYTES[model.geometry.dtype]
+    counts, shards = model.weights, _num_shards(pool.parallel, model)
+    own = 4 * counts.hidden + counts.heads_width / pool.parallel.tp + 2 * counts.hidden * (shards - 1)
+    # Rows are kept for all that any shard's tokens ask for, wherever it is computed.
+    inner = counts.mlp_width / (moe_tp_size(pool.parallel) if counts.expert_layers else shards * pool.parallel.tp)
+    step = pool.max_requests * (own + shards * (inner + counts.answers_width)) * DTYPE_BYTES[model.geometry.dtype]
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
 
 

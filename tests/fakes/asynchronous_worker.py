@@ -20,6 +20,10 @@ class _FutureStep:
     def requests(self) -> Any:
         return self._step.result().requests
 
+    @property
+    def is_over(self) -> bool:
+        return self._step.done() and bool(self._step.result().is_over)
+
     def wait(self) -> Any:
         return self._step.result().wait()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from workers.context_parallel.merge import Partial
 
 MOST_SCORES = 1 << 26
-"""That exist at once: 256 MiB."""
+"""That exist at once, 256 MiB of them, beside their likelihoods and keys and values in fp32."""
 
 
 def attend_plainly(

@@ -71,6 +71,13 @@ class BegunStep(NamedTuple):
     drawn: Drawn
     end: Moment = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody would wait for it."""
+        if self.end is not None:
+            return bool(self.end.query())  # type: ignore[no-untyped-call]
+        return self.drawn.draws is None or self.drawn.draws.is_there
+
     def wait(self) -> dict[Room, Sampled]:
         """The token of every sampled row on the rank that draws, and nothing on the others; once.
 

@@ -46,8 +46,10 @@ class DecodeGraphs:
             raise
 
     def drop(self) -> None:
-        """Forget what was recorded."""
+        """Forget what was recorded, also where an error still holds a step."""
         self._failure = "dropped"
+        for step in self._steps.values():
+            step.forget()
         self._steps.clear()
 
     def run(self, rows: Sequence[BatchRow], followed: Followed | None = None, most_rows: int = 0) -> Tensor | None:
@@ -110,6 +112,9 @@ class _RecordedStep:
         self._fill([])
         self._hidden, self._replay = record(compute)
 
+    def forget(self) -> None:
+        self._replay = _forgotten
+
     def run(self, rows: Sequence[BatchRow], followed: Followed | None) -> Tensor:
         self._fill(rows)
         if followed is not None:
@@ -133,6 +138,10 @@ class _RecordedStep:
         # From where a GPU reads it: the host goes on at once, and torch keeps the memory until then.
         self._inputs.copy_(on_host, non_blocking=True)
         self._attention.fill(positions + 1, tables)
+
+
+def _forgotten() -> None:
+    raise AssertionError("a step that was forgotten is replayed")
 
 
 def _most_requests(model: DecoderModel) -> int:

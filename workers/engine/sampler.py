@@ -31,6 +31,11 @@ class Draws:
     _arriving: Arriving
     """What was drawn, and the likelihoods of the same rows, if any ask."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody would wait for them."""
+        return self._arriving.is_there
+
     def wait(self) -> list[Sampled]:
         """What was drawn, of which the rows' states take note; once."""
         token_ids, *likelihoods = self._arriving.wait()

@@ -10,13 +10,13 @@ from cluster.spec.strategy import MoeDispatch
 from workers.expert_parallel.choice import BlockShape, fewer_rows
 from workers.expert_parallel.routed import Routed
 from workers.expert_parallel.sharing import Lens, TokenSharing
+from workers.kernel_devices import has_kernels
 from workers.parallel.collectives import Communicator
 from workers.parallel.exchanges import all_to_all, exchange_counts
 from workers.parallel.model_groups import ModelGroups
 
 FEW_TOKENS = 4096
-"""Up to so many of all shards are gathered: to begin several exchanges, with the counts that the host waits for, takes
-longer than their rows."""
+"""Up to so many of all shards are gathered on GPUs, where the host would wait for counts; not measured."""
 Compute = Callable[[Routed], Tensor]
 """The terms ``[tokens, hidden]`` that the experts of this rank add for some tokens."""
 
@@ -95,7 +95,8 @@ class CheaperDispatcher:
     def run(self, routed: Routed, lens: Lens, compute: Compute) -> Tensor:
         """See Dispatcher."""
         own = None if lens is None else [lens[shard] for shard in self._shards]
-        if (len(routed.hidden) if own is None else sum(own)) <= FEW_TOKENS:
+        num_tokens = len(routed.hidden) if own is None else sum(own)
+        if has_kernels(routed.hidden) and num_tokens <= FEW_TOKENS:
             return self._ways[MoeDispatch.GATHER].run(routed, lens, compute)
         return self._ways[fewer_rows(self._shape, own)].run(routed, lens, compute)
 

@@ -238,10 +238,11 @@ class StepScheduler:
 
     @property
     def _oldest_share(self) -> float:
-        """Of this step. Prompts that have no room beside each other take turns: the oldest has every other step."""
+        """Of this step. Prompts may have no room beside each other: so the oldest have more in every other step."""
+        share = self._limits.oldest_share
         if self._limits.most_seen is None:
-            return self._limits.oldest_share
-        return 0.0 if self._step % 2 else min(2 * self._limits.oldest_share, 1.0)
+            return share
+        return max(2 * share - 1, 0.0) if self._step % 2 else min(2 * share, 1.0)
 
     def _who_computes(self, sequence: Sequence, coming: Mapping[bytes, Sequence], *, is_alone: bool) -> Sequence | None:
         """Who gets the tokens of a sequence's turn; nobody if it lacks pages."""

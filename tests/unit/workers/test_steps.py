@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -302,3 +303,22 @@ def test_prompts_without_room_beside_each_other_take_turns() -> None:
             allocator.free(steps.remove(ended.room))
     both = [{1: 8}, {0: 4, 1: 4}] * 2
     assert computed == [{0: 8}] * 3 + both + [{1: 8}, {0: 8}] * 4 + [{1: 8}]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 1.0])
+def test_the_oldest_have_their_share_on_average(share: float) -> None:
+    """In a ring, too, where all have room beside each other."""
+    tokens = []
+    for most_seen in (None, 10_000):
+        limits = StepLimits(PAGE_SIZE, 8, 8, share, most_seen=most_seen)
+        steps = StepScheduler(PageAllocator(1000), limits, fixed(Strategy.NONE))
+        steps.add(sequence(0, [1] * 1000, 1, priority=1))
+        steps.add(sequence(1, [2] * 1000, 1))
+        of_oldest = 0
+        for _ in range(20):
+            plan = steps.next_plan()
+            assert plan is not None
+            of_oldest += sum(len(row.token_ids) for row in plan.rows if row.room == 0)
+            steps.commit(plan, {})
+        tokens.append(of_oldest)
+    assert tokens == [int(20 * 8 * share)] * 2

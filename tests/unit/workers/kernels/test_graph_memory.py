@@ -132,6 +132,20 @@ def test_what_was_recorded_is_gone_before_an_error_is_told(
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, no_memory
 
 
+def test_what_was_recorded_goes_also_where_an_error_holds_a_step(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, config = FakeGpu(monkeypatch), model.config
+    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
+    one.record_decode(8, gpu.make_record())
+    assert one._graphs is not None
+    held = one._graphs._steps[8]
+    one.drop_graphs()
+    assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, held
+    assert one._graphs.run([]) is None
+
+
 def test_without_graphs_pages_take_their_part(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGpu(monkeypatch)
     assert ask(worker({}), model, None) * GIB == 0.9 * TOTAL - WEIGHTS - ACTIVATIONS - OTHERS

@@ -1,0 +1,101 @@
+"""A rank that follows a leader on a device that goes on by itself; its steps end when the test says so."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.spec.messages import Message
+from cluster.spec.step_messages import Shutdown, StepPlan
+from cluster.spec.strategy import Strategy
+from workers import worker as worker_module
+from workers.engine.begun_step import BegunStep, Drawn
+from workers.loop_watch import Turns
+from workers.worker import Worker
+
+
+class Rank:
+    """Notes what becomes of steps; ``over`` are those that its device has computed."""
+
+    def __init__(self, inbox: Iterator[list[Message]]) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.over: set[int] = set()
+        self._inbox = inbox
+        self.now_s = 0.0
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        del timeout_s
+        return next(self._inbox)
+
+    def begin(self, plan: StepPlan, *_: object) -> BegunStep:
+        self.calls.append(("begin", plan.step))
+        end: Any = SimpleNamespace(query=lambda: plan.step in self.over, synchronize=lambda: self._wait(plan.step))
+        return BegunStep({}, Drawn(), end)
+
+    def _wait(self, step: int) -> None:
+        self.calls.append(("wait", step))
+
+    def follow(self) -> list[tuple[str, int]]:
+        """Until the inbox has a Shutdown."""
+        reports = SimpleNamespace(count=lambda _: None, next=lambda *_, **__: None)
+        worker: Any = SimpleNamespace(
+            spec=None,
+            turns=Turns(),
+            _clock=SimpleNamespace(now_s=lambda: self.now_s),
+            _inbox=SimpleNamespace(receive=self.receive, dropped={}),
+            _step_reports=lambda _: reports,
+        )
+        rank: Any = SimpleNamespace(
+            runner=SimpleNamespace(begin=self.begin, requests={}, draws=False),
+            step_recorder=SimpleNamespace(step=lambda _: nullcontext()),
+        )
+        nothing = lambda *_: None  # noqa: E731
+        sender: Any = SimpleNamespace(before_step=nothing, during_step=nothing, after_step=nothing)
+        mover: Any = None
+        outbox: Any = None
+        Worker._follow(worker, rank, sender, mover, outbox, "leader")
+        return self.calls
+
+
+def plan_of(step: int) -> StepPlan:
+    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], rows=[], releases=[])
+
+
+@pytest.fixture(autouse=True)
+def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "num_ahead", lambda *_: 1)
+    monkeypatch.setattr(worker_module, "PAUSE_S", 0.0)
+
+
+def test_a_step_is_not_waited_for_while_the_next_plan_may_come() -> None:
+    """Else that would be begun when the device has nothing to do any more."""
+
+    def inbox() -> Iterator[list[Message]]:
+        yield [plan_of(1)]
+        yield from ([], [])
+        yield [plan_of(2)]
+        yield from ([], [])
+        yield [plan_of(3)]
+        rank.over = {2, 3}
+        yield from ([], [])
+        yield [Shutdown(reason="over")]
+
+    rank = Rank(inbox())
+    assert rank.follow() == [("begin", 1), ("begin", 2), ("wait", 1), ("begin", 3), ("wait", 2), ("wait", 3)]
+
+
+def test_a_step_that_does_not_end_is_waited_for_where_a_watcher_sees_it() -> None:
+    def inbox() -> Iterator[list[Message]]:
+        yield [plan_of(1)]
+        yield []
+        rank.now_s = worker_module.LOAD_EVERY_S
+        yield []
+        assert rank.calls == [("begin", 1)]
+        rank.now_s = 10.0
+        yield []
+        yield [Shutdown(reason="over")]
+
+    rank = Rank(inbox())
+    assert rank.follow() == [("begin", 1), ("wait", 1)]
