@@ -302,7 +302,6 @@ def test_lease_keeper_refills_a_restarted_service() -> None:
     server.stop()
     again = BootstrapServer("127.0.0.1", int(url.rsplit(":", 1)[1]), TOKEN, LEASE_S)
     assert again.start() == url
-    # Mostly a higher one; but it begins where the clock is, which may have been set back.
     wait_until(lambda: tables[-1].version != version and is_ready(tables[-1]))
     again.stop()
     keeper.stop(unregister=True)
