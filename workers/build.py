@@ -124,7 +124,7 @@ def _make_prefill_leader(
 ) -> Leader:
     config, prefill, own = spec.config, spec.config.prefill, [row for row in rows if row.coords.dp == dp_rank]
     allocator, tiers = _make_allocator(spec, own)
-    longest = spec.config.model.max_context or rank.model.config.max_position_embeddings
+    longest = spec.longest_context(rank.model.config.max_position_embeddings)
     limits = StepLimits(
         rank.layout.page_size,
         prefill.chunk_tokens,

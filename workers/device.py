@@ -29,7 +29,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def moment_on(device: torch.device) -> torch.cuda.Event | None:
+Moment = torch.cuda.Event | None
+"""When something that was started on a GPU is there; None where it is."""
+
+
+def moment_on(device: torch.device) -> Moment:
     """After everything that this thread has started on a GPU so far; None for a CPU, which is there."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -39,7 +43,7 @@ class Arriving:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._on_host = tensors
-        self._there: torch.cuda.Event | None = None
+        self._there: Moment = None
         if tensors[0].is_cuda:
             self._on_host = tuple(
                 torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

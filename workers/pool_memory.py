@@ -58,7 +58,7 @@ def _measure(
     """Graphs are recorded once over the one page that there is, since those to come need the pool's addresses."""
     pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
     chunk_len = pool_config.chunk_tokens
-    longest = spec.config.model.max_context or model.config.max_position_embeddings
+    longest = spec.longest_context(model.config.max_position_embeddings)
     is_sharded = spec.ownership is KvOwnership.SHARDED
 
     def run_largest_step() -> None:

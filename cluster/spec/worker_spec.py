@@ -58,6 +58,10 @@ class WorkerSpec:
         """The configuration of this worker's role."""
         return self.config.prefill if self.role is Role.PREFILL else self.config.decode
 
+    def longest_context(self, of_model: int) -> int:
+        """Most tokens of one request, prompt and answer together, where the model has such a limit of its own."""
+        return self.config.model.max_context or of_model
+
     @property
     def ownership(self) -> KvOwnership:
         """Where the KV of a request lives in this worker's CP group."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from workers.cache.layer_arrivals import LayerArrivals, Moment
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.device import Moment
 
 
 class WatchedArrivals(LayerArrivals):

@@ -4,8 +4,7 @@ import threading
 
 import torch
 
-Moment = torch.cuda.Event | None
-"""When copies that were started are there; None where they are."""
+from workers.device import Moment
 
 
 class LayerArrivals:

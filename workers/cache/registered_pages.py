@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from workers.cache.page_pool import PagePool
+from workers.device import Moment, moment_on
 
 
 class RegisteredPages:
@@ -13,9 +14,9 @@ class RegisteredPages:
     def __init__(self, pool: PagePool) -> None:
         self._device = pool.data.device
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Moment:
         """On the computing thread: a moment after everything that was started so far."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        return moment_on(self._device)
 
     def put_out(
         self,

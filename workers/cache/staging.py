@@ -9,6 +9,7 @@ import torch
 
 from workers.cache.page_copies import PageCopies, copy_stream
 from workers.cache.page_pool import PagePool
+from workers.device import Moment, moment_on
 
 
 class Staging:
@@ -21,9 +22,9 @@ class Staging:
         self._host = flat[: self._pages.numel()].view(self._pages.shape)
         self._stream = copy_stream(self._pages.device)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> Moment:
         """On the computing thread: a moment after everything that was started so far."""
-        return torch.cuda.current_stream(self._pages.device).record_event() if self._stream is not None else None
+        return moment_on(self._pages.device)
 
     def put_out(self, pages: Sequence[int], layers: slice, written: torch.cuda.Event | None) -> None:
         """On any one thread: copy layers of pages to the host once ``written`` has come; they are there on return."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import Row
-from workers.cache.layer_arrivals import Moment
-from workers.device import on_device
+from workers.device import Moment, on_device
 from workers.engine.known_request import KnownRequest
 from workers.engine.sampler import Draws
 from workers.parallel.collectives import Communicator

@@ -9,11 +9,12 @@ import torch
 
 from cluster.spec.kv import PoolLayout
 from transfer.backends.interface import Region
-from workers.cache.layer_arrivals import LayerArrivals, Moment
+from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_copies import PageCopies, copy_stream
 from workers.cache.page_pool import PagePool
 from workers.cache.registered_pages import RegisteredPages
 from workers.cache.staging import Staging
+from workers.device import Moment
 
 MOST_GROUPS = 8
 """Of layers, one after another. More would begin a step sooner, and end it later: each needs copies of its own."""
