@@ -1,8 +1,30 @@
-"""How one worker's KV lies in memory, in words that can travel: geometry of the model, layout of one pool."""
+"""KV of a model and of one worker, as data that can travel: the model's groups, its geometry, the layout of a pool."""
 
 import hashlib
 
 import msgspec
+
+
+class KvPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor that a layer stores for each token and head: K or V, a latent, an indexer's keys."""
+
+    name: str
+    dim: int
+    """Elements per token and head."""
+    dtype: str
+    """``float32`` or ``bfloat16``."""
+
+
+class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of a model that store the same parts, for the same number of heads and the same lifetime."""
+
+    name: str
+    num_heads: int
+    layers: tuple[int, ...]
+    """Layer numbers of the model, ascending."""
+    parts: tuple[KvPart, ...]
+    window: int | None = None
+    """Tokens that a later token can still see, itself included; None if all. Groups of one window share page ids."""
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
