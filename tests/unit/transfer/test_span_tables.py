@@ -1,0 +1,287 @@
+"""Spans, receivers, page owners and early sends equal the committed tables, byte for byte.
+
+The tables hold what a rewrite of the arithmetic must still answer; only the adapters at the head of this file may
+change with its signatures. Write them anew, on purpose, with ``python -m tests.unit.transfer.test_span_tables``.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.pool import GIB, pool_layout
+from cluster.spec.registry import PageFilter, RankCoords, RankRow, TransferMode
+from tests.fakes.rows import make_row
+from transfer.layer_groups import early_ends
+from transfer.plan import PageShare, make_spans, owned_pages, receivers
+
+TABLES = Path(__file__).parents[2] / "data" / "span_tables.json"
+SOURCE_PAGES, TARGET_PAGES = 40, 50
+
+
+class Geometry(NamedTuple):
+    """The KV of a whole model with K and V in every layer."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+
+
+class Side(NamedTuple):
+    """The tensor parallel ranks and pipeline stages of one replica."""
+
+    tp: int
+    pp: int = 1
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}pp{self.pp}"
+
+    @property
+    def ranks(self) -> list["Rank"]:
+        """Every rank, stages outermost."""
+        return [Rank(tp, pp, self) for pp, tp in product(range(self.pp), range(self.tp))]
+
+
+class Rank(NamedTuple):
+    """One rank of a side."""
+
+    tp: int
+    pp: int
+    side: Side
+
+
+class Layers(NamedTuple):
+    """Layers of the model, the last one excluded; None for all that follow."""
+
+    first: int = 0
+    last: int | None = None
+
+
+Span = tuple[int, int, int]
+PagePair = tuple[int, int]
+
+
+def spans_of(geometry: Geometry, source: Rank, target: Rank, pages: Iterable[PagePair], layers: Layers) -> list[Span]:
+    """Source offset, target offset and bytes of each copy from one pool to another."""
+    pools = (pool_of(geometry, source, SOURCE_PAGES), pool_of(geometry, target, TARGET_PAGES))
+    spans = make_spans(*pools, pages, first_layer=layers.first, last_layer=layers.last)
+    return [(span.source_offset, span.target_offset, span.num_bytes) for span in spans]
+
+
+def receivers_of(geometry: Geometry, sender: Rank, cp_rank: int, mode: TransferMode, target: Side) -> list[int]:
+    """Global ranks of the targets that a sender, one of two CP ranks, sends to."""
+    coords, sizes = _coords(sender, cp=cp_rank), _sizes(sender.side, cp=2)
+    return [row.global_rank for row in receivers(mode, coords, sizes, _rows(geometry, target))]
+
+
+def shared_pages_of(geometry: Geometry, target: Side, ranks: Iterable[int]) -> list[int]:
+    """Those of the pages 0 to 11 that a sender sends to any of these ranks of its target."""
+    rows = _rows(geometry, target)
+    share = PageShare.of([rows[rank] for rank in ranks])
+    return [page for page in range(12) if share.has(page)]
+
+
+def early_ends_of(geometry: Geometry, rank: Rank) -> list[int]:
+    """After how many of its layers a rank sends what it has computed."""
+    return list(early_ends(pool_of(geometry, rank, SOURCE_PAGES)))
+
+
+def pool_of(geometry: Geometry, rank: Rank, num_pages: int) -> PoolLayout:
+    """The pool of one rank."""
+    arguments = _kv(geometry), _sizes(rank.side), _coords(rank)
+    page_bytes = pool_layout(*arguments, 1.0).page_bytes
+    return pool_layout(*arguments, (num_pages + 1.5) * page_bytes / GIB)
+
+
+def _kv(geometry: Geometry) -> KvGeometry:
+    return KvGeometry(model="golden", **geometry._asdict())
+
+
+def _sizes(side: Side, cp: int = 1) -> RankCoords:
+    return RankCoords(dp=1, cp=cp, tp=side.tp, pp=side.pp)
+
+
+def _coords(rank: Rank, cp: int = 0) -> RankCoords:
+    return RankCoords(dp=0, cp=cp, tp=rank.tp, pp=rank.pp)
+
+
+def _rows(geometry: Geometry, side: Side) -> list[RankRow]:
+    return [
+        make_row("decode-0", at, _sizes(side), geometry=_kv(geometry), layout=pool_of(geometry, rank, TARGET_PAGES))
+        for at, rank in enumerate(side.ranks)
+    ]
+
+
+# Nothing below depends on the product.
+
+KV_HEADS, DTYPES = (1, 2, 8), ("float32", "bfloat16")
+SOURCES = [Side(tp, pp) for tp, pp in product((1, 2, 4), (1, 2))]
+TARGETS = [Side(tp, pp) for tp, pp in product((1, 2, 4, 8), (1, 2))]
+PAGES: dict[str, list[PagePair]] = {
+    "none": [],
+    "one": [(3, 5)],
+    "run": [(4, 7), (5, 8), (6, 9)],
+    "gaps in the source": [(2, 7), (4, 8), (7, 9)],
+    "gaps in the target": [(2, 0), (3, 2), (4, 3), (5, 9)],
+    "scattered": [(30, 1), (2, 44), (17, 17), (0, 49), (39, 0)],
+    "backwards": [(9, 9), (8, 8), (7, 7)],
+}
+LAYERS = [Layers(), Layers(0, 2), Layers(1, 3), Layers(2), Layers(3, 3), Layers(4, 5), Layers(7)]
+HASHED = [*product(PAGES, LAYERS[:1]), *product(("run", "scattered"), LAYERS[1:])]
+READABLE: list[tuple[Geometry, Side, Side, str, Layers]] = [
+    (Geometry(3, heads, 4, "float32", 2), source, target, pages, layers)
+    for heads, source, target, pages, layers in [
+        (2, Side(1), Side(1), "run", Layers()),
+        (2, Side(1), Side(1), "gaps in the target", Layers()),
+        (2, Side(1), Side(1), "run", Layers(1, 2)),
+        (2, Side(1), Side(2), "run", Layers()),
+        (2, Side(2), Side(1), "run", Layers()),
+        (1, Side(2), Side(4), "one", Layers()),
+        (2, Side(1), Side(1, 2), "run", Layers()),
+        (2, Side(2, 2), Side(1), "one", Layers(0, 2)),
+    ]
+]
+
+
+def geometry_of(num_kv_heads: int, dtype: str = "float32") -> Geometry:
+    """Five layers, which two stages divide unequally."""
+    return Geometry(num_layers=5, num_kv_heads=num_kv_heads, head_dim=16, dtype=dtype, page_size=16)
+
+
+def span_hashes() -> dict[str, str]:
+    """Number of spans, bytes and a hash, over all ranks, page lists and layer ranges of two sides."""
+    return {
+        f"{dtype} heads{heads} {source}->{target}": _span_hash(geometry_of(heads, dtype), source, target)
+        for dtype, heads, source, target in product(DTYPES, KV_HEADS, SOURCES, TARGETS)
+    }
+
+
+def _span_hash(geometry: Geometry, source: Side, target: Side) -> str:
+    tables = [
+        spans_of(geometry, from_rank, to_rank, PAGES[pages], layers)
+        for from_rank, to_rank, (pages, layers) in product(source.ranks, target.ranks, HASHED)
+    ]
+    num_bytes = sum(span[2] for table in tables for span in table)
+    return f"{sum(map(len, tables))} spans, {num_bytes} bytes, {_hash(tables)}"
+
+
+def _hash(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value, separators=(",", ":")).encode(), digest_size=8).hexdigest()
+
+
+def whole_tables() -> dict[str, list[list[int]]]:
+    """Every span of small cases, by the ranks it goes between."""
+    found = {}
+    for geometry, source, target, pages, layers in READABLE:
+        for sender, receiver in product(source.ranks, target.ranks):
+            ranks = f"{source} tp{sender.tp}.pp{sender.pp} -> {target} tp{receiver.tp}.pp{receiver.pp}"
+            name = f"heads{geometry.num_kv_heads} {ranks}, {pages}, layers {layers.first}:{layers.last or ''}"
+            found[name] = [list(span) for span in spans_of(geometry, sender, receiver, PAGES[pages], layers)]
+    return found
+
+
+def receiver_tables() -> dict[str, list[list[int]]]:
+    """Receivers of each sender, by its global rank, CP ranks after one another within a stage."""
+    return {
+        f"{mode} heads{heads} {source}->{target}": _receivers(geometry_of(heads), source, target, mode)
+        for mode, heads, source, target in product(TransferMode, KV_HEADS, SOURCES, TARGETS)
+        if mode is TransferMode.ALL_RANKS or target.tp == 2
+    }
+
+
+def _receivers(geometry: Geometry, source: Side, target: Side, mode: TransferMode) -> list[list[int]]:
+    return [
+        receivers_of(geometry, Rank(tp, pp, source), cp_rank, mode, target)
+        for pp, cp_rank, tp in product(range(source.pp), range(2), range(source.tp))
+    ]
+
+
+def share_tables() -> dict[str, list[int]]:
+    """Pages that single ranks, and groups of ranks, are sent of a head that several hold."""
+    groups = ([0], [1], [0, 1], [0, 2], [3, 5], [4, 5, 6, 7])
+    return {
+        f"heads{heads} tp{tp} to {group}": shared_pages_of(geometry_of(heads), Side(tp), group)
+        for heads, tp, group in product(KV_HEADS, (1, 2, 4, 8), groups)
+        if group[-1] < tp
+    }
+
+
+def owner_tables() -> dict[str, list[list[int]]]:
+    """Pages that each CP rank sends, by position in the request."""
+    wanted: Sequence[tuple[int, int, int, int | None]] = [
+        (0, 0, 0, None),
+        (1, 2, 0, None),
+        (7, 1, 0, None),
+        (11, 5, 3, None),
+        (19, 2, 4, 13),
+        (6, 0, 6, None),
+        (9, 3, 2, 40),
+    ]
+    return {
+        f"{page_filter} {mode} cp{cp} of {num_pages} pages, base {base}, {first}:{last or ''}": [
+            list(
+                owned_pages(
+                    page_filter, mode, num_pages=num_pages, cp_rank=rank, cp_size=cp, base=base, first=first, last=last
+                )
+            )
+            for rank in range(cp)
+        ]
+        for page_filter, mode, cp, (num_pages, base, first, last) in product(
+            PageFilter, TransferMode, (1, 2, 3, 8), wanted
+        )
+    }
+
+
+def early_tables() -> dict[str, list[list[int]]]:
+    """Early sends of each stage."""
+    models = {
+        "tiny": Geometry(2, 2, 16, "float32", 16),
+        "0.6B": Geometry(28, 8, 128, "bfloat16", 64),
+        "8B": Geometry(36, 8, 128, "bfloat16", 64),
+        "8B, small pages": Geometry(36, 8, 128, "bfloat16", 16),
+        "8B, fp32": Geometry(36, 8, 128, "float32", 256),
+        "70B": Geometry(80, 8, 128, "bfloat16", 64),
+        "5 layers": Geometry(5, 1, 256, "float32", 64),
+    }
+    return {
+        f"{name} {side}": [early_ends_of(geometry, Rank(0, pp, side)) for pp in range(side.pp)]
+        for (name, geometry), side in product(models.items(), (Side(1), Side(8), Side(1, 2)))
+    }
+
+
+MAKERS: dict[str, Any] = {
+    "hashes": span_hashes,
+    "spans": whole_tables,
+    "receivers": receiver_tables,
+    "shared pages": share_tables,
+    "owned pages": owner_tables,
+    "early ends": early_tables,
+}
+
+
+def write_tables() -> None:
+    """One line an entry."""
+    parts = []
+    for name, make in MAKERS.items():
+        lines = (f"  {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in make().items())
+        parts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}")
+    TABLES.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tables_are_those_committed(name: str) -> None:
+    expected = json.loads(TABLES.read_text(encoding="utf-8"))[name]
+    found = MAKERS[name]()
+    assert {key: value for key, value in found.items() if value != expected.get(key)} == {}
+    assert list(found) == list(expected)
+
+
+if __name__ == "__main__":
+    write_tables()
