@@ -4,15 +4,11 @@ from cluster.spec.kv import KvGeometry, pages_for
 from cluster.spec.ranks import kv_heads_of
 from cluster.spec.registry import KvOwnership, PageFilter, RankRow, TransferMode
 from cluster.spec.transfer_messages import Ticket
-from transfer import layout
 
 _GEOMETRY_WORDS = {
     "model": "model",
-    "dtype": "KV dtype",
     "page_size": "page size",
     "num_layers": "number of layers",
-    "num_kv_heads": "number of KV heads",
-    "head_dim": "head dimension",
 }
 
 
@@ -21,7 +17,8 @@ def geometry_refusal(prefill: str, prefill_kv: KvGeometry, decode: str, decode_k
     for field, words in _GEOMETRY_WORDS.items():
         if reason := _unequal(words, prefill, getattr(prefill_kv, field), decode, getattr(decode_kv, field)):
             return reason
-    return None
+    groups = (", ".join(map(str, kv.groups)) for kv in (prefill_kv, decode_kv))
+    return _unequal("KV groups", prefill, next(groups), decode, next(groups))
 
 
 def refusal(prefill: RankRow, decode: RankRow) -> str | None:
@@ -95,14 +92,15 @@ def _unequal(words: str, prefill: str, ours: object, decode: str, theirs: object
 
 def _other_heads(row: RankRow) -> str | None:
     """Who sends what follows from the axes, so that every pool must hold the heads that they say."""
-    try:
-        heads = kv_heads_of(row.geometry.num_kv_heads, row.sizes.tp, row.coords.tp)
-    except ValueError as error:
-        return f"{row.replica}: {error}"
-    if layout.heads(row.layout) == heads:
-        return None
-    held = layout.heads(row.layout)
-    return (
-        f"{row.replica} holds KV heads {held.start} to {held.stop - 1} on tp_rank {row.coords.tp}; "
-        f"by its axes it must hold {heads.start} to {heads.stop - 1}"
-    )
+    held = {group.name: group.heads for group in row.layout.groups}
+    for group in row.geometry.groups:
+        try:
+            heads = kv_heads_of(group.num_heads, row.sizes.tp, row.coords.tp)
+        except ValueError as error:
+            return f"{row.replica}: {error}"
+        if (has := held.get(group.name, heads)) != heads:
+            return (
+                f"{row.replica} holds {group.name} heads {has.start} to {has.stop - 1} on tp_rank {row.coords.tp}; "
+                f"by its axes it must hold {heads.start} to {heads.stop - 1}"
+            )
+    return None

@@ -1,15 +1,15 @@
-"""Which layers of a prompt's last pages leave while later ones are computed. Pure arithmetic."""
+"""Early send: layer groups of a prompt's last pages that leave while later layers are computed. Pure arithmetic."""
 
 from cluster.spec.kv import PoolLayout
 
 MOST_GROUPS = 4
-"""The last one leaves when the step is over: a quarter is what a step's end waits for."""
+"""The last group leaves when the step is over, so the end of a step waits for a quarter of the bytes."""
 LEAST_SPAN_BYTES = 64 << 10
-"""Smaller pieces would cost more than they hide."""
+"""Smaller spans would cost more than they hide."""
 
 
 def early_ends(layout: PoolLayout) -> list[int]:
-    """After how many of a rank's layers those before leave that have not; none where all must leave together."""
-    least = -(-LEAST_SPAN_BYTES // layout.layer_bytes)
+    """Return after how many of a rank's layers the finished ones are sent; empty if all leave together."""
+    least = -(-LEAST_SPAN_BYTES // min(group.layer_bytes for group in layout.groups))
     size = max(least, -(-layout.num_layers // MOST_GROUPS))
     return list(range(size, layout.num_layers - least + 1, size))

@@ -11,7 +11,7 @@ from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests
 from transfer.backends.interface import Region, TransferBackend
-from transfer.plan import Span, batches, total_bytes
+from transfer.page_range import Span, batches, total_bytes
 
 _Key = tuple[Room, int]
 

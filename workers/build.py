@@ -20,7 +20,6 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
 from workers.hicache.copier import Copier
-from workers.hicache.device_pages import DevicePages, RegionPages, StagedPages
 from workers.hicache.mover import Mover, NoMover, PageMover
 from workers.hicache.storage.objects import Naming
 from workers.hicache.storage.page_store import PageStore
@@ -51,7 +50,7 @@ def make_row(spec: WorkerSpec, rank: Rank, address: str) -> RankRow:
         sizes=spec.sizes,
         global_rank=spec.global_rank,
         address=address,
-        endpoint=rank.region.endpoint,
+        endpoint=rank.memory.region.endpoint,
         geometry=rank.geometry,
         layout=rank.layout,
         transfer_mode=spec.config.transfer.mode,
@@ -157,10 +156,7 @@ def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: C
     """What carries out the leader's orders on this rank."""
     if rank.host_region is None:
         return NoMover()
-    device: DevicePages = RegionPages(rank.region, rank.host_region, rank.layout)
-    if rank.staging is not None:
-        device = StagedPages(rank.pool, rank.staging, rank.region, rank.host_region, rank.layout)
-    copier = Copier(rows, spec.global_rank, device, rank.region, rank.host_region, rank.backend)
+    copier = Copier(rows, spec.global_rank, rank.memory, rank.host_region, rank.backend)
     store = make_page_store(spec, rank, rows[spec.global_rank])
     return PageMover(copier, store, spec.global_rank, rows[0].address, open_outbox)
 
@@ -193,14 +189,14 @@ def make_kv_sender(
     return KvSender(
         prefill=Peer(replica=spec.replica, incarnation=spec.incarnation, address=rows[0].address),
         row=rows[spec.global_rank],
-        pool=rank.region.buffer,
+        pool=rank.memory.region.buffer,
         config=spec.config.transfer.model_copy(update={"verify": spec.config.verify_by()}),
         outbox=outbox,
         start_writer=partial(
-            SenderThread, rank.backend, rank.region, spec.config.transfer.batch_spans, on_failure=on_failure
+            SenderThread, rank.backend, rank.memory.region, spec.config.transfer.batch_spans, on_failure=on_failure
         ),
         recorder=rank.step_recorder.recorder,
-        staging=rank.staging,
+        memory=rank.memory,
     )
 
 
@@ -208,7 +204,7 @@ def make_page_checker(
     spec: WorkerSpec, rank: Rank, rows: list[RankRow], outbox: Outbox, on_failure: Callable[[Exception], None]
 ) -> PageChecker:
     """What compares this rank's pages with what was sent."""
-    return PageChecker(rows[spec.global_rank], rank.region.buffer, rows[0].address, outbox, on_failure)
+    return PageChecker(rows[spec.global_rank], rank.memory.region.buffer, rows[0].address, outbox, on_failure)
 
 
 def make_timeline(spec: WorkerSpec, rank: Rank, room: Room, now_s: float) -> Timeline:

@@ -29,12 +29,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-Moment = torch.cuda.Event | None
-"""When something that was started on a GPU is there; None where it is."""
+Event = torch.cuda.Event
+"""Comes when what was started on a GPU before is done. Where an event is optional, None means that it has come."""
 
 
-def moment_on(device: torch.device) -> Moment:
-    """After everything that this thread has started on a GPU so far; None for a CPU, which is there."""
+def event_on(device: torch.device) -> Event | None:
+    """Record an event behind everything that this thread has started on a GPU so far; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
@@ -43,7 +43,7 @@ class Arriving:
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self._on_host = tensors
-        self._there: Moment = None
+        self._there: Event | None = None
         if tensors[0].is_cuda:
             self._on_host = tuple(
                 torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

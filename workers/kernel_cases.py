@@ -13,7 +13,6 @@ from torch.nn.attention.bias import causal_lower_right
 from cluster.spec.kv import pages_for
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.engine.chances import plain_race
 from workers.engine.cutoffs import ranked_cutoffs
@@ -28,6 +27,7 @@ from workers.kernels.rotate import rotate, rotate_storing
 from workers.kernels.store_kv import store_kv
 from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
+from workers.memory.page_pool import PagePool
 
 PAGE_SIZE = 64
 NUM_EXPERTS = 8

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import ReplicaId, Room
-from cluster.spec.kv import PoolLayout, pages_for
+from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
@@ -16,7 +17,8 @@ from cluster.spec.timeline import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
 from transfer.layer_groups import early_ends
-from transfer.plan import PagePair, PageShare, local_page, make_spans, owned_pages, receivers
+from transfer.page_range import PageRange
+from transfer.plan import PagePair, PageShare, local_page, owned_pages, receivers, sent_groups
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession, SenderState
 from workers.post import Post, send_if_heard
@@ -24,8 +26,8 @@ from workers.timeline import KV_SENDER, Recorder
 
 Transfer = tuple[Room, int]
 """Room and generation."""
-_Part = tuple[RankRow, list[PagePair]]
-"""A decode rank, and the pages that it is sent."""
+_Part = tuple[RankRow, PageRange, PageRange]
+"""A decode rank, the pages that it is sent, and where they go."""
 
 
 class Known(Protocol):
@@ -37,11 +39,11 @@ class Known(Protocol):
     def pages(self) -> Sequence[int]: ...
 
 
-class Staging(Protocol):
-    """What brings pages from a GPU to where they are sent from; workers.cache.staging does."""
+class SourceMemory(Protocol):
+    """The memory that pages are sent from; see workers.memory.peer_memory."""
 
-    def mark(self) -> Any: ...
-    def put_out(self, pages: Sequence[int], layers: slice, written: Any) -> None: ...
+    def event(self) -> Any: ...
+    def publish(self, pages: Sequence[int], layers: range, after: Any) -> None: ...
 
 
 class KvSender:
@@ -57,14 +59,14 @@ class KvSender:
         outbox: Post,
         start_writer: Callable[[Callable[[Outcome], None]], Writer],
         recorder: Recorder | None = None,
-        staging: Staging | None = None,
+        memory: SourceMemory | None = None,
     ) -> None:
         """Takes outbox and writer over.
 
         Args:
             prefill: the replica this rank is part of; its leader gets the reports.
             pool: memory of this rank's pages that peers are sent from.
-            staging: between it and the GPU's pages, if there is one.
+            memory: publishes computed pages to peers before they are sent; None where computed pages are visible.
             start_writer: makes the writer, which never tells an outcome before the call that asks for it has returned.
         """
         self._prefill = prefill
@@ -72,7 +74,7 @@ class KvSender:
         self._pool = pool
         self._config = config
         self._recorder = recorder or Recorder()
-        self._staging = staging
+        self._memory = memory
         self._lock = threading.Lock()
         """Held while sessions change or the outbox is used: both threads do."""
         self.num_sent_bytes = 0
@@ -224,34 +226,45 @@ class KvSender:
         Up to an end that others follow; without one the pages are whole.
         """
         transfer = (session.room, session.target.generation)
-        layers = slice(self._num_gone.pop(transfer, 0), end or self._row.layout.num_layers)
+        layers = self._row.layout.layers[self._num_gone.pop(transfer, 0) : end]
         if end is not None:
             self._num_gone[transfer] = end
         local_pairs = [(local_page(self._row, page), target_page) for page, target_page in pairs]
-        parts = [(target, _sent_to(target, local_pairs)) for target in self._receivers(session.target)]
-        put_out = partial(self._put_out, [page for page, _ in local_pairs], layers, self._mark())
+        parts = [self._part(target, local_pairs, layers) for target in self._receivers(session.target)]
+        publish = partial(self._publish, [page for page, _ in local_pairs], layers, self._event())
         return SendJob(
             room=session.room,
             generation=session.target.generation,
-            make_writes=partial(_writes, self._row.layout, parts, layers),
+            make_writes=partial(_writes, parts),
             num_pages=len(pairs) if end is None else 0,
-            make_ready=partial(self._make_ready, put_out, parts if end is None else []),
+            make_ready=partial(self._make_ready, publish, parts if end is None else []),
         )
 
-    def _mark(self) -> Any:
-        """The moment in which what was computed so far is in the pages, where that is not now."""
-        return self._staging.mark() if self._staging is not None else None
+    def _part(self, target: RankRow, pairs: list[PagePair], layers: range) -> _Part:
+        """Return what a decode rank is sent of these pages."""
+        share = PageShare.of([target])
+        sent = pairs if share.is_all else [pair for pair in pairs if share.has(pair[1])]
+        groups = sent_groups(self._row.coords, self._row.sizes, target)
+        source = PageRange(self._row.layout, [page for page, _ in sent], layers, groups)
+        return target, source, PageRange(target.layout, [page for _, page in sent])
 
-    def _put_out(self, pages: Sequence[int], layers: slice, written: Any) -> None:
-        if self._staging is not None:
-            self._staging.put_out(pages, layers, written)
+    def _event(self) -> Any:
+        """Record the event behind which what was computed so far is in the pages."""
+        return self._memory.event() if self._memory is not None else None
 
-    def _make_ready(self, put_out: Callable[[], None], whole: Sequence[_Part]) -> list[PageDigests]:
-        """On the sender thread, before it writes; digests of the pages that are whole then."""
-        put_out()
+    def _publish(self, pages: Sequence[int], layers: range, after: Any) -> None:
+        if self._memory is not None:
+            self._memory.publish(pages, layers, after)
+
+    def _make_ready(self, publish: Callable[[], None], whole: Sequence[_Part]) -> list[PageDigests]:
+        """On the sender thread, before it writes: publish the pages, and return the digests of those that are whole."""
+        publish()
         if self._config.verify is not Verify.DIGEST:
             return []
-        return [digest_pages(self._pool, self._row.layout, target, part) for target, part in whole]
+        return [
+            digest_pages(self._pool, replace(source, layers=None), rank.global_rank, target)
+            for rank, source, target in whole
+        ]
 
     def _on_outcome(self, outcome: Outcome) -> None:
         with self._lock:
@@ -288,18 +301,9 @@ class KvSender:
         send_if_heard(self._outbox, self._prefill.address, session.report())
 
 
-def _sent_to(target: RankRow, pairs: list[PagePair]) -> list[PagePair]:
-    share = PageShare.of([target])
-    return pairs if share.is_all else [pair for pair in pairs if share.has(pair[1])]
-
-
 def _ends_prompt(row: Row, admit: Admit) -> bool:
     return admit.target is not None and row.first_position + len(row.token_ids) == admit.target.num_tokens
 
 
-def _writes(mine: PoolLayout, parts: Sequence[_Part], layers: slice) -> list[Write]:
-    first, last = mine.first_layer + layers.start, mine.first_layer + layers.stop
-    return [
-        Write(target.endpoint, make_spans(mine, target.layout, part, first_layer=first, last_layer=last))
-        for target, part in parts
-    ]
+def _writes(parts: Sequence[_Part]) -> list[Write]:
+    return [Write(rank.endpoint, source.spans_to(target)) for rank, source, target in parts]

@@ -5,9 +5,9 @@ import msgspec
 from cluster.spec.lifecycle import Role
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.engine.calibration import calibrate
+from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
 from workers.parallel.words import told_by_all

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 from cluster.spec.config import Device
 from cluster.spec.gpu_memory import GpuMemory
+from cluster.spec.kv import KvGeometry
 from cluster.spec.lifecycle import Role
-from cluster.spec.pool import GIB
+from cluster.spec.pool import GIB, page_layout
 from cluster.spec.registry import KvOwnership
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.engine.gpu_memory import check_fits, measure_memory
 from workers.engine.gpu_recorder import Record
 from workers.engine.runner import ModelRunner
+from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
 from workers.parallel.words import told_by_all
@@ -29,6 +30,7 @@ def pool_memory_gib(
     model: DecoderModel,
     attention: AttentionBackend,
     groups: RankGroups,
+    geometry: KvGeometry,
     make_record: Callable[[], Record] | None,
 ) -> float:
     """Every rank of the replica calls this, with its weights loaded; ``make_record`` where it will record decode steps.
@@ -40,11 +42,7 @@ def pool_memory_gib(
     if spec.config.resources.device is Device.CPU:
         assert given is not None, "a CPU has no memory of its own to measure"
         return given
-    config = model.config
-    page_size = spec.config.kv.page_size
-    page = PagePool(
-        1, config.num_kv_heads, config.num_layers, page_size, config.head_dim, model.dtype, device=model.device
-    )
+    page = PagePool(page_layout(geometry, spec.sizes, spec.coords), device=model.device)
     runner = ModelRunner(model, page, attention, groups.cp, spec.ownership, pipeline=groups.pipeline)
     memory = _measure(spec, model, runner, make_record)
     _log.info("%s", memory)

@@ -14,7 +14,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.decode_graphs import records_decode, why_unrecorded
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.hicache_config import StorageBackendName
-from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.kv import KvGeometry, PoolLayout, key_value_group
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, num_host_slots, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
@@ -22,13 +22,7 @@ from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
 from workers.cache.gpu_host_pages import GpuHostPages
-from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
-from workers.cache.open_pool import open_pool
-from workers.cache.page_pool import PagePool
-from workers.cache.pinned import PinnedMemory
-from workers.cache.registered_pages import RegisteredPages
-from workers.cache.staging import Staging
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
 from workers.engine.gpu_recorder import GpuRecorder, Record
@@ -36,6 +30,9 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.measured_rates import measured_rates
+from workers.memory.page_pool import PagePool
+from workers.memory.peer_memory import PeerMemory, open_peer_memory
+from workers.memory.pinned import PinnedMemory
 from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
@@ -55,7 +52,8 @@ class Rank:
 
     geometry: KvGeometry
     layout: PoolLayout
-    region: Region
+    memory: PeerMemory
+    """The page pool, and the memory by which peers reach it."""
     backend: TransferBackend
     host_region: Region | None
     """Memory for cached pages beside the pool."""
@@ -75,12 +73,8 @@ class Rank:
     """As this rank measured it, where there are host pages."""
 
     groups: RankGroups
-    pool: PagePool
-    """On the device."""
-    staging: Staging | RegisteredPages | None
-    """Between a GPU's pages and the region."""
     pinned: PinnedMemory
-    """What is on the host of both regions, where there is a GPU."""
+    """Host memory of both regions, where there is a GPU."""
 
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
@@ -121,18 +115,20 @@ def _load(
     config = spec.config
     draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
-    geometry = _geometry(config, model_config)
-    dtype = torch_dtype(geometry.dtype)
+    dtype_name = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
+    geometry = _geometry(config, model_config, dtype_name)
+    dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     attention = choose_backend(config.resources.attention, device, dtype)
     _log.info("attention by %s: %s", attention.name, attention.reason)
     if attention.name == "native":
         use_native_rows()
     make_record = _make_recorders(spec, device)
-    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, make_record)
+    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, geometry, make_record)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
-    pool, region, staging = open_pool(layout, dtype, device, backend, config.verify_by())
+    memory = open_peer_memory(layout, device, backend, config.verify_by(), groups.head_copies)
+    pool, region = memory.pool, memory.region
     host_bytes = host_bytes_of(spec, layout)
     host_region = backend.allocate(host_bytes) if host_bytes else None
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
@@ -140,7 +136,7 @@ def _load(
     regions = [region, host_region] if host_region is not None else [region]
     host_pages = _make_host_pages(spec, layout, pool)
     pinned = PinnedMemory(_copied_memory(regions, host_pages) if on_gpu else [])
-    runner = _make_runner(spec, model, pool, attention.backend, groups, grammars, staging, host_pages)
+    runner = _make_runner(spec, model, memory, attention.backend, groups, grammars, host_pages)
     on_failure.callback(runner.drop_graphs)
     if make_record is not None:
         runner.record_decode(config.decode.max_requests, make_record())
@@ -148,11 +144,11 @@ def _load(
     elif reason := why_unrecorded(config, spec.pool):
         runner.why_unrecorded = reason
         _log.info("decode steps are not recorded: %s", reason)
-    shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, geometry.dtype)
+    shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, dtype_name)
     return Rank(
         geometry=geometry,
         layout=layout,
-        region=region,
+        memory=memory,
         backend=backend,
         host_region=host_region,
         weights=weights_digest(folder, CACHE_DIR.get() / "weights") if is_stored else "",
@@ -163,8 +159,6 @@ def _load(
         rates=rates,
         grammars=grammars,
         groups=groups,
-        pool=pool,
-        staging=staging,
         pinned=pinned,
         host_pages=host_pages,
         keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
@@ -174,25 +168,23 @@ def _load(
 def _make_runner(
     spec: WorkerSpec,
     model: DecoderModel,
-    pool: PagePool,
+    memory: PeerMemory,
     attention: AttentionBackend,
     groups: RankGroups,
     grammars: Grammars | None,
-    staging: Staging | RegisteredPages | None,
     host_pages: HostPages | GpuHostPages | None,
 ) -> ModelRunner:
     """Warm."""
     runner = ModelRunner(
         model,
-        pool,
+        memory.pool,
         attention,
         groups.cp,
         spec.ownership,
         grammars,
         pipeline=groups.pipeline,
         host_pages=host_pages,
-        staging=staging,
-        head_copies=HeadCopies(pool, groups.head_copies),
+        peer_memory=memory,
     )
     runner.warm_up()
     return runner
@@ -205,13 +197,14 @@ def _make_recorders(spec: WorkerSpec, device: torch.device) -> Callable[[], Reco
     return partial(GpuRecorder, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
-def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:
+def _geometry(config: DeployConfig, model_config: ModelConfig, dtype: str) -> KvGeometry:
+    kv = key_value_group(range(model_config.num_layers), model_config.num_kv_heads, model_config.head_dim, dtype)
     return KvGeometry(
         model=config.model.name,
         num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=model_config.dtype if config.model.dtype == "auto" else config.model.dtype,
+        groups=(
+            key_value_group(range(model_config.num_layers), model_config.num_kv_heads, model_config.head_dim, dtype),
+        ),
         page_size=config.kv.page_size,
     )
 
@@ -227,7 +220,7 @@ def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> Ho
     num_slots = num_host_slots(spec.config.decode.host_memory_gib, layout)
     # Of several stages one may still copy when the leader takes a step for done.
     if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
-        return GpuHostPages(pool, num_slots) if pool.data.is_cuda else HostPages(pool, num_slots)
+        return GpuHostPages(pool, num_slots) if pool.bytes.is_cuda else HostPages(pool, num_slots)
     return None
 
 

@@ -59,7 +59,7 @@ def join_groups(spec: WorkerSpec, store: ReplicaStore, model: ModelConfig) -> Ra
     groups = _join_attention(spec, store)
     if model.moe is not None:
         groups = _join_experts(groups, spec, store)
-    groups = _join_head_copies(groups, spec, store, model.num_kv_heads)
+    groups = _join_head_copies(groups, spec, store, [model.num_kv_heads])
     # Nobody waits in a collective for a rank that misses a peer of another group.
     told_by_all(store, "joined", spec.global_rank, spec.world_size, "joined")
     return groups
@@ -94,11 +94,13 @@ def _join_experts(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore) -> 
     return replace(groups, model=replace(model, moe_shards=shards, moe_block=block))
 
 
-def _join_head_copies(groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_kv_heads: int) -> RankGroups:
+def _join_head_copies(
+    groups: RankGroups, spec: WorkerSpec, store: ReplicaStore, num_heads: Sequence[int]
+) -> RankGroups:
     """The same with the ranks that hold the same heads, where they are sent KV."""
-    if spec.role is not Role.DECODE or head_copies(num_kv_heads, spec.sizes.tp) == 1:
+    if spec.role is not Role.DECODE or head_copies(num_heads, spec.sizes.tp) == 1:
         return groups
-    members = _with(spec.global_rank, head_copy_groups(positions(spec.pool.parallel), num_kv_heads))
+    members = _with(spec.global_rank, head_copy_groups(positions(spec.pool.parallel), num_heads))
     return replace(groups, head_copies=_join_members(spec, store, HEAD_COPIES, members))
 
 

@@ -243,7 +243,6 @@ def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
         ("role", row.role, first.role),
         ("sizes", row.sizes, first.sizes),
         ("model", row.geometry.model, first.geometry.model),
-        ("dtype", row.geometry.dtype, first.geometry.dtype),
         ("page size", row.geometry.page_size, first.geometry.page_size),
         ("KV geometry", row.geometry.digest, first.geometry.digest),
         ("transfer mode", row.transfer_mode, first.transfer_mode),

@@ -69,10 +69,7 @@ def _print_kv(console: Console, kv: KvPlan | None) -> None:
     if kv is None:
         console.print(Text("KV memory: unknown, see the checks\n", style="bold"))
         return
-    title = (
-        f"KV memory: {_size(kv.bytes_per_token)} a token, pages of {kv.page_size} tokens "
-        f"({_counted(kv.num_layers, 'layer')}, {_counted(kv.num_kv_heads, 'KV head')} of {kv.head_dim}, {kv.dtype})"
-    )
+    title = f"KV memory: {_size(kv.bytes_per_token)} a token, pages of {kv.page_size} tokens ({', '.join(kv.groups)})"
     rows = [
         (
             role,

@@ -38,7 +38,7 @@ def _activation_bytes(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> 
     widths = (counts.heads_width + counts.mlp_width) / pool.parallel.tp + counts.answers_width / pool.parallel.ep
     # Of all shards' tokens each computes as much less of the width as they are more, but holds them, and their sums.
     brought = 2 * counts.hidden * (_num_shards(pool.parallel, model) - 1)
-    layer = num_tokens * (4 * counts.hidden + widths + brought) * DTYPE_BYTES[model.geometry.dtype]
+    layer = num_tokens * (4 * counts.hidden + widths + brought) * DTYPE_BYTES[model.dtype]
     return layer + _DRAW_BYTES * pool.max_requests * counts.vocab
 
 
@@ -55,7 +55,7 @@ def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
     geometry, tp = model.geometry, pool.parallel.tp
     row_bytes = geometry.bytes_per_token / geometry.num_layers / tp
     passed_kv = 2 * longest_context(config, model) / pool.parallel.cp * row_bytes
-    passed_q = pool.chunk_tokens * model.num_heads / tp * geometry.head_dim * _PASSED_QUERY_BYTES
+    passed_q = pool.chunk_tokens * model.num_heads / tp * model.head_dim * _PASSED_QUERY_BYTES
     costs = {Passing.PASS_KV: passed_kv, Passing.PASS_Q: passed_q}
     return max(costs[passing] for passing in pool.passing.candidates)
 
@@ -70,7 +70,7 @@ def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model
     own = 4 * counts.hidden + counts.heads_width / pool.parallel.tp + 2 * counts.hidden * (shards - 1)
     # Rows are kept for all that any shard's tokens ask for, wherever it is computed.
     inner = counts.mlp_width / (moe_tp_size(pool.parallel) if counts.expert_layers else shards * pool.parallel.tp)
-    step = pool.max_requests * (own + shards * (inner + counts.answers_width)) * DTYPE_BYTES[model.geometry.dtype]
+    step = pool.max_requests * (own + shards * (inner + counts.answers_width)) * DTYPE_BYTES[model.dtype]
     return tables + step + len(sizes) * model.geometry.num_layers * _GRAPH_LAYER_BYTES + _WORKSPACE_BYTES
 
 

@@ -19,7 +19,7 @@ from cluster.spec.ranks import positions, sizes_of
 from workers.hicache.storage.objects import HEADER_BYTES
 
 Pool = PrefillConfig | DecodeConfig
-POOL_AXES = "[page, kv_head, layer, k_or_v, slot, head_dim]"
+POOL_AXES = "[page, group, head, layer, part, slot, dim]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,9 @@ class RoleKv:
 class KvPlan:
     """KV memory of the whole cluster; the numbers are those of the role that holds the shorter requests."""
 
-    dtype: str
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    groups: tuple[str, ...]
+    """KV groups of the model."""
     page_size: int
     bytes_per_token: int
     """Of the whole model: all layers and heads."""
@@ -66,10 +65,8 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
     roles = {role: _role_kv(config, pool, model) for role, pool in _pools(config).items()}
     fewest = min(roles.values(), key=lambda role: role.tokens_per_request)
     return KvPlan(
-        dtype=geometry.dtype,
         num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
+        groups=tuple(map(str, geometry.groups)),
         page_size=geometry.page_size,
         bytes_per_token=geometry.bytes_per_token,
         page_bytes=fewest.page_bytes,

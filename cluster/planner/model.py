@@ -6,7 +6,7 @@ from pathlib import Path
 from cluster.spec.config import DeployConfig
 from cluster.spec.cuts import Divisible
 from cluster.spec.errors import ConfigError, Problem, UserError
-from cluster.spec.kv import KvGeometry
+from cluster.spec.kv import KvGeometry, key_value_group
 from workers.models import recall_weights
 from workers.models.config import ModelConfig
 
@@ -65,8 +65,12 @@ class ModelFacts:
     """A model as far as memory and placement care."""
 
     geometry: KvGeometry
+    dtype: str
+    """Dtype of weights and activations."""
     num_heads: int
     """Query heads."""
+    num_kv_heads: int
+    head_dim: int
     max_context: int
     """Most tokens the model itself takes, prompt and answer together."""
     num_experts: int | None = None
@@ -78,7 +82,7 @@ class ModelFacts:
         """What of it ranks share."""
         return Divisible(
             num_heads=self.num_heads,
-            num_kv_heads=self.geometry.num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
             num_layers=self.geometry.num_layers,
             num_experts=self.num_experts,
         )
@@ -130,14 +134,15 @@ def _facts(config: DeployConfig, shape: ModelConfig) -> ModelFacts:
     geometry = KvGeometry(
         model=config.model.name,
         num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
+        groups=(key_value_group(range(shape.num_layers), shape.num_kv_heads, shape.head_dim, dtype),),
         page_size=config.kv.page_size,
     )
     return ModelFacts(
         geometry=geometry,
+        dtype=dtype,
         num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         num_experts=shape.moe.num_experts if shape.moe else None,
         max_context=shape.max_position_embeddings,
         weights=WeightCounts.of(shape),

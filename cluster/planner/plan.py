@@ -114,7 +114,7 @@ def _replicas(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) ->
 def _head_copies(ranks: list[Position], model: ModelFacts | UnknownModel) -> list[list[int]]:
     if isinstance(model, UnknownModel):
         return []
-    same_heads = head_copy_groups(ranks, model.geometry.num_kv_heads)
+    same_heads = head_copy_groups(ranks, [group.num_heads for group in model.geometry.groups])
     return same_heads if len(same_heads) < len(ranks) else []
 
 

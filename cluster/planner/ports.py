@@ -71,6 +71,6 @@ def _num_seats(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -
         if model.num_experts is not None and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
             joined += [members for name in _EXPERTS for members in by_name[name]]
         if role is Role.DECODE:
-            joined += head_copy_groups(ranks, model.geometry.num_kv_heads)
+            joined += head_copy_groups(ranks, [group.num_heads for group in model.geometry.groups])
     links = sum(len(stage_links(pool.parallel, rank)) for rank in range(len(ranks)))
     return links + sum(len(members) for members in joined if len(members) > 1)

@@ -10,7 +10,7 @@ from cluster.spec.ranks import head_copies, stage_layers
 def weights_gib(config: DeployConfig, pool: PoolConfig, model: ModelFacts) -> float:
     """Of the worker that keeps most of them."""
     numbers = max(_num_weights(config, pool, model, stage) for stage in range(pool.parallel.pp))
-    return numbers * DTYPE_BYTES[model.geometry.dtype] / GIB
+    return numbers * DTYPE_BYTES[model.dtype] / GIB
 
 
 def _num_weights(config: DeployConfig, pool: PoolConfig, model: ModelFacts, stage: int) -> float:
@@ -18,7 +18,7 @@ def _num_weights(config: DeployConfig, pool: PoolConfig, model: ModelFacts, stag
     parallel, counts, geometry = pool.parallel, model.weights, model.geometry
     layers = stage_layers(geometry.num_layers, parallel.pp, stage)
     tables = counts.a_table * _num_tables(config, model, is_first=stage == 0, is_last=stage == parallel.pp - 1)
-    attention = counts.queries_a_layer + counts.kv_a_layer * head_copies(geometry.num_kv_heads, parallel.tp)
+    attention = counts.queries_a_layer + counts.kv_a_layer * head_copies([model.num_kv_heads], parallel.tp)
     feed_forward = sum(_num_feed_forward(parallel, counts, layer) for layer in layers)
     return (tables + len(layers) * attention) / parallel.tp + feed_forward
 
@@ -33,5 +33,5 @@ def _num_feed_forward(parallel: ParallelConfig, counts: WeightCounts, layer: int
 def _num_tables(config: DeployConfig, model: ModelFacts, *, is_first: bool, is_last: bool) -> int:
     """The embedding and the way back, one where they are the same, unless a CPU rearranges bf16 for the way back."""
     is_one = is_first and is_last and model.weights.is_tied
-    is_rearranged = config.resources.device is Device.CPU and model.geometry.dtype == "bfloat16"
+    is_rearranged = config.resources.device is Device.CPU and model.dtype == "bfloat16"
     return 1 if is_one and not is_rearranged else is_first + is_last

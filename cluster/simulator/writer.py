@@ -15,7 +15,7 @@ from cluster.simulator.timeline import Event
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests
-from transfer.plan import total_bytes
+from transfer.page_range import total_bytes
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0

@@ -1,8 +1,10 @@
-"""KV of a model and of one worker, as data that can travel: the model's groups, its geometry, the layout of a pool."""
+"""KV of a model and of one rank, as data that can travel: the model's groups, its geometry, the layout of a pool."""
 
 import hashlib
 
 import msgspec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class KvPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,9 +16,17 @@ class KvPart(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """``float32`` or ``bfloat16``."""
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token of one head."""
+        return self.dim * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dim} {self.dtype}"
+
 
 class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of a model that store the same parts, for the same number of heads and the same lifetime."""
+    """Layers of a model that store the same parts for the same number of heads."""
 
     name: str
     num_heads: int
@@ -24,19 +34,33 @@ class KvGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layer numbers of the model, ascending."""
     parts: tuple[KvPart, ...]
     window: int | None = None
-    """Tokens that a later token can still see, itself included; None if all. Groups of one window share page ids."""
+    """Tokens that a later token can still see, itself included; None if all."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token of one head in one layer."""
+        return sum(part.slot_bytes for part in self.parts)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all heads and layers."""
+        return self.num_heads * len(self.layers) * self.slot_bytes
+
+    def __str__(self) -> str:
+        parts = " + ".join(map(str, self.parts))
+        window = f", window {self.window}" if self.window else ""
+        heads, layers = _counted(self.num_heads, "head"), _counted(len(self.layers), "layer")
+        return f"{self.name} ({layers} of {heads} x {parts}{window})"
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV shape of the whole model, not of one rank's cut: replicas of unequal TP or PP agree on it."""
+    """The KV shape of the whole model, not of one rank's shard: replicas of unequal TP or PP agree on it."""
 
     model: str
     """Name under which the model is served."""
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    """``float32`` or ``bfloat16``."""
+    """Layers of the model, with or without KV; pipeline stages divide these."""
+    groups: tuple[KvGroup, ...]
     page_size: int
     """Tokens per page."""
 
@@ -47,48 +71,79 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes over all layers and heads."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes that one token takes over all groups, layers and heads."""
+        return sum(group.bytes_per_token for group in self.groups)
 
 
-class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's page pool ``[page, kv_head, layer, k_or_v, slot, head_dim]`` and the part of the model in it."""
+class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The heads and layers of one KV group that a rank holds, in each page ``[head, layer, part, slot, dim]``."""
 
-    num_pages: int
-    """Pages that can be given to requests; one more follows in memory, for padding."""
+    name: str
     first_head: int
     num_heads: int
-    first_layer: int
-    num_layers: int
+    layers: tuple[int, ...]
+    """Layer numbers of the model, ascending; the ``layer`` axis follows their order."""
+    parts: tuple[KvPart, ...]
     page_size: int
-    head_dim: int
-    itemsize: int
-    """Bytes of one element."""
+
+    @property
+    def heads(self) -> range:
+        """Heads of the model that are here."""
+        return range(self.first_head, self.first_head + self.num_heads)
 
     @property
     def layer_bytes(self) -> int:
-        """K and V of one layer, of one head, of one page."""
-        return 2 * self.page_size * self.head_dim * self.itemsize
+        """Bytes of all parts of one layer, of one head of one page."""
+        return self.page_size * sum(part.slot_bytes for part in self.parts)
 
     @property
     def head_bytes(self) -> int:
-        """All layers of one head of one page."""
-        return self.num_layers * self.layer_bytes
+        """Bytes of all layers of one head of one page."""
+        return len(self.layers) * self.layer_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the group in one page."""
+        return self.num_heads * self.head_bytes
+
+
+class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's page pool ``[page, byte]`` and the part of the model in it; in a page, group follows group."""
+
+    num_pages: int
+    """Pages that can be given to requests; one more, the null page, follows in memory and takes padding."""
+    page_size: int
+    first_layer: int
+    num_layers: int
+    """Layers of the rank's pipeline stage, with or without KV."""
+    groups: tuple[GroupLayout, ...]
+
+    @property
+    def layers(self) -> range:
+        """Layers of the model in the rank's pipeline stage."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
     def page_bytes(self) -> int:
-        """One whole page."""
-        return self.num_heads * self.head_bytes
+        """Bytes of one page, over all groups."""
+        return sum(group.num_bytes for group in self.groups)
 
     @property
     def pool_bytes(self) -> int:
-        """The whole pool, padding page included."""
+        """Bytes of the whole pool, null page included."""
         return (self.num_pages + 1) * self.page_bytes
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+def key_value_group(layers: range, num_heads: int, head_dim: int, dtype: str) -> KvGroup:
+    """Return the group of ordinary attention: K and V of one width in every layer."""
+    parts = tuple(KvPart(name=name, dim=head_dim, dtype=dtype) for name in ("k", "v"))
+    return KvGroup(name="kv", num_heads=num_heads, layers=tuple(layers), parts=parts)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold a number of tokens."""
+    """Return how many pages hold a number of tokens."""
     return -(-num_tokens // page_size)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

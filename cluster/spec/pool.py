@@ -1,6 +1,8 @@
-"""How many pages fit into a worker's pool, and which part of the model is in them. Pure arithmetic."""
+"""How many pages fit into a rank's pool, and which part of the model is in them. Pure arithmetic."""
 
-from cluster.spec.kv import DTYPE_BYTES, KvGeometry, PoolLayout
+from collections.abc import Iterable
+
+from cluster.spec.kv import GroupLayout, KvGeometry, KvGroup, PoolLayout
 from cluster.spec.ranks import kv_heads_of, stage_layers
 from cluster.spec.registry import RankCoords
 
@@ -8,32 +10,62 @@ GIB = 1 << 30
 
 
 def pool_layout(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, memory_gib: float) -> PoolLayout:
-    """The pool of one rank: its layers and heads, and the pages that fit into its memory beside the padding page.
+    """Return the pool of one rank: its layers and heads, and the pages that fit into its memory beside the null page.
 
     Raises:
         ValueError: the heads cannot be divided over tp, a stage gets no layer, or the memory holds no page.
     """
-    heads = kv_heads_of(geometry.num_kv_heads, sizes.tp, coords.tp)
-    layers = stage_layers(geometry.num_layers, sizes.pp, coords.pp)
-    if not layers:
-        raise ValueError(f"{geometry.num_layers} layers cannot be divided over pp = {sizes.pp}; a stage needs one")
-    itemsize = DTYPE_BYTES[geometry.dtype]
-    page_bytes = 2 * len(heads) * len(layers) * geometry.page_size * geometry.head_dim * itemsize
+    layout = page_layout(geometry, sizes, coords)
+    page_bytes = layout.page_bytes
     num_pages = int(memory_gib * GIB) // page_bytes - 1
     if num_pages < 1:
         raise ValueError(
-            f"{memory_gib} GiB hold no page beside the padding page; one page takes {page_bytes} bytes, "
+            f"{memory_gib} GiB hold no page besides the null page; one page takes {page_bytes} bytes, "
             f"so give at least {2 * page_bytes / GIB:.3g} GiB"
         )
     return PoolLayout(
         num_pages=num_pages,
-        first_head=heads.start,
-        num_heads=len(heads),
+        page_size=layout.page_size,
+        first_layer=layout.first_layer,
+        num_layers=layout.num_layers,
+        groups=layout.groups,
+    )
+
+
+def page_layout(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, num_pages: int = 1) -> PoolLayout:
+    """Return the pool of one rank with a given number of pages.
+
+    Raises:
+        ValueError: the heads cannot be divided over tp, or a stage gets no layer with KV.
+    """
+    layers = stage_layers(geometry.num_layers, sizes.pp, coords.pp)
+    groups = tuple(_group_layouts(geometry, sizes, coords, layers))
+    if not groups:
+        raise ValueError(f"{geometry.num_layers} layers cannot be divided over pp = {sizes.pp}; a stage needs one")
+    return PoolLayout(
+        num_pages=num_pages,
+        page_size=geometry.page_size,
         first_layer=layers.start,
         num_layers=len(layers),
-        page_size=geometry.page_size,
-        head_dim=geometry.head_dim,
-        itemsize=itemsize,
+        groups=groups,
+    )
+
+
+def _group_layouts(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, stage: range) -> Iterable[GroupLayout]:
+    for group in geometry.groups:
+        heads = kv_heads_of(group.num_heads, sizes.tp, coords.tp)
+        if layers := tuple(layer for layer in group.layers if layer in stage):
+            yield _group_layout(group, heads, layers, geometry.page_size)
+
+
+def _group_layout(group: KvGroup, heads: range, layers: tuple[int, ...], page_size: int) -> GroupLayout:
+    return GroupLayout(
+        name=group.name,
+        first_head=heads.start,
+        num_heads=len(heads),
+        layers=layers,
+        parts=group.parts,
+        page_size=page_size,
     )
 
 

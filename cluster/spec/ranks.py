@@ -4,11 +4,11 @@ Attention sees the ranks of a pipeline stage as (dp, cp, tp), MoE layers see the
 the last axis is the fastest in both. Stages follow each other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from operator import attrgetter
 
 from cluster.spec.config import ParallelConfig
@@ -190,18 +190,19 @@ def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
     raise ValueError(f"{num_kv_heads} KV heads cannot be divided over tp = {tp_size}; one must divide the other")
 
 
-def head_copies(num_kv_heads: int, tp_size: int) -> int:
-    """TP ranks that hold the same KV head; they are neighbours."""
-    return max(1, tp_size // num_kv_heads)
+def head_copies(num_heads: Iterable[int], tp_size: int) -> int:
+    """Return how many TP ranks hold the same heads of every KV group; they are neighbours.
+
+    Args:
+        num_heads: heads of each group.
+    """
+    return gcd(*(max(1, tp_size // count) for count in num_heads))
 
 
-def head_copy_groups(ranks: Sequence[Position], num_kv_heads: int) -> list[list[int]]:
-    """The ranks of a replica by the KV heads that they hold of the same tokens and layers, in the order of `groups`."""
-    tp_size = len({position.tp for position in ranks})
-    return _group(
-        ranks,
-        lambda rank: (rank.pp, rank.dp, rank.cp, kv_heads_of(num_kv_heads, tp_size, rank.tp).start),
-    )
+def head_copy_groups(ranks: Sequence[Position], num_heads: Iterable[int]) -> list[list[int]]:
+    """Return the ranks of a replica that hold the same heads, tokens and layers, in the order of `groups`."""
+    copies = head_copies(num_heads, len({position.tp for position in ranks}))
+    return _group(ranks, lambda rank: (rank.pp, rank.dp, rank.cp, rank.tp // copies))
 
 
 def _positions(parallel: ParallelConfig) -> Iterator[Position]:

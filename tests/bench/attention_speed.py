@@ -11,10 +11,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from tests.fakes.kv import kv_pool
 from workers.attention.extend import extend
 from workers.attention.paged import flash, gather_key_value, page_rows
 from workers.attention.registry import load_backend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.cpu import use_cpu
 from workers.native.compile import CannotCompileError
@@ -67,8 +67,8 @@ def prefill(kv_heads: int, groups: int, head_dim: int, with_native: bool) -> str
 
 def decode(num_keys: int, groups: int, with_native: bool) -> str:
     """One token of one request over pages in random order; ``read`` only sums as many bytes that lie in a row."""
-    pool = PagePool(num_keys // PAGE_SIZE, DECODE_HEADS, NUM_LAYERS, PAGE_SIZE, DECODE_DIM, torch.bfloat16)
-    pool.data.normal_()
+    pool = kv_pool(num_keys // PAGE_SIZE, DECODE_HEADS, NUM_LAYERS, PAGE_SIZE, DECODE_DIM, torch.bfloat16)
+    pool.group("kv").normal_()
     tables, runs = [torch.randperm(num_keys // PAGE_SIZE)], [Run(0, num_keys - 1, 1, 1)]
     query = torch.randn(1, DECODE_HEADS * groups, DECODE_DIM).bfloat16()
     steps = {
@@ -76,7 +76,7 @@ def decode(num_keys: int, groups: int, with_native: bool) -> str:
         for name, backend in (("blocked", "torch"), ("native", "native"))
         if with_native or backend == "torch"
     }
-    flat = pool.data.flatten().view(torch.int32)
+    flat = pool.group("kv").flatten().view(torch.int32)
     quarter = len(flat) // NUM_LAYERS
 
     def calls_of(layer: int) -> Calls:

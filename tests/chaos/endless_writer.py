@@ -9,7 +9,7 @@ from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint
 from transfer.backends.interface import make_backend
-from transfer.plan import Span
+from transfer.page_range import Span
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.transfer_messages import Done
 from transfer.backends.interface import Region
 from transfer.backends.shared_memory import SharedMemoryBackend
-from transfer.plan import Span, total_bytes
+from transfer.page_range import Span, total_bytes
 
 FOLDER = "BATON_TEST_FAULTS"
 """Environment variable: where the faults are ordered."""

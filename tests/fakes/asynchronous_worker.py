@@ -4,11 +4,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from workers.cache.layer_arrivals import LayerArrivals
+
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import RankRow
 from cluster.spec.step_messages import StepPlan
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_pool import OnStored
+from workers.memory.page_pool import OnStored
 from workers.worker import Worker
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from cluster.spec.config import AttentionSetting
 from cluster.spec.strategy import Passing, Strategy
+from tests.fakes.kv import kv_pool
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import join_rows
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
@@ -106,8 +106,8 @@ class ScenarioRun:
         self.owners = 1 if scenario.passing is None else scenario.cp
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
-        self.pool = PagePool(*shape, device=self.device)
-        self.pool.data.fill_(torch.nan)
+        self.pool = kv_pool(*shape, device=self.device)
+        self.pool.group("kv").fill_(torch.nan)
         self.inputs = [
             [scenario.inputs(request, layer) for layer in range(NUM_LAYERS)] for request in range(len(self.tables))
         ]

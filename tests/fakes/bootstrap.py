@@ -5,7 +5,6 @@ import threading
 from collections.abc import AsyncIterator
 
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import (
@@ -19,11 +18,12 @@ from cluster.spec.registry import (
     TableSnapshot,
     TransferMode,
 )
+from tests.fakes.kv import kv_geometry, kv_layout
 
 _ONE = RankCoords(dp=1, cp=1, tp=1, pp=1)
 _FIRST = RankCoords(dp=0, cp=0, tp=0, pp=0)
-_GEOMETRY = KvGeometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
-_LAYOUT = PoolLayout(
+_GEOMETRY = kv_geometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
+_LAYOUT = kv_layout(
     num_pages=4, first_head=0, num_heads=1, first_layer=0, num_layers=1, page_size=4, head_dim=2, itemsize=4
 )
 

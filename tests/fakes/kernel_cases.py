@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.strategy import ON_ONE_RANK, Strategy
+from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import Seen, masked_attention, seen_by_definition
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import make_shard_plan
@@ -142,8 +142,8 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     """Attention over pages of a pool whose other slots are NaN."""
     torch.manual_seed(case.seed)
     counts = [-(-length // case.page_size) for length in case.lengths]
-    pool = PagePool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
-    pool.data.fill_(torch.nan)
+    pool = kv_pool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
+    pool.group("kv").fill_(torch.nan)
     tables = torch.split(torch.randperm(pool.num_pages)[: sum(counts)], counts)
     kvs = [torch.randn(length, 2, case.kv_heads, case.head_dim).to(case.dtype) for length in case.lengths]
     for table, kv in zip(tables, kvs, strict=True):
@@ -156,7 +156,7 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
         for run, part in zip(case.runs, torch.split(query, [run.count for run in case.runs]), strict=True)
     ]
     step = backend.prepare(case.runs, [table.to(device) for table in tables], case.page_size, case.key_lens)
-    data = pool.data.to(device)
+    data = pool.group("kv").to(device)
     result = step.attend(query.to(device), data[:, :, 1, 0], data[:, :, 1, 1])
     compare(result, Wanted(*(torch.cat(parts) for parts in zip(*expected, strict=True))), case.dtype)
 

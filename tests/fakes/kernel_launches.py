@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import torch
 
+from tests.fakes.kv import kv_pool
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
@@ -33,7 +33,7 @@ def _attention(dtype: torch.dtype, head_dim: int, groups: int, page_size: int) -
     runs, num_keys = [Run(0, 300, 700, 1), Run(1, 999, 1, 1)], 1000
 
     def launch() -> object:
-        pool = PagePool(-(-num_keys // page_size), 1, 1, page_size, head_dim, dtype)
+        pool = kv_pool(-(-num_keys // page_size), 1, 1, page_size, head_dim, dtype)
         query = torch.zeros(701, groups, head_dim, dtype=dtype)
         step = TritonAttention().prepare(runs, [torch.arange(pool.num_pages)] * 2, page_size)
         return step.attend(query, *pool.layer_view(0))
@@ -51,15 +51,15 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 
 def _store() -> None:
-    pool = PagePool(4, 8, 2, 64, 128, torch.bfloat16)
-    store_kv(pool.data[:, :, 0], torch.arange(100), _bf16(100, 2, 8, 128))
+    pool = kv_pool(4, 8, 2, 64, 128, torch.bfloat16)
+    store_kv(pool.group("kv")[:, :, 0], torch.arange(100), _bf16(100, 2, 8, 128))
 
 
 def _copy() -> None:
-    pool = PagePool(4, 8, 2, 64, 128, torch.bfloat16)
-    copy_pages(pool.data, torch.zeros_like(pool.data), torch.arange(6).view(2, 3) % 4)
+    pool = kv_pool(4, 8, 2, 64, 128, torch.bfloat16)
+    copy_pages(pool.group("kv"), torch.zeros_like(pool.group("kv")), torch.arange(6).view(2, 3) % 4)
     # Other heads, and some layers.
-    one_head = PagePool(4, 1, 9, 64, 128, torch.bfloat16).data
+    one_head = kv_pool(4, 1, 9, 64, 128, torch.bfloat16).data
     for layers in (slice(0, 4), slice(8, 9)):
         copy_pages(
             one_head[:, :, layers], torch.zeros_like(one_head)[:, :, layers], torch.zeros(2, 1, dtype=torch.int64)
@@ -68,8 +68,8 @@ def _copy() -> None:
 
 def _copy_most() -> None:
     """Of tiny pages, a whole pool."""
-    pool = PagePool(MANY, 1, 1, 16, 64, torch.bfloat16)
-    copy_pages(pool.data, torch.empty_like(pool.data), torch.arange(MANY).expand(2, MANY))
+    pool = kv_pool(MANY, 1, 1, 16, 64, torch.bfloat16)
+    copy_pages(pool.group("kv"), torch.empty_like(pool.group("kv")), torch.arange(MANY).expand(2, MANY))
 
 
 def _norms() -> object:
@@ -87,8 +87,8 @@ def _rotate() -> object:
 def _rotate_storing() -> None:
     """Of a whole model and of the ranks of tp 8."""
     for heads, kv_heads in ((32, 8), (4, 1)):
-        pool, turn = PagePool(4, kv_heads, 2, 64, 128, torch.bfloat16), _bf16(100, 1, 128)
-        layer, slots = pool.data[:, :, 1], torch.arange(100)
+        pool, turn = kv_pool(4, kv_heads, 2, 64, 128, torch.bfloat16), _bf16(100, 1, 128)
+        layer, slots = pool.group("kv")[:, :, 1], torch.arange(100)
         for weights in (None, (_bf16(128), _bf16(128))):
             rotate_storing(_bf16(100, heads + 2 * kv_heads, 128), turn, turn, weights, 1e-6, layer, slots)
 
@@ -132,7 +132,7 @@ def _decode(head_dim: int, kv_heads: int, groups: int, page_size: int = 64) -> C
     """As recorded: some requests, whose keys are split."""
 
     def launch() -> object:
-        pool = PagePool(4, kv_heads, 1, page_size, head_dim, torch.bfloat16)
+        pool = kv_pool(4, kv_heads, 1, page_size, head_dim, torch.bfloat16)
         query = _bf16(3, kv_heads * groups, head_dim)
         attention = DecodeAttention(len(query), 4, page_size, kv_heads, query[:1], query.device)
         return attention.attend(query, *pool.layer_view(0))

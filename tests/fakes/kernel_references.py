@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.fakes.kernel_cases import DTYPES, Wanted, compare
+from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial, merge
 from workers.device import synchronize
 from workers.expert_parallel.routed import NO_EXPERT
@@ -34,7 +34,7 @@ NUM_ROWS = st.sampled_from([0, 1, 2, 5, 17])
 def check_store(data: st.DataObject, device: str) -> None:
     page_size, heads, dim = data.draw(st.sampled_from([(16, 2, 64), (64, 1, 80), (5, 3, 16)]))
     num_rows, dtype = data.draw(NUM_ROWS), data.draw(DTYPES)
-    pools = [PagePool(4, heads, 3, page_size, dim, dtype) for _ in range(2)]
+    pools = [kv_pool(4, heads, 3, page_size, dim, dtype) for _ in range(2)]
     slots = torch.randperm(4 * page_size)[:num_rows]
     kv = torch.randn(num_rows, heads, 2, dim).to(dtype).transpose(1, 2)
     pools[0].write(1, slots, kv)
@@ -47,14 +47,14 @@ def check_copy(data: st.DataObject, device: str) -> None:
     heads, layers = data.draw(
         st.sampled_from([(slice(0, 4), slice(0, 3)), (slice(1, 3), slice(0, 3)), (slice(2, 3), slice(1, 3))])
     )
-    pool = PagePool(6, 4, 3, data.draw(st.sampled_from([4, 16])), 8, data.draw(DTYPES))
-    pool.data.copy_(torch.randn(pool.data.shape))
+    pool = kv_pool(6, 4, 3, data.draw(st.sampled_from([4, 16])), 8, data.draw(DTYPES))
+    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
     count = data.draw(st.integers(0, 6))
     places = torch.stack([torch.randperm(6)[:count], torch.randperm(7)[:count]])
-    expected = torch.zeros_like(pool.data)
-    expected[:, heads, layers][places[1]] = pool.data[places[0]][:, heads, layers]
-    on_host = pool.data.pin_memory() if device == "cuda" else pool.data
-    there, zeros = pool.data.to(device), torch.zeros_like(pool.data)
+    expected = torch.zeros_like(pool.group("kv"))
+    expected[:, heads, layers][places[1]] = pool.group("kv")[places[0]][:, heads, layers]
+    on_host = pool.group("kv").pin_memory() if device == "cuda" else pool.group("kv")
+    there, zeros = pool.group("kv").to(device), torch.zeros_like(pool.group("kv"))
     for source, target in (
         (there, zeros.to(device)),
         (on_host, zeros.to(device)),

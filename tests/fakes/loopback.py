@@ -7,7 +7,7 @@ from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError
 from cluster.spec.registry import Endpoint
 from transfer.backends.interface import Region, out_of_bounds
-from transfer.plan import Span
+from transfer.page_range import Span
 
 
 class Loopback:

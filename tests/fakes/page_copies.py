@@ -3,8 +3,8 @@
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-
 from workers.cache.page_copies import PageCopies
+
 from workers.device import synchronize
 
 

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from cluster.spec.kv import KvGeometry
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import KvOwnership, RankCoords, RankRow
 from cluster.spec.tiers import TierPage
+from tests.fakes.kv import kv_geometry
 from tests.fakes.paged_ranks import row
 from workers.hicache.storage.interface import StorageBackend, StorageObject
 from workers.hicache.storage.objects import Naming
 from workers.hicache.storage.page_store import PageStore
 from workers.hicache.storage.throttle import Throttle
 
-GEOMETRY = KvGeometry(model="m", num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32", page_size=2)
+GEOMETRY = kv_geometry(model="m", num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32", page_size=2)
 FOREVER_S = float("inf")
 
 

@@ -1,7 +1,6 @@
 """Ranks that compute by arithmetic, over a memory of pages that hold tokens instead of KV."""
 
 from cluster.spec.ids import Incarnation, Room, replica_id
-from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import (
     Endpoint,
@@ -13,11 +12,12 @@ from cluster.spec.registry import (
 )
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import StepPlan
+from tests.fakes.kv import kv_geometry, kv_layout
 from transfer.plan import local_page
 from workers.cache.page_allocator import PageAllocator
 
 PAGE_SIZE = 4
-GEOMETRY = KvGeometry(model="m", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", page_size=PAGE_SIZE)
+GEOMETRY = kv_geometry(model="m", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", page_size=PAGE_SIZE)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -50,7 +50,7 @@ def row(
         address=f"{role}/{cp_rank}",
         endpoint=Endpoint(backend="fake", session="", base_address=0, num_bytes=0),
         geometry=GEOMETRY,
-        layout=PoolLayout(
+        layout=kv_layout(
             num_pages=num_pages,
             first_head=0,
             num_heads=1,

@@ -6,11 +6,12 @@ Mooncake over TCP moves its bytes, which it can since the pool is the CPU's afte
 from typing import Any
 from unittest.mock import patch
 
+from workers.cache.open_pool import open_apart
+from workers.cache.registered_pages import RegisteredPages
+
 from cluster.spec.config import TransferBackendName, TransferProtocol
 from transfer.backends.interface import TransferBackend, make_backend
 from workers import rank
-from workers.cache.open_pool import open_apart
-from workers.cache.registered_pages import RegisteredPages
 from workers.worker import Worker
 
 

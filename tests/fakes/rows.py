@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 
 from cluster.spec.ids import Incarnation, parse_replica_id
-from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import Endpoint, KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
 from cluster.spec.tiers import TierState
+from tests.fakes.kv import kv_geometry, kv_layout
 
-GEOMETRY = KvGeometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
-LAYOUT = PoolLayout(
+GEOMETRY = kv_geometry(model="fake", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
+LAYOUT = kv_layout(
     num_pages=4, first_head=0, num_heads=1, first_layer=0, num_layers=1, page_size=4, head_dim=2, itemsize=4
 )
 

@@ -2,8 +2,9 @@
 
 from unittest.mock import patch
 
-from workers import rank
 from workers.cache.open_pool import open_apart
+
+from workers import rank
 from workers.worker import Worker
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from workers.cache.layer_arrivals import LayerArrivals
+
 from workers.device import Moment
 
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.kernel_cases import DTYPES, PagedCase, Wanted, check_paged, check_rows, compiled_cases
+from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import rank_pairs
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
@@ -55,10 +55,10 @@ def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
     """Whichever program comes last, of one launch after another: all find the same, and leave the counters as found."""
     torch.manual_seed(0)
     lens = [40_000, 1, 3_000]
-    pool = PagePool(
+    pool = kv_pool(
         sum(-(-length // 64) for length in lens), kv_heads, 1, 64, 128, torch.bfloat16, device=torch.device("cuda")
     )
-    pool.data.normal_()
+    pool.group("kv").normal_()
     tables = torch.split(torch.randperm(pool.num_pages), [-(-length // 64) for length in lens])
     query = torch.randn(len(lens), heads, 128, dtype=torch.bfloat16, device="cuda")
     attention = DecodeAttention(len(lens), max(map(len, tables)), 64, kv_heads, query[:1], query.device)

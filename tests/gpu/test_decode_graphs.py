@@ -9,9 +9,9 @@ import torch
 
 from cluster.spec.config import Device
 from cluster.spec.strategy import Strategy
+from tests.fakes.kv import kv_pool
 from workers.attention.triton.backend import TritonAttention
 from workers.bench_engine import EngineBench
-from workers.cache.page_pool import PagePool
 from workers.engine.batch import BatchRow
 from workers.engine.gpu_recorder import GpuRecorder, RecordingError
 from workers.engine.random_weights import random_model
@@ -38,7 +38,7 @@ T = TypeVar("T")
 def runner_of(model: DecoderModel, num_pages: int) -> ModelRunner:
     config = model.config
     shape = (config.num_kv_heads, config.num_layers, 64, config.head_dim, model.dtype)
-    pool = PagePool(num_pages, *shape, device=model.device)
+    pool = kv_pool(num_pages, *shape, device=model.device)
     return ModelRunner(model, pool, TritonAttention(), Communicator("cp"))
 
 
@@ -80,7 +80,7 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
     shape = {**ENGINE_SHAPES["tiny"], **more}
     model = random_model(ModelConfig.from_mapping(shape, {}), dtype, device)
     runner = runner_of(model, 200)
-    runner._pool.data.normal_()
+    runner._pool.group("kv").normal_()
     runner.record_decode(16, GpuRecorder(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
     rng = random.Random(0)
     for count in (16, 1, 3, 11, 2):

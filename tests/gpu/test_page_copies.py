@@ -10,27 +10,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.cache.staging import Staging
+from workers.hicache.device_pages import StagedPages
 
 from cluster.spec.ids import Room
-from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import Endpoint
 from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import HostCopy
+from tests.fakes.kv import kv_layout, kv_pool
 from tests.fakes.page_copies import check_copies
 from transfer.backends.interface import Region
 from workers.cache import page_copies
 from workers.cache.gpu_host_pages import GpuHostPages
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_pool import PagePool
-from workers.cache.pinned import PinnedMemory
-from workers.cache.staging import Staging
 from workers.engine import sampler
-from workers.hicache.device_pages import StagedPages
+from workers.memory.page_pool import PagePool
+from workers.memory.pinned import PinnedMemory
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-LAYOUT = PoolLayout(
+LAYOUT = kv_layout(
     num_pages=8, first_head=0, num_heads=2, first_layer=0, num_layers=9, page_size=16, head_dim=64, itemsize=2
 )
 _SLEEP_CYCLES = 100_000_000
@@ -48,11 +48,11 @@ class World(NamedTuple):
 
     def write_late(self, pages: list[int]) -> Tensor:
         """Write random numbers to pages, after a while; the pages as they will be."""
-        new = torch.randn(len(pages), *self.pool.data.shape[1:]).to(self.pool.data.dtype)
+        new = torch.randn(len(pages), *self.pool.group("kv").shape[1:]).to(self.pool.group("kv").dtype)
         there, rows = new.to(DEVICE), torch.tensor(pages, device=DEVICE)
         if DEVICE == "cuda":
             torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        self.pool.data[rows] = there
+        self.pool.group("kv")[rows] = there
         return new
 
 
@@ -72,12 +72,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def world(way: None) -> Iterator[World]:  # noqa: ARG001 - it is asked while pages are copied
     sizes = (LAYOUT.num_pages, LAYOUT.num_heads, LAYOUT.num_layers, LAYOUT.page_size, LAYOUT.head_dim)
-    pool = PagePool(*sizes, torch.bfloat16, device=torch.device(DEVICE))
+    pool = kv_pool(*sizes, torch.bfloat16, device=torch.device(DEVICE))
     region, host = make_region(LAYOUT.pool_bytes), make_region(4 * LAYOUT.page_bytes)
     pinned = PinnedMemory([region.buffer, host.buffer] if DEVICE == "cuda" else [])
     staging = Staging(pool, region.buffer)
     staged, kept = (
-        torch.frombuffer(each.buffer, dtype=torch.bfloat16).view(-1, *pool.data.shape[1:]) for each in (region, host)
+        torch.frombuffer(each.buffer, dtype=torch.bfloat16).view(-1, *pool.group("kv").shape[1:])
+        for each in (region, host)
     )
     yield World(pool, staging, staged, StagedPages(pool, staging, region, host, LAYOUT), kept)
     pinned.close()
@@ -103,10 +104,10 @@ def test_layers_leave_when_they_are_written(world: World) -> None:
 
 
 def test_pages_are_there_for_what_is_started_next(world: World) -> None:
-    expected = torch.randn(2, *world.pool.data.shape[1:]).to(torch.bfloat16)
+    expected = torch.randn(2, *world.pool.group("kv").shape[1:]).to(torch.bfloat16)
     world.staged[[6, 2]] = expected
     world.staging.take_in([6, 2])
-    assert torch.equal(world.pool.data[[6, 2]].cpu(), expected)
+    assert torch.equal(world.pool.group("kv")[[6, 2]].cpu(), expected)
 
 
 def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
@@ -117,7 +118,7 @@ def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
         assert torch.equal(world.host[[2, 0, 3]], expected)
         world.write_late([4, 5, 6])
         thread.submit(world.pages.load, [(4, 2), (5, 0), (6, 3)], world.pages.mark()).result()
-    assert torch.equal(world.pool.data[4:7].cpu(), expected)
+    assert torch.equal(world.pool.group("kv")[4:7].cpu(), expected)
 
 
 def test_layers_are_read_while_others_come(world: World) -> None:
@@ -135,16 +136,16 @@ def test_layers_are_read_while_others_come(world: World) -> None:
 @pytest.mark.usefixtures("way")
 def test_kept_pages_come_back_in_the_order_of_steps() -> None:
     """The host waits for nothing in between; what a step writes to the pages comes behind the copies."""
-    pool = PagePool(8, 1, 1, 2, 4, torch.float32, device=torch.device(DEVICE))
-    pool.data.copy_(torch.arange(9).view(-1, 1, 1, 1, 1, 1).expand_as(pool.data))
+    pool = kv_pool(8, 1, 1, 2, 4, torch.float32, device=torch.device(DEVICE))
+    pool.group("kv").copy_(torch.arange(9).view(-1, 1, 1, 1, 1, 1).expand_as(pool.group("kv")))
     host = GpuHostPages(pool, 4)
     pinned = PinnedMemory([host.memory])
     torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
     host.begin([HostCopy(room=Room(1), pages=[2, 5], slots=[3, 0])], [])
-    pool.data[[2, 5]] = -1.0
+    pool.group("kv")[[2, 5]] = -1.0
     host.begin([], [HostCopy(room=Room(1), pages=[6, 4], slots=[0, 3])])
     host.finish()
-    assert [float(pool.data[page].mean()) for page in (6, 4, 2, 5)] == [5, 2, -1, -1]
+    assert [float(pool.group("kv")[page].mean()) for page in (6, 4, 2, 5)] == [5, 2, -1, -1]
     assert host.measure_page_s() > 0
     host.close()
     pinned.close()

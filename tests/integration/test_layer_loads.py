@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.hicache.device_pages import Mark, Pair, ReadLayers, RegionPages
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
@@ -15,8 +17,6 @@ from cluster.spec.tiers import FlushCache, Tier
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.held_engine import HeldEngine
 from tests.fakes.model_folder import write_model_folder
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.hicache.device_pages import Mark, Pair, ReadLayers, RegionPages
 
 pytestmark = pytest.mark.integration
 

@@ -19,7 +19,7 @@ from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
 from transfer.backends import shared_memory
 from transfer.backends.interface import Region, TransferBackend, make_backend
-from transfer.plan import Span
+from transfer.page_range import Span
 
 pytestmark = pytest.mark.integration
 

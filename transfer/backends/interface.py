@@ -7,7 +7,7 @@ from typing import Protocol
 from cluster.spec.config import TransferBackendName, TransferProtocol
 from cluster.spec.errors import UserError
 from cluster.spec.registry import Endpoint
-from transfer.plan import Span
+from transfer.page_range import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from cluster.spec.config import TransferBackendName, TransferProtocol
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
 from transfer.backends.interface import Region, out_of_bounds
-from transfer.plan import Span, batches
+from transfer.page_range import Span, batches
 
 _MAX_SPANS = 512
 """The TCP transport refuses a batch of some 4,000 spans."""

@@ -19,7 +19,7 @@ from cluster.spec.config import TransferBackendName
 from cluster.spec.errors import TransferError, UserError
 from cluster.spec.registry import Endpoint
 from transfer.backends.interface import Region, out_of_bounds
-from transfer.plan import Span
+from transfer.page_range import Span
 
 _SESSION = re.compile(r"^(/proc/\d+/fd/\d+) (baton-[0-9a-f]{16})$")
 """Where the owner has the memory open, and its name, which no other memory has: descriptors are used again."""

@@ -8,13 +8,13 @@ from functools import cached_property
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend, RowAttention
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import RowGather, gather_rows
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.ring import Ring
 from workers.context_parallel.runs import Run, sees_any
 from workers.device import index_on
 from workers.engine.batch import StepBatch
+from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
 from workers.row_kernels import KvPlace
 
@@ -103,7 +103,7 @@ class OwnedRows:
     """Rows of one rank that another, or the same, stores in every layer."""
 
     def __init__(self, pool: PagePool, rows: Tensor, slots: Tensor) -> None:
-        self._rows, self._slots = rows, pool.at(slots)
+        self._rows, self._slots = rows, pool.at_slots(slots)
 
     def store(self, layer: int, kv: Tensor) -> None:
         """``kv [tokens of that rank, 2, heads, dim]``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import Row
-from workers.device import Moment, on_device
+from workers.device import Event, on_device
 from workers.engine.known_request import KnownRequest
 from workers.engine.sampler import Draws
 from workers.parallel.collectives import Communicator
@@ -68,7 +68,7 @@ class BegunStep(NamedTuple):
     requests: Mapping[Room, KnownRequest]
     """Those in it, as they were: the next step may have forgotten some before this one ends."""
     drawn: Drawn
-    end: Moment = None
+    end: Event | None = None
 
     @property
     def is_over(self) -> bool:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from cluster.spec.ranks import moe_tp_size
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.estimate import computed_pairs
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.rates import ModelShape, Rates, mlp_flops
 from workers.context_parallel.runs import Run
 from workers.device import synchronize
+from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 
@@ -223,7 +223,7 @@ def _measure_merge(model: DecoderModel) -> float:
 def _measure_store(model: DecoderModel, pool: PagePool) -> float:
     """Seconds a row."""
     _, num_tokens = SAMPLES[model.device.type].tokens
-    slots = pool.at(torch.full((num_tokens,), pool.trash_slot))
+    slots = pool.at_slots(torch.full((num_tokens,), pool.trash_slot))
     row = (2, model.config.num_kv_heads, model.config.head_dim)
     kv = torch.zeros(num_tokens, *row, dtype=model.dtype)
     return _least_s(model.device, lambda: slots.write(0, kv)) / num_tokens

@@ -2,12 +2,12 @@
 
 from cluster.spec.strategy import Passing
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
 from workers.engine.gather_context import OverlappedContext, PagedContext
 from workers.engine.pass_kv_context import PassKvContext
 from workers.engine.pass_q_context import PassQContext
+from workers.memory.page_pool import PagePool
 
 
 def make_context(

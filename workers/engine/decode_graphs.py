@@ -13,13 +13,13 @@ from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.kv import pages_for
 from cluster.spec.strategy import MoeDispatch
 from workers.attention.triton.decode import DecodeAttention
-from workers.cache.page_pool import PagePool
 from workers.engine.batch import BatchRow
 from workers.engine.begun_step import Followed
 from workers.engine.gpu_recorder import Record, RecordingError
 from workers.expert_parallel.dispatcher import FEW_TOKENS
 from workers.expert_parallel.sharing import Lens
 from workers.layers.experts import FEW_CHOICES
+from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.row_kernels import KvPlace
 

@@ -7,10 +7,10 @@ one call over all keys is faster than one for each rank's.
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.gather import Gathered
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
+from workers.memory.page_pool import PagePool
 from workers.row_kernels import KvPlace
 
 
@@ -20,7 +20,7 @@ class PagedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         self._attention = backend.prepare(batch.runs, batch.page_tables, batch.page_size)
-        self._slots = pool.at(batch.slots)
+        self._slots = pool.at_slots(batch.slots)
         self._gathered: Gathered | None = None
 
     def place(self, layer: int) -> KvPlace | None:
@@ -45,7 +45,7 @@ class OverlappedContext(StepContext):
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
         plan = batch.plan
-        self._slots = pool.at(batch.slots)
+        self._slots = pool.at_slots(batch.slots)
         self._prefix = None
         if any(plan.prefix_lens):
             self._prefix = backend.prepare(batch.runs, batch.page_tables, batch.page_size, plan.prefix_lens)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cluster.spec.kv import pages_for
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import RankRuns, Run
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
+from workers.memory.page_pool import PagePool
 
 
 class PassKvContext(StepContext):

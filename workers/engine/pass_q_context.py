@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.pass_q import HomewardPartials
 from workers.context_parallel.runs import Run
 from workers.device import on_device
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
+from workers.memory.page_pool import PagePool
 
 
 class PassQContext(StepContext):

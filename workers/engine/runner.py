@@ -17,16 +17,10 @@ from cluster.spec.step_messages import Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.gpu_host_pages import GpuHostPages
-from workers.cache.head_copies import HeadCopies
 from workers.cache.host_pages import HostPages
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_copies import warm_up_copies
-from workers.cache.page_pool import OnStored, PagePool
-from workers.cache.registered_pages import RegisteredPages
-from workers.cache.staging import Staging
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
-from workers.device import moment_on, synchronize
+from workers.device import event_on, synchronize
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import BegunStep, Drawn, Followed
@@ -38,6 +32,10 @@ from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.sampling_state import SamplingState
 from workers.kernel_devices import has_kernels
+from workers.memory.copy import warm_up_copies
+from workers.memory.layerwise_load import LayerwiseLoad
+from workers.memory.page_pool import OnStored, PagePool
+from workers.memory.peer_memory import PeerMemory
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.pipeline import Pipeline
@@ -66,15 +64,13 @@ class ModelRunner:
         grammars: Grammars | None = None,
         pipeline: Pipeline | None = None,
         host_pages: HostPages | GpuHostPages | None = None,
-        staging: Staging | RegisteredPages | None = None,
-        head_copies: HeadCopies | None = None,
+        peer_memory: PeerMemory | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one.
 
-        Without ``host_pages`` no plan may ask for copies; without ``staging`` pages arrive in the pool itself.
+        Without ``host_pages`` no plan may ask for copies; without ``peer_memory`` no pages arrive.
         """
-        self._staging = staging
-        self._head_copies = head_copies
+        self._peer_memory = peer_memory
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
         """Of the GPU's memory, that recorded steps hold."""
@@ -104,12 +100,12 @@ class ModelRunner:
 
         Every rank of the replica calls this.
         """
-        for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.data) else _FIRST_STEP:
+        for num_tokens, prefix_len in _KERNEL_STEPS if has_kernels(self._pool.bytes) else _FIRST_STEP:
             self.run_trash(self._cp_group.size * num_tokens, prefix_len)
-        if has_kernels(self._pool.data):
+        if has_kernels(self._pool.bytes):
             self._merge_trash()
             self.draw_trash(1)
-            warm_up_copies(self._pool.data)
+            warm_up_copies(self._pool)
 
     def _merge_trash(self) -> None:
         """As many partials as there may be, of a prefix and of every rank: each number is compiled at its first use."""
@@ -203,33 +199,29 @@ class ModelRunner:
         """Compute a step; returns the token of every sampled row on the rank that draws, and nothing on the others."""
         return self.begin(plan).wait()
 
-    def begin(
-        self, plan: StepPlan, arrivals: LayerArrivals | None = None, on_stored: OnStored | None = None
-    ) -> BegunStep:
+    def begin(self, plan: StepPlan, load: LayerwiseLoad | None = None, on_stored: OnStored | None = None) -> BegunStep:
         """Begin a step, which may follow tokens that the step begun before has yet to draw.
 
-        ``arrivals`` are those of the plan's ``fill``. Unless the step was recorded, ``on_stored`` is told of layers as
-        by ``PagePool.in_step``.
+        ``load`` is the plan's ``fill``. Unless the step was recorded, ``on_stored`` is called as by
+        ``PagePool.in_step``.
         """
         self._take_notice(plan)
         is_awaited = any(row.samples for row in plan.rows)
-        if self._staging is not None:
-            self._staging.take_in(plan.arrived)
-        if self._head_copies is not None:
-            self._head_copies.spread(plan.arrived)
+        if self._peer_memory is not None:
+            self._peer_memory.receive(plan.arrived)
         if self._host_pages is not None:
             self._host_pages.begin(plan.saves, plan.loads)
             self._host_pages.wait_for(self.requests[row.room].table.all.tolist() for row in plan.rows)
             if not is_awaited:
                 self._host_pages.finish()
         has_tokens = bool(plan.rows) or any(plan.shard_lens)
-        with torch.inference_mode(), self._pool.in_step(arrivals, on_stored):
+        with torch.inference_mode(), self._pool.in_step(load, on_stored):
             drawn = self._forward(plan) if has_tokens else Drawn()
         if (plan.saves or plan.loads) and not is_awaited:
             # Nobody waits for a token, so the step ends here; it is computed where every rank has ended its copies.
             synchronize(self._model.device)
         # What is drawn arrives behind everything else.
-        end = moment_on(self._model.device) if drawn.draws is None else None
+        end = event_on(self._model.device) if drawn.draws is None else None
         return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn, end)
 
     def _take_notice(self, plan: StepPlan) -> None:

@@ -1,41 +1,49 @@
 """Copies between the device pool and the host pools of a replica. Moves bytes, knows no keys."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import Region, TransferBackend
-from transfer.plan import Span, local_page
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.hicache.device_pages import DevicePages, Mark, Pair
+from transfer.page_range import PageRange, Span
+from transfer.plan import local_page
+from workers.device import Event
+from workers.memory.copy import PageMemory, copy, copy_stream
+from workers.memory.layerwise_load import LayerwiseLoad
+from workers.memory.peer_memory import PeerMemory
 
 READ_SPANS = 64
-"""Most pieces read from a peer in one call."""
+"""Most spans read from a peer in one call."""
+MOST_LAYER_GROUPS = 8
+"""Layer groups of a layerwise load. More would begin a step sooner and end it later: each needs copies of its own."""
 
 
 class Copier:
-    """One rank's. A host page belongs to one CP rank; where KV is replicated, the others read it from there."""
+    """Copies of one rank. A host page belongs to one CP rank; where KV is replicated, the others read it from there.
+
+    On a GPU, copies run on streams of their own, between the pool and pinned host memory. Only what is read from peers
+    passes through the region where that is apart; a saved page does not, since peers may be writing to it there.
+    """
 
     def __init__(
-        self,
-        rows: Sequence[RankRow],
-        rank: int,
-        device: DevicePages,
-        region: Region,
-        host: Region,
-        backend: TransferBackend,
+        self, rows: Sequence[RankRow], rank: int, memory: PeerMemory, host: Region, backend: TransferBackend
     ) -> None:
-        """``rows`` are those of all ranks of the replica; ``device``, ``region`` and ``host`` are this one's.
-
-        Peers' memory is read into the region.
+        """Args:
+        rows: all ranks of the replica.
+        memory: this rank's pool and region; peers' memory is read into the region.
+        host: this rank's part of the host tier.
         """
         self._row = rows[rank]
         self._backend = backend
-        self._device = device
-        self._region = region
-        self._host = host.buffer
+        self._memory = memory
+        self._host = PageMemory(torch.frombuffer(host.buffer, dtype=torch.uint8), self._row.layout)
+        self._host_bytes = host.buffer
         self._page_bytes = self._row.layout.page_bytes
         self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
+        device = memory.pool.bytes.device
+        self._inward, self._outward = copy_stream(device), copy_stream(device)
 
     @property
     def page_bytes(self) -> int:
@@ -43,88 +51,114 @@ class Copier:
         return self._page_bytes
 
     def owns(self, page: TierPage) -> bool:
-        """Whether the page's copy in host memory is this rank's."""
+        """Return whether the page's copy in host memory is this rank's."""
         return page.place % self._row.sizes.cp == self._row.coords.cp
 
     def host_page(self, page: TierPage) -> memoryview:
-        """The bytes of a host page that this rank owns."""
+        """Return the bytes of a host page that this rank owns."""
         start = self._slot(page) * self._page_bytes
-        return self._host[start : start + self._page_bytes]
+        return self._host_bytes[start : start + self._page_bytes]
 
-    def mark(self) -> Mark:
-        """On the computing thread, when an order comes: the moment after which its copies begin."""
-        return self._device.mark()
+    def event(self) -> Event | None:
+        """On the computing thread, when a job comes: record the event behind which its copies begin."""
+        return self._memory.event()
 
-    def save(self, pages: Sequence[TierPage], after: Mark) -> int:
-        """Copy the owned ones of these pages to host memory; the bytes copied."""
-        pairs = self._owned(pages)
-        self._device.save(pairs, after)
-        return len(pairs) * self._page_bytes
+    def save(self, pages: Sequence[TierPage], after: Event | None) -> int:
+        """Copy the owned ones of these pages to host memory; return the bytes copied."""
+        local, slots = self._owned(pages)
+        _wait(copy(self._memory.pool.at(local), self._host.at(slots), after, self._outward))
+        return len(local) * self._page_bytes
 
-    def fill(self, pages: Sequence[TierPage], after: Mark, arrivals: LayerArrivals) -> int:
-        """The same as ``load``, layer after layer."""
-        pages = self._kept(pages)
-        elsewhere = [page for page in pages if not self.owns(page)]
-
-        def read(layers: slice) -> None:
-            self._read([(page, span) for page in elsewhere for span in self._spans(page, layers)])
-
-        self._device.fill(self._owned(pages), [self._local(page) for page in elsewhere], read, after, arrivals)
-        return len(pages) * self._page_bytes
-
-    def load(self, pages: Sequence[TierPage], after: Mark) -> int:
-        """Fill the device pages that this rank has of these; the bytes copied.
+    def load(self, pages: Sequence[TierPage], after: Event | None) -> int:
+        """Copy those of these pages that this rank has to the device; return the bytes copied.
 
         Raises:
             TransferError: a peer's memory cannot be read.
         """
-        pages = self._kept(pages)
-        self._device.load(self._owned(pages), after)
-        elsewhere = [page for page in pages if not self.owns(page)]
-        self._read([(page, self._span(page)) for page in elsewhere])
-        self._device.take_in([self._local(page) for page in elsewhere], after)
+        pages = self._held(pages)
+        self._load(pages, None, after)
         return len(pages) * self._page_bytes
 
-    def _kept(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
-        """Those of which this rank has a device page."""
+    def load_layerwise(self, pages: Sequence[TierPage], after: Event | None, load: LayerwiseLoad) -> int:
+        """Load pages as ``load`` does, one layer group after the other; report each.
+
+        Raises:
+            TransferError: a peer's memory cannot be read.
+        """
+        pages = self._held(pages)
+        if after is not None and not all(map(self.owns, pages)):
+            # What arrived in the region at the same pages before must be on the GPU.
+            after.synchronize()
+        for layers in layer_groups(self._row.layout.layers):
+            load.add(len(layers), self._load(pages, layers, after, wait=False))
+        if self._inward is not None:
+            self._inward.synchronize()
+        return len(pages) * self._page_bytes
+
+    def _load(
+        self, pages: Sequence[TierPage], layers: range | None, after: Event | None, *, wait: bool = True
+    ) -> Event | None:
+        local, slots = self._owned(pages)
+        loaded = copy(self._host.at(slots, layers), self._memory.pool.at(local, layers), after, self._inward)
+        if wait:
+            _wait(loaded)
+        elsewhere = [page for page in pages if not self.owns(page)]
+        self._read(elsewhere, layers)
+        if self._memory.host is not None and elsewhere:
+            read = [self._local(page) for page in elsewhere]
+            source, target = self._memory.host.at(read, layers), self._memory.pool.at(read, layers)
+            loaded = copy(source, target, after, self._inward)
+            if wait:
+                _wait(loaded)
+        return loaded
+
+    def _held(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
+        """Return the pages that this rank has on its device."""
         is_sharded = self._row.ownership is KvOwnership.SHARDED
         return [page for page in pages if self.owns(page)] if is_sharded else pages
 
-    def _owned(self, pages: Sequence[TierPage]) -> list[Pair]:
-        return [(self._local(page), self._slot(page)) for page in pages if self.owns(page)]
+    def _owned(self, pages: Sequence[TierPage]) -> tuple[list[int], list[int]]:
+        """Return the device pages and the host slots of the owned ones of these pages."""
+        owned = [page for page in pages if self.owns(page)]
+        return [self._local(page) for page in owned], [self._slot(page) for page in owned]
 
     def _local(self, page: TierPage) -> int:
-        assert page.device is not None, "an order without device pages"
+        assert page.device is not None, "a tier job without device pages"
         return local_page(self._row, page.device)
 
     def _slot(self, page: TierPage) -> int:
-        assert page.host is not None, "an order without host pages"
+        assert page.host is not None, "a tier job without host pages"
         return page.host // self._row.sizes.cp
 
-    def _span(self, page: TierPage) -> Span:
-        return Span(self._slot(page) * self._page_bytes, self._local(page) * self._page_bytes, self._page_bytes)
-
-    def _spans(self, page: TierPage, layers: slice) -> list[Span]:
-        """The same of some layers: a piece of each head."""
-        layout, whole = self._row.layout, self._span(page)
-        num_bytes = (layers.stop - layers.start) * layout.layer_bytes
-        firsts = range(layers.start, layout.num_heads * layout.num_layers, layout.num_layers)
-        offsets = [first * layout.layer_bytes for first in firsts]
-        return [Span(whole.source_offset + at, whole.target_offset + at, num_bytes) for at in offsets]
-
-    def _read(self, wanted: Sequence[tuple[TierPage, Span]]) -> None:
-        """From the host memory of the ranks that own the pages."""
-        by_rank: dict[int, list[Span]] = {}
-        for page, span in wanted:
-            by_rank.setdefault(page.place % self._row.sizes.cp, []).append(span)
-        for cp_rank, spans in by_rank.items():
+    def _read(self, pages: Sequence[TierPage], layers: range | None) -> None:
+        """Read pages into the region from the host memory of the ranks that own them."""
+        by_rank: dict[int, list[TierPage]] = {}
+        for page in pages:
+            by_rank.setdefault(page.place % self._row.sizes.cp, []).append(page)
+        for cp_rank, owned in by_rank.items():
             source = self._peers[cp_rank].host_endpoint
             assert source is not None, f"CP rank {cp_rank} has no host memory"
+            spans = [span for page in owned for span in self._spans(page, layers)]
             for start in range(0, len(spans), READ_SPANS):
-                self._backend.read(source, self._region, spans[start : start + READ_SPANS])
+                self._backend.read(source, self._memory.region, spans[start : start + READ_SPANS])
+
+    def _spans(self, page: TierPage, layers: range | None) -> list[Span]:
+        layout = self._row.layout
+        return PageRange(layout, [self._slot(page)], layers).spans_to(PageRange(layout, [self._local(page)], layers))
+
+
+def layer_groups(layers: range) -> Iterator[range]:
+    """Divide the layers of a stage into groups of like size for a layerwise load."""
+    size = -(-len(layers) // MOST_LAYER_GROUPS)
+    return (layers[first : first + size] for first in range(0, len(layers), size))
+
+
+def _wait(event: Event | None) -> None:
+    if event is not None:
+        event.synchronize()
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:
-    """Whether a rank holds the same heads and layers of other pages."""
+    """Return whether a rank holds the same heads and layers of other pages."""
     here, there = mine.coords, row.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

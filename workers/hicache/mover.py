@@ -9,11 +9,11 @@ from typing import Protocol
 from cluster.channel import Outbox
 from cluster.spec.errors import TransferError
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved
-from workers.cache.layer_arrivals import LayerArrivals
+from workers.device import Event
 from workers.hicache.copier import Copier
-from workers.hicache.device_pages import Mark
 from workers.hicache.lane import Lane
 from workers.hicache.storage.page_store import PageStore
+from workers.memory.layerwise_load import LayerwiseLoad
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Mover(Protocol):
         """Carry out an order, after the steps that came before it."""
         ...
 
-    def fill(self, order: MovePages) -> LayerArrivals:
+    def fill(self, order: MovePages) -> LayerwiseLoad:
         """The same for one to load pages that the next step reads, layer after layer as it tells."""
         ...
 
@@ -46,7 +46,7 @@ class NoMover:
     def take(self, order: MovePages) -> None:
         raise AssertionError(f"order {order.number} for a worker without host memory")
 
-    def fill(self, order: MovePages) -> LayerArrivals:
+    def fill(self, order: MovePages) -> LayerwiseLoad:
         raise AssertionError(f"order {order.number} for a worker without host memory")
 
     def close(self) -> None:
@@ -68,9 +68,9 @@ class PageMover:
         self._copier = copier
         self._store = store
         self._global_rank = global_rank
-        self._marks: dict[int, Mark] = {}
+        self._events: dict[int, Event | None] = {}
         """By number of order, when it came."""
-        self._arrivals: dict[int, LayerArrivals] = {}
+        self._arrivals: dict[int, LayerwiseLoad] = {}
         """By number of order, where a step waits for its pages."""
         names = ("saves", "loads", "reads", "writes") if store else ("saves", "loads")
         self._lanes = {
@@ -80,12 +80,12 @@ class PageMover:
     def take(self, order: MovePages) -> None:
         """The worker calls this between steps, so that every page which is to be saved has its KV."""
         if order.kind in _COPIES:
-            self._marks[order.number] = self._copier.mark()
+            self._events[order.number] = self._copier.event()
         self._lanes[_LANES[order.kind]].put(order)
 
-    def fill(self, order: MovePages) -> LayerArrivals:
+    def fill(self, order: MovePages) -> LayerwiseLoad:
         """On the computing thread, just before the step."""
-        arrivals = self._arrivals[order.number] = LayerArrivals()
+        arrivals = self._arrivals[order.number] = LayerwiseLoad()
         self.take(order)
         return arrivals
 
@@ -136,19 +136,19 @@ class PageMover:
         )
 
     def _copy(self, order: MovePages, _waited_s: float, _failures: Counter[str]) -> tuple[list[bool], int]:
-        mark, arrivals = self._marks.pop(order.number), self._arrivals.pop(order.number, None)
+        after, arrivals = self._events.pop(order.number), self._arrivals.pop(order.number, None)
         if order.kind is MoveKind.SAVE:
-            num_bytes = self._copier.save(order.pages, mark)
+            num_bytes = self._copier.save(order.pages, after)
         elif arrivals is None:
-            num_bytes = self._copier.load(order.pages, mark)
+            num_bytes = self._copier.load(order.pages, after)
         else:
-            num_bytes = self._fill(order, mark, arrivals)
+            num_bytes = self._fill(order, after, arrivals)
         return [True] * len(order.pages), num_bytes
 
-    def _fill(self, order: MovePages, mark: Mark, arrivals: LayerArrivals) -> int:
+    def _fill(self, order: MovePages, after: Event | None, arrivals: LayerwiseLoad) -> int:
         """The step that waits for these pages cannot go on without them, nor can the rank."""
         try:
-            return self._copier.fill(order.pages, mark, arrivals)
+            return self._copier.load_layerwise(order.pages, after, arrivals)
         except Exception as error:
             arrivals.fail(error)
             raise

@@ -13,11 +13,11 @@ from cluster.planner.model import ModelFacts, UnknownModel, read_model
 from cluster.planner.plan import Plan, make_plan
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import ConfigError
-from cluster.spec.kv import KvGeometry
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config, parse_config
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
+from tests.fakes.kv import kv_geometry
 
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -250,7 +250,7 @@ def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
     ],
 )
 def test_what_the_model_refuses_is_a_bad_file(text: str, messages: list[str]) -> None:
-    geometry = KvGeometry(model="m", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=64)
+    geometry = kv_geometry(model="m", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=64)
     facts = ModelFacts(geometry=geometry, num_heads=16, max_context=40960)
     with pytest.raises(ConfigError) as caught:
         make_plan(parse_config(text, "f.yaml"), facts)
@@ -264,7 +264,7 @@ def test_experts_that_do_not_divide_are_a_bad_file(tmp_path: Path) -> None:
 
 
 def test_heads_and_ranks_that_do_not_divide_are_a_bad_file() -> None:
-    geometry = KvGeometry(model="m", num_layers=2, num_kv_heads=6, head_dim=8, dtype="float32", page_size=8)
+    geometry = kv_geometry(model="m", num_layers=2, num_kv_heads=6, head_dim=8, dtype="float32", page_size=8)
     facts = ModelFacts(geometry=geometry, num_heads=12, max_context=64)
     with pytest.raises(ConfigError, match="got 4; allowed: a divisor or a multiple of the model's 6 KV heads"):
         make_plan(parse_config("prefill: {parallel: {tp: 4}}", "f.yaml"), facts)
@@ -282,7 +282,7 @@ def test_heads_and_ranks_that_do_not_divide_are_a_bad_file() -> None:
 def test_pools_hold_the_whole_model_and_stay_within_their_memory(
     num_kv_heads: int, tp: int, pp: int, num_layers: int, page_size: int, memory_gib: float
 ) -> None:
-    geometry = KvGeometry(
+    geometry = kv_geometry(
         model="m", num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=8, dtype="bfloat16", page_size=page_size
     )
     parallel = DeployConfig().prefill.parallel.model_copy(update={"tp": tp, "pp": pp})

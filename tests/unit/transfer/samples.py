@@ -6,6 +6,7 @@ from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.peer import Peer
 from cluster.spec.transfer_messages import Ticket
+from tests.fakes.kv import kv_geometry, kv_layout
 
 PREFILL = Peer(replica=ReplicaId("prefill-0"), incarnation=Incarnation(3), address="tcp://p:1")
 DECODE = Peer(replica=ReplicaId("decode-1"), incarnation=Incarnation(7), address="tcp://d:1")
@@ -14,7 +15,7 @@ ROOM = Room(41)
 
 def geometry(**changes: object) -> KvGeometry:
     """The KV of a two-layer model."""
-    tiny = KvGeometry(model="tiny", num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", page_size=4)
+    tiny = kv_geometry(model="tiny", num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", page_size=4)
     return msgspec.structs.replace(tiny, **changes)
 
 
@@ -33,7 +34,7 @@ def ticket(pages: list[int], held_pages: int = 0) -> Ticket:
 
 def pool(num_pages: int, heads: range, layers: range) -> PoolLayout:
     """A pool with one-byte elements: two slots of three elements per page."""
-    return PoolLayout(
+    return kv_layout(
         num_pages=num_pages,
         first_head=heads.start,
         num_heads=len(heads),

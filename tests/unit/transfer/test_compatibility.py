@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from cluster.spec.ids import Incarnation, ReplicaId
+from cluster.spec.kv import key_value_group
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import Endpoint, KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
 from tests.unit.transfer.samples import geometry, pool, ticket
@@ -39,10 +40,12 @@ def test_a_fitting_pair_is_not_refused() -> None:
     ("changes", "words"),
     [
         ({"page_size": 128}, "prefill-0 has page size 4, decode-1 has 128; they must be equal"),
-        ({"dtype": "bfloat16"}, "prefill-0 has KV dtype float32, decode-1 has bfloat16; they must be equal"),
+        (
+            {"groups": (key_value_group(range(2), 4, 3, "bfloat16"),)},
+            "prefill-0 has KV groups kv (2 layers of 4 heads x k 3 float32 + v 3 float32), "
+            "decode-1 has kv (2 layers of 4 heads x k 3 bfloat16 + v 3 bfloat16); they must be equal",
+        ),
         ({"num_layers": 3}, "prefill-0 has number of layers 2, decode-1 has 3; they must be equal"),
-        ({"num_kv_heads": 2}, "prefill-0 has number of KV heads 4, decode-1 has 2; they must be equal"),
-        ({"head_dim": 8}, "prefill-0 has head dimension 3, decode-1 has 8; they must be equal"),
         ({"model": "big"}, "prefill-0 has model tiny, decode-1 has big; they must be equal"),
     ],
 )
@@ -53,7 +56,7 @@ def test_geometry_differences_are_named(changes: dict[str, object], words: str) 
 
 def test_every_field_of_the_geometry_is_compared() -> None:
     for field in msgspec.structs.fields(type(geometry())):
-        changed = "other" if field.type is str else 99
+        changed = {"model": "other", "groups": ()}.get(field.name, 99)
         assert geometry_refusal("a", geometry(), "b", geometry(**{field.name: changed})), field.name
 
 
@@ -72,7 +75,7 @@ def test_heads_that_do_not_divide_are_refused_on_either_side() -> None:
 
 def test_pools_must_hold_the_heads_that_their_axes_say() -> None:
     assert refusal(_row("prefill-0", tp=2), _row("decode-1", tp=2, heads=range(2, 4))) == (
-        "decode-1 holds KV heads 2 to 3 on tp_rank 0; by its axes it must hold 0 to 1"
+        "decode-1 holds kv heads 2 to 3 on tp_rank 0; by its axes it must hold 0 to 1"
     )
 
 

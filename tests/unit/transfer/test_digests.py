@@ -14,7 +14,8 @@ from cluster.spec.transfer_messages import PageDigests
 from tests.fakes.rows import LAYOUT, make_row
 from tests.unit.transfer.test_unequal_layouts import NUM_PAGES, Pair, pairs
 from transfer.digests import coverage_problem, digest_pages, wrong_pages
-from transfer.plan import PageShare, copies_of, make_spans, receivers
+from transfer.page_range import PageRange
+from transfer.plan import PageShare, copies_of, receivers, sent_groups
 
 POOL = replace(LAYOUT, num_pages=NUM_PAGES)
 ONE_RANK = RankCoords(dp=1, cp=1, tp=1, pp=1)
@@ -37,8 +38,11 @@ def handoff(pair: Pair, seed: int) -> tuple[dict[int, bytearray], list[PageDiges
                 for position in pair.owned(mine)
                 if PageShare.of([target]).has(PAGES[position])
             ]
-            told.append(digest_pages(memoryview(pool), mine.layout, target, owned))
-            for source, at, length in make_spans(mine.layout, target.layout, owned):
+            groups = sent_groups(mine.coords, mine.sizes, target)
+            pages = PageRange(mine.layout, [page for page, _ in owned], groups=groups)
+            to = PageRange(target.layout, [page for _, page in owned])
+            told.append(digest_pages(memoryview(pool), pages, target.global_rank, to))
+            for source, at, length in pages.spans_to(to):
                 pools[target.global_rank][at : at + length] = pool[source : source + length]
     return pools, told
 
@@ -94,11 +98,11 @@ def test_pages_that_changed_places_are_wrong() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda told: told[:-1], "they speak for "),
-        (lambda told: [*told, told[0]], "page 0 of rank 0: none speaks for byte "),
+        (lambda told: told[:-1], "they cover "),
+        (lambda told: [*told, told[0]], "page 0 of rank 0: byte "),
         (
             lambda told: [replace(told[0], spans=[(0, 64), (1, told[0].spans[0][1] - 64)]), *told[1:]],
-            "page 0 of rank 0: none speaks for byte 64 alone",
+            "page 0 of rank 0: byte 64 is not covered exactly once",
         ),
         (lambda told: [replace(told[0], spans=[(0, 0), *told[0].spans]), *told[1:]], "page 0 of rank 0: "),
         (lambda told: [replace(told[0], rank=99), *told[1:]], "there are no ranks [99]; allowed: 0 to 0"),
@@ -106,7 +110,7 @@ def test_pages_that_changed_places_are_wrong() -> None:
             lambda told: [replace(told[0], pages=[99, *told[0].pages[1:]]), *told[1:]],
             "pages [99] are not in the ticket",
         ),
-        (lambda told: [replace(told[0], digests=[]), *told[1:]], "their number is not that of their pages"),
+        (lambda told: [replace(told[0], digests=[]), *told[1:]], "their number differs from that of their pages"),
     ],
 )
 def test_digests_that_do_not_speak_for_every_byte_once_are_refused(

@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.kv import PoolLayout
+from tests.fakes.kv import kv_layout
 from transfer.layer_groups import LEAST_SPAN_BYTES, MOST_GROUPS, early_ends
 
 
 def layout_of(num_layers: int, head_dim: int) -> PoolLayout:
-    return PoolLayout(
+    return kv_layout(
         num_pages=1,
         first_head=0,
         num_heads=1,
@@ -28,8 +29,8 @@ def test_groups_are_few_and_none_is_small(num_layers: int, head_dim: int) -> Non
     borders = [0, *early_ends(layout), num_layers]
     sizes = [end - start for start, end in pairwise(borders)]
     assert len(sizes) <= MOST_GROUPS
-    assert len(sizes) == 1 or min(sizes) * layout.layer_bytes >= LEAST_SPAN_BYTES
-    least = -(-LEAST_SPAN_BYTES // layout.layer_bytes)
+    assert len(sizes) == 1 or min(sizes) * layout.groups[0].layer_bytes >= LEAST_SPAN_BYTES
+    least = -(-LEAST_SPAN_BYTES // layout.groups[0].layer_bytes)
     assert len(sizes) > 1 or num_layers < 2 * least, "there would be two groups"
 
 

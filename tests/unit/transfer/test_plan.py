@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
+from tests.fakes.kv import make_spans
 from tests.fakes.rows import make_row, sizes
 from tests.unit.transfer.samples import pool
-from transfer import layout
-from transfer.plan import Span, batches, is_sender, local_page, make_spans, owned_pages, total_bytes
+from transfer.page_range import PageRange, Span, batches, total_bytes
+from transfer.plan import is_sender, local_page, owned_pages
 from workers.cache.page_allocator import PageAllocator
 
 ALL = TransferMode.ALL_RANKS
@@ -94,7 +95,8 @@ def test_rank0_sends_everything_and_the_others_are_dummies() -> None:
 
 def _index(layout: PoolLayout) -> np.ndarray:
     """Which byte of the pool is element [page, head, layer, kv, slot, dim]."""
-    shape = (layout.num_pages + 1, layout.num_heads, layout.num_layers, 2, layout.page_size, layout.head_dim)
+    (group,) = layout.groups
+    shape = (layout.num_pages + 1, group.num_heads, layout.num_layers, 2, layout.page_size, group.parts[0].dim)
     return np.arange(layout.pool_bytes).reshape(shape)
 
 
@@ -153,13 +155,13 @@ def test_unequal_layers_give_one_span_per_head() -> None:
     assert [span.num_bytes for span in spans] == [2 * 12] * 4
 
 
-def test_offsets_are_those_of_the_tensor() -> None:
+def test_views_have_the_bytes_of_the_tensor() -> None:
     part = pool(5, range(1, 3), range(2, 5))
-    assert layout.offset(part, 3, 2, 4) == _index(part)[3, 1, 2, 0, 0, 0]
-    with pytest.raises(AssertionError, match="head 3"):
-        layout.offset(part, 0, 3, 2)
-    with pytest.raises(AssertionError, match="page 5"):
-        layout.offset(part, 5, 1, 2)
+    memory = np.arange(part.pool_bytes).reshape(6, -1)
+    (some,) = PageRange(part, [], range(3, 5)).views(memory)
+    np.testing.assert_array_equal(some, _index(part)[:, :, 1:3].reshape(6, 2, 2, -1))
+    (whole,) = PageRange(part, []).views(memory)
+    assert whole.shape == (6, 1, 1, part.page_bytes)
 
 
 @given(st.integers(0, 30), st.integers(1, 9))

@@ -294,4 +294,4 @@ def test_counts_alone_do_not_make_a_verified_transfer_ready() -> None:
         session.handle(msgspec.structs.replace(_done(1, 2), digests=digests[1:]), 0.0)
         assert session.state is state
     assert session.failure is not None
-    assert session.failure.reason == "digests of prefill-0: they speak for 20 of 30 bytes (transfer.verify)"
+    assert session.failure.reason == "digests of prefill-0: they cover 20 of 30 bytes (transfer.verify)"

@@ -8,7 +8,7 @@ import pytest
 from cluster.spec.ids import Room
 from tests.fakes.loopback import Loopback
 from transfer.backends.interface import Region
-from transfer.plan import Span
+from transfer.page_range import Span
 from transfer.sender import Dropped, Outcome, SenderThread, SendJob, Write, WriteFailed, Written
 
 PAGE = 4

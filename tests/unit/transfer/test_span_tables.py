@@ -16,9 +16,10 @@ import pytest
 from cluster.spec.kv import KvGeometry, PoolLayout
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.registry import PageFilter, RankCoords, RankRow, TransferMode
+from tests.fakes.kv import kv_geometry, make_spans
 from tests.fakes.rows import make_row
 from transfer.layer_groups import early_ends
-from transfer.plan import PageShare, make_spans, owned_pages, receivers
+from transfer.plan import PageShare, owned_pages, receivers
 
 TABLES = Path(__file__).parents[2] / "data" / "span_tables.json"
 SOURCE_PAGES, TARGET_PAGES = 40, 50
@@ -101,7 +102,7 @@ def pool_of(geometry: Geometry, rank: Rank, num_pages: int) -> PoolLayout:
 
 
 def _kv(geometry: Geometry) -> KvGeometry:
-    return KvGeometry(model="golden", **geometry._asdict())
+    return kv_geometry(model="golden", **geometry._asdict())
 
 
 def _sizes(side: Side, cp: int = 1) -> RankCoords:

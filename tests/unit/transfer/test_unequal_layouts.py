@@ -1,5 +1,6 @@
 """Handoffs between any two ways to cut a model: one copy of the KV is written, each byte once, in a few spans."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -8,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.kv import KvGeometry, KvGroup, KvPart, PoolLayout, key_value_group
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import KvOwnership, PageFilter, RankCoords, RankRow, TransferMode
 from tests.fakes.rows import make_row
-from transfer.layout import layers
-from transfer.plan import PageShare, copies_of, local_page, make_spans, owned_pages, receivers
+from transfer.page_range import PageRange
+from transfer.plan import PageShare, copies_of, local_page, owned_pages, receivers, sent_groups
 
 PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 3, 6
 
@@ -48,12 +49,14 @@ class Pair(NamedTuple):
 def pairs(draw: st.DrawFn) -> Pair:
     kv_heads = draw(st.sampled_from([1, 2, 3, 4, 8]))
     sizes = [tp for tp in (1, 2, 3, 4, 6, 8, 16) if tp % kv_heads == 0 or kv_heads % tp == 0]
+    num_layers = draw(st.integers(1, 5))
+    groups = [key_value_group(range(num_layers), kv_heads, HEAD_DIM, "float32")]
+    if draw(st.booleans()):
+        groups.append(_extra_group(draw(st.sampled_from([1, kv_heads])), draw(st.sets(st.integers(0, num_layers - 1)))))
     geometry = KvGeometry(
         model="fake",
-        num_layers=draw(st.integers(1, 5)),
-        num_kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        dtype="float32",
+        num_layers=num_layers,
+        groups=tuple(group for group in groups if group.layers),
         page_size=PAGE_SIZE,
     )
     ownership, cp = draw(st.sampled_from(KvOwnership)), draw(st.integers(1, 3))
@@ -92,15 +95,24 @@ def _layout(geometry: KvGeometry, sizes: RankCoords, rank: int) -> PoolLayout:
     return pool_layout(geometry, sizes, coords, (NUM_PAGES + 3) * page_bytes / GIB)
 
 
+def _extra_group(num_heads: int, layers: set[int]) -> KvGroup:
+    """Two parts of unlike width in some of the layers."""
+    parts = (KvPart(name="latent", dim=3, dtype="float32"), KvPart(name="keys", dim=1, dtype="float32"))
+    return KvGroup(name="extra", num_heads=num_heads, layers=tuple(sorted(layers)), parts=parts)
+
+
 def _elements(row: RankRow, page: int) -> NDArray[np.int64]:
-    """Which elements of the request one page of one pool should hold: [head, layer, k_or_v, slot, dim]."""
-    layout, geometry = row.layout, row.geometry
-    whole = (geometry.num_kv_heads, geometry.num_layers, 2, PAGE_SIZE, HEAD_DIM)
-    first = page * int(np.prod(whole))
-    heads = slice(layout.first_head, layout.first_head + layout.num_heads)
-    stage = slice(layout.first_layer, layout.first_layer + layout.num_layers)
-    numbers: NDArray[np.int64] = np.arange(first, first + int(np.prod(whole))).reshape(whole)[heads, stage]
-    return numbers
+    """Which elements of the request one page of one pool should hold, in the order of its bytes."""
+    held = {group.name: group for group in row.layout.groups}
+    found, first = [], page * row.geometry.bytes_per_token // 4 * PAGE_SIZE
+    for group in row.geometry.groups:
+        whole = (group.num_heads, len(group.layers), PAGE_SIZE * group.slot_bytes // 4)
+        numbers = np.arange(first, first + math.prod(whole)).reshape(whole)
+        first += math.prod(whole)
+        if shard := held.get(group.name):
+            heads = slice(shard.first_head, shard.first_head + shard.num_heads)
+            found.append(numbers[heads, [group.layers.index(layer) for layer in shard.layers]].ravel())
+    return np.concatenate(found)
 
 
 def _filled(row: RankRow, pages: dict[int, int]) -> NDArray[np.int32]:
@@ -127,11 +139,13 @@ def check_handoff(pair: Pair) -> None:
                 for position in pair.owned(row)
                 if PageShare.of([target]).has(places[position])
             ]
-            spans = make_spans(row.layout, target.layout, page_pairs)
-            shared = min(row.layout.num_heads, target.layout.num_heads)
+            groups = sent_groups(row.coords, row.sizes, target)
+            sent = PageRange(row.layout, [page for page, _ in page_pairs], groups=groups)
+            spans = sent.spans_to(PageRange(target.layout, [page for _, page in page_pairs]))
+            shared = sum(group.num_heads for group in row.layout.groups if group.name in groups)
             assert len(spans) <= len(page_pairs) * shared, "never more than one span a page and head"
-            if layers(row.layout) == layers(target.layout):
-                assert len(spans) <= len(page_pairs), "heads lie side by side in a page"
+            if row.layout.layers == target.layout.layers:
+                assert len(spans) <= len(page_pairs) * len(groups), "heads lie side by side in a page"
             for span in spans:
                 into = pools[target.global_rank][span.target_offset : span.target_offset + span.num_bytes]
                 into[:] = source[span.source_offset : span.source_offset + span.num_bytes]
@@ -140,7 +154,8 @@ def check_handoff(pair: Pair) -> None:
         found = pools[row.global_rank]
         sent = {position: page for position, page in places.items() if PageShare.of([row]).has(page)}
         np.testing.assert_array_equal(found.view(np.int32).reshape(row.layout.num_pages + 1, -1), _filled(row, sent))
-    assert num_written == NUM_PAGES * pair.decode[0].geometry.bytes_per_token * PAGE_SIZE, "not one copy of the KV"
+    num_bytes = sum(row.layout.page_bytes for row in pair.decode) // copies_of(pair.decode[0])
+    assert num_written == NUM_PAGES * num_bytes, "not one copy of the KV for all ranks with the same heads"
 
 
 @settings(deadline=None, max_examples=1500)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cluster.spec.errors import UserError
 from tests.fakes.attention_oracle import naive_attention
+from tests.fakes.kv import kv_pool
 from workers.attention import torch_backend
 from workers.attention.registry import BACKENDS, load_backend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
 
@@ -29,8 +29,8 @@ class Request:
 def attend(requests: list[Request], runs: list[Run], page_size: int = 4, dtype: torch.dtype = torch.float32) -> Partial:
     """Run the backend over pages in random order, in layer 1 of 2."""
     counts = [-(-len(request.k) // page_size) for request in requests]
-    pool = PagePool(sum(counts), KV_HEADS, 2, page_size, DIM, dtype)
-    pool.data.fill_(torch.nan)
+    pool = kv_pool(sum(counts), KV_HEADS, 2, page_size, DIM, dtype)
+    pool.group("kv").fill_(torch.nan)
     pages = np.random.default_rng(1).permutation(sum(counts))
     tables = [torch.from_numpy(part) for part in np.split(pages, np.cumsum(counts)[:-1])]
     for request, table in zip(requests, tables, strict=True):
@@ -121,15 +121,15 @@ def test_no_runs_yield_no_rows() -> None:
 
 
 def test_a_step_can_be_used_for_every_layer_and_changes_no_page() -> None:
-    pool = PagePool(2, KV_HEADS, 2, 4, DIM, torch.float32)
-    pool.data.normal_()
-    before = pool.data.clone()
+    pool = kv_pool(2, KV_HEADS, 2, 4, DIM, torch.float32)
+    pool.group("kv").normal_()
+    before = pool.group("kv").clone()
     step = load_backend("torch").prepare([Run(0, 4, 1, 1), Run(1, 1, 1, 1)], [torch.tensor([0, 1])] * 2, 4)
     query = torch.randn(2, KV_HEADS * GROUPS, DIM)
     first, other, again = (step.attend(query, *pool.layer_view(layer)).out for layer in (0, 1, 0))
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
-    assert torch.equal(pool.data, before)
+    assert torch.equal(pool.group("kv"), before)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

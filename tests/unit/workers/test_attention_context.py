@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
+from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from workers import device
 from workers.attention import single_tokens
 from workers.attention.torch_backend import TorchAttention
 from workers.cache import page_pool
-from workers.cache.page_pool import PagePool
 from workers.context_parallel import gather
 from workers.context_parallel.gather import RowGather, join_rows
 from workers.context_parallel.runs import Run
@@ -114,7 +114,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
         in_background=in_background, received_bytes=0, _allgather_base=lambda *_: moved, shift=lambda *_: moved
     )
     exchange, meta = CpExchange(Communicator("cp", 1, 2, backend)), torch.device("meta")
-    pool = PagePool(10, 2, 2, 4, 8, torch.float32, device=meta)
+    pool = kv_pool(10, 2, 2, 4, 8, torch.float32, device=meta)
     batch = build_step_batch(
         [ROWS[0]._replace(pages=[7, 3, 8]), *ROWS[1:]],
         strategy,

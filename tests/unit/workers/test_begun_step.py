@@ -11,9 +11,9 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.torch_backend import TorchAttention
-from workers.cache.page_pool import PagePool
 from workers.engine import runner as runner_module
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
@@ -38,7 +38,7 @@ class Moments:
 def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
     model = load_model(folder, groups=ModelGroups.of_tp(tp))
     config = model.config
-    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
     return ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
 
 
@@ -52,7 +52,7 @@ def plan_of(*, samples: bool) -> StepPlan:
 def test_a_step_is_over_when_its_writes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, samples: bool) -> None:
     """Else pages would be given to a peer while it still writes to them. What is drawn comes behind all writes."""
     moments = Moments()
-    monkeypatch.setattr(runner_module, "moment_on", moments.on)
+    monkeypatch.setattr(runner_module, "event_on", moments.on)
     begun = runner_of(make_checkpoint(tmp_path, "llama"), Communicator("tp")).begin(plan_of(samples=samples))
     assert moments.num_awaited == 0
     assert len(begun.wait()) == samples
@@ -65,11 +65,11 @@ def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch
 
     def compute(tp: Communicator) -> list[bool]:
         runner = runner_of(folder, tp)
-        runner._pool.data.zero_()
+        runner._pool.group("kv").zero_()
         had_written, meet = [], tp.all_reduce
 
         def all_reduce(tensor: Tensor) -> Tensor:
-            had_written.append(bool(runner._pool.data[:, :, -1].any()))
+            had_written.append(bool(runner._pool.group("kv")[:, :, -1].any()))
             return meet(tensor)
 
         monkeypatch.setattr(tp, "all_reduce", all_reduce)

@@ -7,19 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from workers.cache.staging import Staging
+from workers.hicache.device_pages import MOST_GROUPS, DevicePages, RegionPages, StagedPages
 
 from cluster.spec.kv import PoolLayout
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership
 from cluster.spec.tiers import TierPage
+from tests.fakes.kv import kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import row
 from tests.fakes.watched_arrivals import WatchedArrivals
 from transfer.backends.interface import Region
-from workers.cache.page_pool import PagePool
-from workers.cache.staging import Staging
 from workers.hicache.copier import Copier
-from workers.hicache.device_pages import MOST_GROUPS, DevicePages, RegionPages, StagedPages
+from workers.memory.page_pool import PagePool
 
 NUM_PAGES, HOST_PAGES = 7, 4
 
@@ -50,7 +51,7 @@ class Replica:
             self.copiers.append(Copier(rows, rank, device, region, host, self.loopback))
         torch.manual_seed(1)
         for pool in self.pools:
-            pool.data.copy_(torch.randn(pool.data.shape))
+            pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:
@@ -63,7 +64,7 @@ class Replica:
     def _pool(region: Region, layout: PoolLayout, *, is_staged: bool) -> PagePool:
         memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
         sizes = (NUM_PAGES, layout.num_heads, layout.num_layers, layout.page_size, layout.head_dim)
-        return PagePool(*sizes, torch.float32, torch.zeros_like(memory) if is_staged else memory)
+        return kv_pool(*sizes, torch.float32, torch.zeros_like(memory) if is_staged else memory)
 
 
 def page_of(place: int, device: int, host: int) -> TierPage:
@@ -75,7 +76,7 @@ def page_of(place: int, device: int, host: int) -> TierPage:
 def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged)
     for pool in replica.pools[1:]:
-        pool.data.copy_(replica.pools[0].data)
+        pool.group("kv").copy_(replica.pools[0].data)
     before = [replica.page(0, page) for page in range(NUM_PAGES)]
     hosts = {0: 2, 1: 5, 2: 0} if cp == 2 else {0: 2, 1: 3, 2: 0}
     replica.order("save", [page_of(place, place + 1, host) for place, host in hosts.items()])
@@ -83,7 +84,7 @@ def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -
         owner = replica.copiers[place % cp]
         assert bytes(owner.host_page(page_of(place, 0, host))) == before[place + 1]
     for pool in replica.pools:
-        pool.data[1:4].zero_()
+        pool.group("kv")[1:4].zero_()
     replica.order("load", [page_of(place, 6 - place, host) for place, host in hosts.items()])
     zeros = bytes(len(before[0]))
     for rank in range(cp):
@@ -97,7 +98,7 @@ def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -
 def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *, is_staged: bool) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, num_heads=3, num_layers=num_layers)
     for pool in replica.pools[1:]:
-        pool.data.copy_(replica.pools[0].data)
+        pool.group("kv").copy_(replica.pools[0].data)
     before = replica.pools[0].data.clone()
     # The host page of a place is one of its owner's.
     saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
@@ -105,17 +106,17 @@ def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *
     wanted = [page_of(page.place, 6 - page.place, page.host or 0) for page in saved]
     for rank, copier in enumerate(replica.copiers):
         pool = replica.pools[rank]
-        pool.data[4:].zero_()
+        pool.group("kv")[4:].zero_()
 
         def look(num_there: int, pool: PagePool = pool) -> None:
             for place in range(3):
-                assert torch.equal(pool.data[6 - place, :, :num_there], before[place + 1, :, :num_there])
-                assert not pool.data[6 - place, :, num_there:].any()
+                assert torch.equal(pool.group("kv")[6 - place, :, :num_there], before[place + 1, :, :num_there])
+                assert not pool.group("kv")[6 - place, :, num_there:].any()
 
         arrivals = WatchedArrivals(look)
         assert copier.fill(wanted, copier.mark(), arrivals) == 3 * copier.page_bytes
         assert arrivals.num_layers == num_layers
-        assert torch.equal(pool.data[:4], before[:4])
+        assert torch.equal(pool.group("kv")[:4], before[:4])
 
 
 @pytest.mark.parametrize("elsewhere", [[], [2, 3]], ids=["of its own alone", "of peers too"])
@@ -137,7 +138,7 @@ def test_sharded_pages_come_back_on_their_owners(*, is_staged: bool) -> None:
     before = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
     replica.order("save", [page_of(place, place, place) for place in range(4)])
     for pool in replica.pools:
-        pool.data[:2].zero_()
+        pool.group("kv")[:2].zero_()
     replica.order("load", [page_of(place, place + 8, place) for place in range(4)])
     after = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
     zeros = bytes(len(before[0]))

@@ -11,10 +11,11 @@ from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.step_messages import HostCopy
 from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import check
+from tests.fakes.kv import kv_pool
 from tests.fakes.paged_ranks import PAGE_SIZE
 from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.host_pages import HostPages
-from workers.cache.page_pool import PagePool
+from workers.memory.page_pool import PagePool
 from workers.scheduler.keeping import HostKeeper, KeepCost
 
 
@@ -105,8 +106,8 @@ def test_more_than_there_is_room_for_is_computed_again() -> None:
 
 
 def pool_of(num_pages: int) -> PagePool:
-    pool = PagePool(num_pages, 1, 1, 2, 4, torch.float32)
-    pool.data.copy_(torch.arange(num_pages + 1).view(-1, 1, 1, 1, 1, 1).expand_as(pool.data))
+    pool = kv_pool(num_pages, 1, 1, 2, 4, torch.float32)
+    pool.group("kv").copy_(torch.arange(num_pages + 1).view(-1, 1, 1, 1, 1, 1).expand_as(pool.group("kv")))
     return pool
 
 
@@ -116,10 +117,10 @@ def test_pages_come_back_as_they_were_though_others_took_them(kind: type[HostPag
     host = kind(pool, 4)
     host.begin([HostCopy(room=Room(1), pages=[2, 5, 7], slots=[3, 0, 1])], [])
     host.wait_for([[5]])
-    pool.data[5] = -1.0
+    pool.group("kv")[5] = -1.0
     host.finish()
-    pool.data[2] = pool.data[7] = -1.0
+    pool.group("kv")[2] = pool.group("kv")[7] = -1.0
     host.begin([], [HostCopy(room=Room(1), pages=[6, 4], slots=[0, 1])])
     host.finish()
     host.close()
-    assert [float(pool.data[page].mean()) for page in (6, 4)] == [5, 7]
+    assert [float(pool.group("kv")[page].mean()) for page in (6, 4)] == [5, 7]

@@ -6,16 +6,17 @@ from functools import partial
 import msgspec
 import pytest
 import torch
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.cache.staging import Staging
+from workers.hicache.device_pages import MOST_GROUPS, DevicePages, RegionPages, StagedPages
 
 from cluster.spec.lifecycle import Role
+from tests.fakes.kv import kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import row
 from tests.fakes.watched_arrivals import WatchedArrivals
 from transfer.backends.interface import Region
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_pool import PagePool
-from workers.cache.staging import Staging
-from workers.hicache.device_pages import MOST_GROUPS, DevicePages, RegionPages, StagedPages
+from workers.memory.page_pool import PagePool
 
 NUM_PAGES, HOST_PAGES, NUM_HEADS = 5, 4, 2
 PAIRS = [(1, 3), (4, 0)]
@@ -31,7 +32,7 @@ def test_layers_come_one_after_another(num_layers: int, *, is_staged: bool) -> N
     region, host = loopback.allocate(layout.pool_bytes), loopback.allocate(HOST_PAGES * layout.page_bytes)
     pool, source = make_pool(region, num_layers, is_staged=is_staged), make_pool(host, num_layers, is_staged=False)
     source.data.copy_(torch.rand(source.data.shape))
-    before = pool.data.clone()
+    before = pool.group("kv").clone()
     device: DevicePages = RegionPages(region, host, layout)
     if is_staged:
         device = StagedPages(pool, Staging(pool, region.buffer), region, host, layout)
@@ -40,25 +41,25 @@ def test_layers_come_one_after_another(num_layers: int, *, is_staged: bool) -> N
     def look(num_there: int) -> None:
         told.append(num_there)
         for page, slot in PAIRS:
-            assert torch.equal(pool.data[page, :, :num_there], source.data[slot, :, :num_there])
-            assert torch.equal(pool.data[page, :, num_there:], before[page, :, num_there:])
+            assert torch.equal(pool.group("kv")[page, :, :num_there], source.data[slot, :, :num_there])
+            assert torch.equal(pool.group("kv")[page, :, num_there:], before[page, :, num_there:])
 
     device.fill(PAIRS, [], lambda _: None, device.mark(), WatchedArrivals(look))
     assert told[-1] == num_layers
     assert len(told) <= MOST_GROUPS
-    assert all(torch.equal(pool.data[page], before[page]) for page in (0, 2, 3))
+    assert all(torch.equal(pool.group("kv")[page], before[page]) for page in (0, 2, 3))
 
 
 def make_pool(region: Region, num_layers: int, *, is_staged: bool) -> PagePool:
     memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
     num_pages = len(memory) // (LAYOUT.page_bytes * num_layers) - 1
     own = torch.zeros_like(memory) if is_staged else memory
-    return PagePool(num_pages, NUM_HEADS, num_layers, LAYOUT.page_size, LAYOUT.head_dim, torch.float32, own)
+    return kv_pool(num_pages, NUM_HEADS, num_layers, LAYOUT.page_size, LAYOUT.head_dim, torch.float32, own)
 
 
 @pytest.mark.parametrize("reads", ["layer_view", "read_pages"])
 def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str) -> None:
-    pool, arrivals = PagePool(3, 1, 3, 4, 1, torch.float32), LayerArrivals()
+    pool, arrivals = kv_pool(3, 1, 3, 4, 1, torch.float32), LayerArrivals()
     done: list[int] = []
     grown = threading.Condition()
 
@@ -94,7 +95,7 @@ def test_a_layer_is_read_when_it_is_there_and_the_end_is_that_of_all(reads: str)
 
 
 def test_a_copy_that_failed_ends_the_step_with_its_error() -> None:
-    pool, arrivals = PagePool(3, 1, 2, 4, 1, torch.float32), LayerArrivals()
+    pool, arrivals = kv_pool(3, 1, 2, 4, 1, torch.float32), LayerArrivals()
     arrivals.note(1, None)
     arrivals.fail(OSError("the memory is gone"))
     with pytest.raises(OSError, match="the memory is gone"), pool.in_step(arrivals):

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.kv import kv_pool
 from tests.unit.workers.test_row_attention import check, masked_attention, rank_pairs, seen_by_definition, tensors
 from workers.attention.interface import AttentionBackend
 from workers.attention.native_backend import NativeAttention
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
@@ -53,8 +53,8 @@ class Pages:
 
     def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, page_size: int, gap: int, seed: int) -> None:
         counts = [-(-length // page_size) for length in lengths]
-        pool = PagePool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, torch.bfloat16)
-        pool.data.fill_(torch.nan)
+        pool = kv_pool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, torch.bfloat16)
+        pool.group("kv").fill_(torch.nan)
         self.views = tuple(view[..., :head_dim] for view in pool.layer_view(1))
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
         self.tables = torch.split(order, counts)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from tests.fakes.kv import kv_pool
 from workers import row_kernels
-from workers.cache.page_pool import PagePool
 from workers.layers.gated_mlp import gated
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
@@ -89,7 +89,7 @@ def test_gates(library: NativeRows, num_rows: int, size: int, gap: int, seed: in
 def test_rows_of_kv_go_to_their_slots_alone(
     library: NativeRows, num_rows: int, heads: int, dim: int, page_size: int, seed: int, gap: int
 ) -> None:
-    found, expected = (PagePool(6, heads, 2, page_size, dim, torch.bfloat16) for _ in range(2))
+    found, expected = (kv_pool(6, heads, 2, page_size, dim, torch.bfloat16) for _ in range(2))
     slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(seed))[:num_rows]
     kv = draw(seed, len(slots), 3, heads, dim, gap=gap)[:, 1:]
     library.store_kv(found.data[:, :, 1], slots, kv)
@@ -140,6 +140,6 @@ def test_layers_use_them_for_bf16_alone(library: NativeRows, monkeypatch: pytest
         layer, x = RMSNorm(8, EPS), torch.ones(2, 8, dtype=dtype)
         layer.weight = torch.nn.Parameter(torch.ones(8, dtype=dtype), requires_grad=False)
         layer(x), layer.of_sum(x, x), gated(x), Rotation(x[:, None], x[:, None]).apply(x[:, None], layer)
-        PagePool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(2), x.view(2, 2, 1, 4))
+        kv_pool(1, 1, 1, 2, 4, dtype).write(0, torch.arange(2), x.view(2, 2, 1, 4))
         assert expected <= set(used)
         assert bool(used) == bool(expected)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cluster.spec.strategy import Passing, Strategy
+from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import Done
 from workers.attention.interface import AttentionBackend, RowAttention, StepAttention
 from workers.attention.torch_backend import TorchAttention
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run
 from workers.engine.attention_context import CpExchange, StepContext
@@ -100,7 +100,7 @@ def context_of(
 ) -> StepContext:
     """Of the last rank, whose queries see keys of every other."""
     num_pages = (PREFIX_LEN + NEW_LEN) // PAGE_SIZE
-    pool = PagePool(cp * num_pages, HEADS, 1, PAGE_SIZE, DIM, torch.float32)
+    pool = kv_pool(cp * num_pages, HEADS, 1, PAGE_SIZE, DIM, torch.float32)
     batch = build_step_batch(
         [BatchRow(range(NEW_LEN), PREFIX_LEN, range(num_pages), sampled=True)],
         Strategy.CONTIGUOUS,

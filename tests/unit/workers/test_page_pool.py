@@ -5,21 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.spec.kv import PoolLayout
-from workers.cache.page_pool import PagePool
+from tests.fakes.kv import kv_layout, kv_pool
+from workers.memory.page_pool import PagePool
 
 PAGES, HEADS, LAYERS, PAGE_SIZE, DIM = 5, 3, 2, 4, 8
 
 
 def make_pool(dtype: torch.dtype = torch.float32, buffer: torch.Tensor | None = None) -> PagePool:
-    return PagePool(PAGES, HEADS, LAYERS, PAGE_SIZE, DIM, dtype, buffer)
+    return kv_pool(PAGES, HEADS, LAYERS, PAGE_SIZE, DIM, dtype, buffer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_page_and_a_head_of_it_are_contiguous_spans_as_the_layout_says(dtype: torch.dtype) -> None:
     buffer = torch.zeros(PagePool.page_bytes_for(HEADS, LAYERS, PAGE_SIZE, DIM, dtype) * (PAGES + 1), dtype=torch.uint8)
     pool = make_pool(dtype, buffer)
-    layout = PoolLayout(
+    layout = kv_layout(
         num_pages=PAGES,
         first_head=0,
         num_heads=HEADS,
@@ -31,7 +31,7 @@ def test_a_page_and_a_head_of_it_are_contiguous_spans_as_the_layout_says(dtype: 
     )
     assert pool.page_bytes == layout.page_bytes
     assert len(buffer) == layout.pool_bytes
-    pool.data[3, 1, 1] = 1.0
+    pool.group("kv")[3, 1, 1] = 1.0
     touched = buffer.nonzero().flatten()
     first = 3 * layout.page_bytes + layout.head_bytes + layout.layer_bytes
     assert first <= int(touched.min())
@@ -55,7 +55,7 @@ def test_the_pool_lives_in_the_buffer_it_is_given() -> None:
 def test_what_is_written_is_read_and_nothing_else_changes(
     slots: list[int], layer: int, dim: int, dtype: torch.dtype
 ) -> None:
-    pool = PagePool(PAGES, HEADS, LAYERS, PAGE_SIZE, dim, dtype)
+    pool = kv_pool(PAGES, HEADS, LAYERS, PAGE_SIZE, dim, dtype)
     kv = torch.randn(len(slots), 2, HEADS, dim).to(dtype)
     pool.write(layer, torch.tensor(slots, dtype=torch.int64), kv)
     keys, values = pool.layer_view(layer)
@@ -63,14 +63,14 @@ def test_what_is_written_is_read_and_nothing_else_changes(
         page, place = divmod(slot, PAGE_SIZE)
         assert torch.equal(keys[page, :, place], kv[row, 0])
         assert torch.equal(values[page, :, place], kv[row, 1])
-    assert int(pool.data.count_nonzero()) == kv.numel()
+    assert int(pool.group("kv").count_nonzero()) == kv.numel()
 
 
 def test_padding_rows_may_share_the_trash_slot_and_touch_no_page() -> None:
     pool = make_pool()
     pool.write(0, torch.full((7,), pool.trash_slot), torch.ones(7, 2, HEADS, DIM))
-    assert not pool.data[:PAGES].any()
-    assert pool.data[PAGES].any()
+    assert not pool.group("kv")[:PAGES].any()
+    assert pool.group("kv")[PAGES].any()
 
 
 def test_views_share_memory_and_have_one_stride_for_pages_and_heads() -> None:
@@ -79,7 +79,7 @@ def test_views_share_memory_and_have_one_stride_for_pages_and_heads() -> None:
     assert keys.shape == values.shape == (PAGES + 1, HEADS, PAGE_SIZE, DIM)
     assert keys.stride(0) == HEADS * keys.stride(1)
     keys[2, 0, 0] = 5.0
-    assert torch.equal(pool.data[2, 0, 1, 0, 0], torch.full((DIM,), 5.0))
+    assert torch.equal(pool.group("kv")[2, 0, 1, 0, 0], torch.full((DIM,), 5.0))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
+from workers.cache.open_pool import OpenPool, _check_reachable, open_apart
+from workers.cache.registered_pages import RegisteredPages
+from workers.cache.staging import Staging
+from workers.hicache.device_pages import StagedPages
 
 from cluster.spec.checks import config_problems
 from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
@@ -20,12 +24,8 @@ from tests.fakes.loopback import Loopback
 from tests.fakes.mooncake_engine import FakeFabric
 from tests.fakes.paged_ranks import row
 from transfer.backends.interface import TransferBackend, make_backend
-from transfer.plan import Span
-from workers.cache.open_pool import OpenPool, _check_reachable, open_apart
-from workers.cache.registered_pages import RegisteredPages
-from workers.cache.staging import Staging
+from transfer.page_range import Span
 from workers.hicache.copier import Copier
-from workers.hicache.device_pages import StagedPages
 
 LAYOUT = row(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes
@@ -53,7 +53,7 @@ def backend_of(protocol: TransferProtocol = TransferProtocol.RDMA) -> TransferBa
 
 def opened(backend: TransferBackend, verify: Verify = Verify.COUNTS) -> OpenPool:
     made = open_apart(LAYOUT, torch.float32, HERE, backend, verify)
-    made.pool.data.copy_(torch.randn(made.pool.data.shape))
+    made.pool.group("kv").copy_(torch.randn(made.pool.group("kv").shape))
     return made
 
 
@@ -63,23 +63,23 @@ def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptur
     ours, theirs = map(opened, backends)
     for made in (ours, theirs):
         assert isinstance(made.staging, RegisteredPages)
-        assert made.region.endpoint.base_address == made.pool.data.data_ptr()
+        assert made.region.endpoint.base_address == made.pool.group("kv").data_ptr()
         assert made.region.endpoint.num_bytes == LAYOUT.pool_bytes
         assert not made.region.buffer
     assert [record.message for record in caplog.records] == ["pages go from GPU to GPU, whose memory is registered"] * 2
     assert [list(engine.registered) for engine in fabric.engines.values()] == [
-        [made.pool.data.data_ptr()] for made in (ours, theirs)
+        [made.pool.group("kv").data_ptr()] for made in (ours, theirs)
     ], "host memory in between"
-    before = theirs.pool.data.clone()
+    before = theirs.pool.group("kv").clone()
     assert ours.staging is not None
     ours.staging.put_out([1, 2], slice(None), ours.staging.mark())
     backends[0].write(ours.region, theirs.region.endpoint, [Span(PAGE, 3 * PAGE, 2 * PAGE)])
-    assert fabric.moved == [(ours.pool.data[1].data_ptr(), theirs.pool.data[3].data_ptr(), 2 * PAGE)]
-    assert torch.equal(theirs.pool.data[3:5], ours.pool.data[1:3])
-    assert torch.equal(theirs.pool.data[:3], before[:3])
+    assert fabric.moved == [(ours.pool.group("kv")[1].data_ptr(), theirs.pool.group("kv")[3].data_ptr(), 2 * PAGE)]
+    assert torch.equal(theirs.pool.group("kv")[3:5], ours.pool.group("kv")[1:3])
+    assert torch.equal(theirs.pool.group("kv")[:3], before[:3])
     assert theirs.staging is not None
     theirs.staging.take_in([3, 4])
-    assert torch.equal(theirs.pool.data[3:5], ours.pool.data[1:3])
+    assert torch.equal(theirs.pool.group("kv")[3:5], ours.pool.group("kv")[1:3])
 
 
 def test_nothing_is_sent_before_it_is_written() -> None:
@@ -125,9 +125,9 @@ def test_pages_go_by_way_of_the_host_and_why(
     assert record.message.startswith(f"pages go through host memory as large as the pool: {why}")
     (engine,) = fabric.engines.values()
     assert engine.registered == {made.region.endpoint.base_address: LAYOUT.pool_bytes}
-    assert made.region.endpoint.base_address != made.pool.data.data_ptr()
+    assert made.region.endpoint.base_address != made.pool.group("kv").data_ptr()
     made.staging.put_out([2], slice(None), made.staging.mark())
-    assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.data[2].numpy().tobytes()
+    assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.group("kv")[2].numpy().tobytes()
 
 
 def test_a_gpu_that_may_see_writes_late_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,20 +171,20 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
         assert one.staging is not None
         device = StagedPages(one.pool, one.staging, one.region, host, LAYOUT)
         copiers.append(Copier(rows, rank, device, one.region, host, backend))
-    made[1].pool.data.copy_(made[0].pool.data)
-    before = made[0].pool.data.clone()
+    made[1].pool.group("kv").copy_(made[0].pool.group("kv"))
+    before = made[0].pool.group("kv").clone()
     pages = [TierPage(key=bytes([place]), place=place, device=place, host=place) for place in range(4)]
     for copier in copiers:
         copier.save(pages, copier.mark())
     for one in made:
-        one.pool.data.zero_()
+        one.pool.group("kv").zero_()
     fabric.moved.clear()
     for copier in copiers:
         copier.load(pages, copier.mark())
     assert len(fabric.moved) == 4
     for one in made:
-        assert torch.equal(one.pool.data[:4], before[:4])
-        assert not one.pool.data[4:].any()
+        assert torch.equal(one.pool.group("kv")[:4], before[:4])
+        assert not one.pool.group("kv")[4:].any()
 
 
 def test_rdma_without_a_card_is_refused(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cluster.spec.ids import Incarnation, ReplicaId, Room
-from cluster.spec.kv import KvGeometry
 from cluster.spec.messages import Cancel, CommandTaken, FollowPages, Inquire, Message, PageNews, Resume, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankCoords, ReplicaLoad
@@ -20,6 +19,7 @@ from cluster.spec.strategy import DpPolicy, Passing, Strategy
 from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierState
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
+from tests.fakes.kv import kv_geometry
 from tests.fakes.rows import tier_state
 from workers.context_parallel.shard_lens import Extend, idle_plan, lens_of, with_shard_lens
 from workers.context_parallel.shard_plan import make_shard_plan
@@ -99,7 +99,7 @@ def submit(room: int, prompt_len: int = 1, dp_rank: int | None = None) -> Submit
 
 
 def ticket(room: int, wanted: int | None = None) -> Ticket:
-    geometry = KvGeometry(model="m", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
+    geometry = kv_geometry(model="m", num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32", page_size=4)
     return Ticket(
         room=Room(room),
         generation=1,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.spec.strategy import Strategy
+from tests.fakes.kv import kv_pool
 from workers.attention import blocked
 from workers.attention.pieces import visible_pieces
 from workers.attention.registry import load_backend
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial
 from workers.context_parallel.runs import Run, sees_any
 from workers.context_parallel.shard_plan import make_shard_plan
@@ -122,8 +122,8 @@ def test_all_queries_see_the_first_keys_in_the_pages(
     num_requests = 1 + max((run.request for run in runs), default=0)
     key_lens = data.draw(st.lists(st.integers(0, 9), min_size=num_requests, max_size=num_requests))
     page_counts = [-(-length // page_size) for length in key_lens]
-    pool = PagePool(sum(page_counts), KV_HEADS, 2, page_size, DIM, torch.float32)
-    pool.data.fill_(torch.nan)
+    pool = kv_pool(sum(page_counts), KV_HEADS, 2, page_size, DIM, torch.float32)
+    pool.group("kv").fill_(torch.nan)
     tables = torch.split(torch.randperm(sum(page_counts)), page_counts)
     key_request = np.repeat(np.arange(num_requests), key_lens)
     query, key, value = tensors(len(places(runs)), len(key_request), torch.float32)

@@ -3,14 +3,15 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from workers.cache.page_pool import PagePool
 from workers.cache.staging import Staging
+
+from tests.fakes.kv import kv_pool
+from workers.memory.page_pool import PagePool
 
 
 def make_staging() -> tuple[PagePool, torch.Tensor, Staging]:
-    pool = PagePool(5, 2, 3, 4, 8, torch.bfloat16)
-    pool.data.copy_(torch.randn(pool.data.shape))
+    pool = kv_pool(5, 2, 3, 4, 8, torch.bfloat16)
+    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
     host = torch.zeros(6 * pool.page_bytes + 100, dtype=torch.uint8)
     return pool, host, Staging(pool, host.numpy().data)
 
@@ -19,9 +20,9 @@ def make_staging() -> tuple[PagePool, torch.Tensor, Staging]:
 def test_pages_go_out(pages: list[int]) -> None:
     pool, host, staging = make_staging()
     staging.put_out(pages, slice(None), staging.mark())
-    by_page = host[: 6 * pool.page_bytes].view(torch.bfloat16).view(pool.data.shape)
+    by_page = host[: 6 * pool.page_bytes].view(torch.bfloat16).view(pool.group("kv").shape)
     for page in range(6):
-        expected = pool.data[page] if page in pages else torch.zeros_like(pool.data[page])
+        expected = pool.group("kv")[page] if page in pages else torch.zeros_like(pool.group("kv")[page])
         assert torch.equal(by_page[page], expected)
 
 
@@ -29,17 +30,17 @@ def test_pages_go_out(pages: list[int]) -> None:
 def test_layers_go_out(pages: list[int], first: int, last: int) -> None:
     pool, host, staging = make_staging()
     staging.put_out(pages, slice(first, last), staging.mark())
-    expected = torch.zeros_like(pool.data)
-    expected[pages, :, first:last] = pool.data[pages, :, first:last]
-    assert torch.equal(host[: 6 * pool.page_bytes].view(torch.bfloat16).view(pool.data.shape), expected)
+    expected = torch.zeros_like(pool.group("kv"))
+    expected[pages, :, first:last] = pool.group("kv")[pages, :, first:last]
+    assert torch.equal(host[: 6 * pool.page_bytes].view(torch.bfloat16).view(pool.group("kv").shape), expected)
 
 
 @given(st.lists(st.integers(0, 4), unique=True))
 def test_pages_come_in(pages: list[int]) -> None:
     pool, host, staging = make_staging()
-    before = pool.data.clone()
+    before = pool.group("kv").clone()
     host.fill_(1)
     staging.take_in(pages)
     for page in range(6):
         expected = torch.ones(pool.page_bytes, dtype=torch.uint8).view(torch.bfloat16).view(before[0].shape)
-        assert torch.equal(pool.data[page], expected if page in pages else before[page])
+        assert torch.equal(pool.group("kv")[page], expected if page in pages else before[page])

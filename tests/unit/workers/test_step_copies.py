@@ -13,8 +13,8 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, HostCopy, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.kv import kv_pool
 from workers.attention.torch_backend import TorchAttention
-from workers.cache.page_pool import PagePool
 from workers.engine import runner
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
@@ -60,7 +60,7 @@ def rank(tmp_path: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> M
     monkeypatch.setattr(model, "logits", note_logits)
     monkeypatch.setattr(runner, "synchronize", lambda _: calls.append("synchronize"))
     config = model.config
-    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, torch.float32)
+    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, torch.float32)
     host_pages: Any = NotedHostPages(calls)
     return ModelRunner(model, pool, TorchAttention(), Communicator("cp"), host_pages=host_pages)
 

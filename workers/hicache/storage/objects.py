@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.ranks import head_copies, kv_heads_of, stage_layers
+from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout
+from cluster.spec.pool import page_layout
+from cluster.spec.ranks import head_copies
 from cluster.spec.registry import KvOwnership, RankCoords
+from transfer.page_range import PageRange
 
 LAYOUT_VERSION = 3
 """Of names, marks, headers and the order of bytes in a page; a change makes everything stored before unknown."""
@@ -23,10 +25,7 @@ _MARK = re.compile(rb"([a-z]+)-cp([1-9]\d*)-tp([1-9]\d*)-pp([1-9]\d*)\0+")
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     key: bytes
-    shape: tuple[int, ...]
-    first_head: int
-    first_layer: int
-    dtype: str
+    groups: tuple[GroupLayout, ...]
     digest: Digest
 
 
@@ -72,9 +71,9 @@ class Naming:
         facts = (
             LAYOUT_VERSION,
             self.weights,
-            geometry.dtype,
+            geometry.num_layers,
+            geometry.groups,
             geometry.page_size,
-            (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim),
             ownership.value if ownership else "any",
         )
         return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
@@ -97,18 +96,16 @@ class Naming:
 
     def allows(self, cut: Cut) -> bool:
         """Whether heads and layers can be divided so."""
-        kv_heads = self.geometry.num_kv_heads
-        return cut.pp <= self.geometry.num_layers and (kv_heads % cut.tp == 0 or cut.tp % kv_heads == 0)
+        heads = [group.num_heads for group in self.geometry.groups]
+        return cut.pp <= self.geometry.num_layers and all(n % cut.tp == 0 or cut.tp % n == 0 for n in heads)
 
-    def parts(self, cut: Cut, key: bytes, place: int, heads: range, layers: range) -> Iterator[StoredPart]:
+    def parts(self, cut: Cut, key: bytes, place: int, own: PoolLayout) -> Iterator[StoredPart]:
         """The objects that replicas of a cut keep some of these heads and layers of a page in."""
         namespace = self.namespace(cut.ownership)
         for pp_rank in range(cut.pp):
-            for tp_rank in range(0, cut.tp, head_copies(self.geometry.num_kv_heads, cut.tp)):
+            for tp_rank in range(0, cut.tp, head_copies((group.num_heads for group in self.geometry.groups), cut.tp)):
                 layout = self._layout(cut, tp_rank, pp_rank)
-                if _meets(heads, layout.first_head, layout.num_heads) and _meets(
-                    layers, layout.first_layer, layout.num_layers
-                ):
+                if PageRange(layout, [0]).spans_to(PageRange(own, [0])):
                     rank = f"cp{place % cut.cp}of{cut.cp}-tp{tp_rank}of{cut.tp}-pp{pp_rank}of{cut.pp}"
                     yield StoredPart(f"{namespace}/{key.hex()}.{rank}", namespace, layout)
 
@@ -118,30 +115,15 @@ class Naming:
         header = _Header(
             namespace=part.namespace,
             key=key,
-            shape=(layout.num_heads, layout.num_layers, 2, layout.page_size, layout.head_dim),
-            first_head=layout.first_head,
-            first_layer=layout.first_layer,
-            dtype=self.geometry.dtype,
+            groups=layout.groups,
             digest=digest,
         )
         packed = msgspec.msgpack.encode(header)
         return (len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0")
 
     def _layout(self, cut: Cut, tp_rank: int, pp_rank: int) -> PoolLayout:
-        geometry = self.geometry
-        heads = kv_heads_of(geometry.num_kv_heads, cut.tp, tp_rank)
-        layers = stage_layers(geometry.num_layers, cut.pp, pp_rank)
-        itemsize = geometry.bytes_per_token // (2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim)
-        return PoolLayout(
-            num_pages=1,
-            first_head=heads.start,
-            num_heads=len(heads),
-            first_layer=layers.start,
-            num_layers=len(layers),
-            page_size=geometry.page_size,
-            head_dim=geometry.head_dim,
-            itemsize=itemsize,
-        )
+        sizes = RankCoords(dp=1, cp=cut.cp, tp=cut.tp, pp=cut.pp)
+        return page_layout(self.geometry, sizes, RankCoords(dp=0, cp=0, tp=tp_rank, pp=pp_rank))
 
 
 def digest_of(data: memoryview) -> Digest:
@@ -150,7 +132,3 @@ def digest_of(data: memoryview) -> Digest:
     from xxhash import xxh3_128
 
     return xxh3_128(data).digest()
-
-
-def _meets(wanted: range, first: int, count: int) -> bool:
-    return max(wanted.start, first) < min(wanted.stop, first + count)

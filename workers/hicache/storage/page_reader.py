@@ -8,8 +8,7 @@ import numpy as np
 
 from cluster.spec.kv import PoolLayout
 from cluster.spec.tiers import TierPage
-from transfer.layout import heads, layers
-from transfer.plan import make_spans
+from transfer.page_range import PageRange
 from workers.hicache.storage.batches import note, results
 from workers.hicache.storage.cuts import KnownCuts
 from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject
@@ -102,10 +101,10 @@ class _Coming:
 
 def parts(naming: Naming, layout: PoolLayout, cut: Cut, page: TierPage) -> list[StoredPart]:
     """The objects of a cut that have something of a page's heads and layers here; a single one in our own cut."""
-    return list(naming.parts(cut, page.key, page.place, heads(layout), layers(layout)))
+    return list(naming.parts(cut, page.key, page.place, layout))
 
 
 def _scatter(source: PoolLayout, read: memoryview, target: PoolLayout, page: memoryview) -> None:
     theirs, ours = np.frombuffer(read, dtype=np.uint8), np.frombuffer(page, dtype=np.uint8)
-    for source_offset, target_offset, num_bytes in make_spans(source, target, [(0, 0)]):
+    for source_offset, target_offset, num_bytes in PageRange(source, [0]).spans_to(PageRange(target, [0])):
         np.copyto(ours[target_offset : target_offset + num_bytes], theirs[source_offset : source_offset + num_bytes])

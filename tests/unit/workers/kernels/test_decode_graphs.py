@@ -19,13 +19,13 @@ from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.strategy import MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.counted_launches import CountedLaunches
+from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import on_thread_layout
 from workers import kernel_devices
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.runs import Run
 from workers.engine import decode_graphs
 from workers.engine.attention_context import CpExchange
@@ -36,6 +36,7 @@ from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
 from workers.engine.gpu_recorder import RecordingError
 from workers.engine.weights import load_model
 from workers.layers.experts import Experts
+from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups, Part
@@ -68,8 +69,8 @@ def usual(model: DecoderModel, pool: PagePool, rows: list[BatchRow]) -> Tensor:
 def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     config = model.config
-    pool = PagePool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
-    pool.data.copy_(torch.randn(pool.data.shape))
+    pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
     steps = [
         [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)],
         [BatchRow([6], 7, [4, 1], True)],
@@ -77,14 +78,14 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     with torch.inference_mode():
         monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
         graphs = DecodeGraphs(model, pool, 3, record)
-        before = pool.data.clone()
+        before = pool.group("kv").clone()
         replayed = []
         for rows in steps:
             hidden = graphs.run(rows)
             assert hidden is not None
             replayed.append(hidden.clone())
         monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
-        after, pool.data[:] = pool.data.clone(), before
+        after, pool.group("kv")[:] = pool.group("kv").clone(), before
         for rows, found in zip(steps, replayed, strict=True):
             torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
         monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
@@ -94,7 +95,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
         assert hidden is not None
         torch.testing.assert_close(hidden, replayed[0])
         monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
-    torch.testing.assert_close(after[:-1], pool.data[:-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after[:-1], pool.group("kv")[:-1], atol=1e-4, rtol=1e-4)
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
     assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than recorded": 1}
@@ -105,7 +106,7 @@ def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for num_layers in (1, 2):
         model = load_model(make_checkpoint(tmp_path / str(num_layers), "qwen3", num_hidden_layers=num_layers))
         config = model.config
-        pool = PagePool(1, config.num_kv_heads, num_layers, 4, config.head_dim, torch.float32)
+        pool = kv_pool(1, config.num_kv_heads, num_layers, 4, config.head_dim, torch.float32)
         with torch.inference_mode(), monkeypatch.context() as patch:
             patch.setattr(kernel_devices, "on_cpu_too", True)
             launches = CountedLaunches(patch)
@@ -126,8 +127,8 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
     model = load_model(make_checkpoint(tmp_path, "qwen3_moe"))
     config = model.config
     assert config.moe is not None
-    pool = PagePool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
-    pool.data.copy_(torch.randn(pool.data.shape))
+    pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
     rows = [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)]
     experts = [module for module in model.modules() if isinstance(module, Experts)]
 
@@ -154,7 +155,7 @@ def test_what_goes_through_the_host_is_not_recorded(tmp_path: Path) -> None:
     def counts_of(tp: Communicator) -> dict[str, int]:
         groups = replace(ModelGroups.of_tp(tp), moe_dispatch=MoeDispatch.ALL_TO_ALL)
         model = load_model(folder, groups=groups)
-        graphs = DecodeGraphs(model, PagePool(1, 1, 1, 4, model.config.head_dim, torch.float32), 2, record)
+        graphs = DecodeGraphs(model, kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32), 2, record)
         assert graphs.run([BatchRow([1], 0, [0], True)]) is None
         return dict(graphs.counts)
 
@@ -163,7 +164,7 @@ def test_what_goes_through_the_host_is_not_recorded(tmp_path: Path) -> None:
 
 def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
-    pool = PagePool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+    pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
 
     def fail(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
         raise RecordingError("operation not permitted when stream is capturing")
@@ -205,8 +206,8 @@ def test_dp_ranks_replay_steps_of_one_size(
         whole = torch.randn(
             7, config.num_kv_heads * tp.size, config.num_layers, 2, 4, config.head_dim, generator=generator
         )
-        pool = PagePool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
-        pool.data.copy_(whole.chunk(tp.size, dim=1)[tp.rank].reshape(pool.data.shape))
+        pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
+        pool.group("kv").copy_(whole.chunk(tp.size, dim=1)[tp.rank].reshape(pool.group("kv").shape))
         return pool
 
     def replay(groups: ModelGroups) -> list[Tensor]:
@@ -237,7 +238,7 @@ def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> 
 
     def counts_of(tp: Communicator) -> dict[str, int]:
         model = load_model(folder, groups=ModelGroups.of_tp(tp))
-        pool = PagePool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+        pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
         sizes = iter([2, 1])
 
         def record_but_last(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
@@ -262,8 +263,8 @@ def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> 
 def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: int) -> None:
     torch.manual_seed(0)
     pages = [-(-length // page_size) for length in lens]
-    pool = PagePool(sum(pages), 2, 1, page_size, 64, torch.float32)
-    pool.data.copy_(torch.randn(pool.data.shape))
+    pool = kv_pool(sum(pages), 2, 1, page_size, 64, torch.float32)
+    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
     tables = torch.split(torch.randperm(pool.num_pages), pages)
     query = torch.randn(len(lens), 2 * groups, 64)
     attention = DecodeAttention(len(lens), max(pages), page_size, 2, query[:1], query.device)

@@ -22,10 +22,10 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.kv import kv_pool
 from tests.fakes.worker_specs import lone_worker
 from workers import pool_memory, rank
 from workers.attention.torch_backend import TorchAttention
-from workers.cache.page_pool import PagePool
 from workers.engine import runner
 from workers.engine.gpu_recorder import Record
 from workers.engine.runner import ModelRunner
@@ -103,7 +103,7 @@ def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.M
 
     gpu.used += int(pages_gib * GIB)
     config = model.config
-    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
     one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
     one.record_decode(8, gpu.make_record())
     assert one.graph_bytes == len(SIZES) * GRAPH
@@ -136,7 +136,7 @@ def test_what_was_recorded_goes_also_where_an_error_holds_a_step(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, config = FakeGpu(monkeypatch), model.config
-    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
     one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
     one.record_decode(8, gpu.make_record())
     assert one._graphs is not None
@@ -239,7 +239,7 @@ def test_a_rank_that_records_nothing_says_why(tmp_path: Path, monkeypatch: pytes
 
 def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
     config = model.config
-    pool = PagePool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
+    pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
     one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
     one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
     fill: Any = object()

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.kv import kv_pool
 from workers import kernel_devices
 from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
-from workers.cache.page_pool import PagePool
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
@@ -26,7 +26,7 @@ PAGE_SIZE = 16
 def hidden_states(model: DecoderModel, backend: AttentionBackend) -> Tensor:
     """Of a prompt in two chunks, and of another's first token beside the second."""
     config = model.config
-    pool = PagePool(4, config.num_kv_heads, config.num_layers, PAGE_SIZE, config.head_dim, torch.float32)
+    pool = kv_pool(4, config.num_kv_heads, config.num_layers, PAGE_SIZE, config.head_dim, torch.float32)
     exchange = CpExchange(Communicator("cp"))
     outs = []
     for rows in ([(range(3, 24), 0, [2, 0])], [(range(30, 36), 21, [2, 0]), ([7], 0, [3])]):

@@ -6,20 +6,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from workers.cache.layer_arrivals import LayerArrivals
+from workers.cache.page_copies import PageCopies, warm_up_copies
+from workers.cache.staging import Staging
+from workers.hicache.device_pages import MOST_GROUPS, StagedPages
 
-from cluster.spec.kv import PoolLayout
+from tests.fakes.kv import kv_layout, kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies
 from workers import kernel_devices
 from workers.cache import page_copies
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_copies import PageCopies, warm_up_copies
-from workers.cache.page_pool import PagePool
-from workers.cache.staging import Staging
-from workers.hicache.device_pages import MOST_GROUPS, StagedPages
 from workers.kernels import copy_pages as kernel
 
-LAYOUT = PoolLayout(
+LAYOUT = kv_layout(
     num_pages=4,
     first_head=0,
     num_heads=2,
@@ -74,23 +73,23 @@ def test_large_pieces_are_left_to_the_copy_engine(
 def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Counted) -> None:
     loopback = Loopback()
     sizes = (LAYOUT.num_pages, LAYOUT.num_heads, LAYOUT.num_layers, LAYOUT.page_size, LAYOUT.head_dim)
-    pool = PagePool(*sizes, torch.bfloat16)
+    pool = kv_pool(*sizes, torch.bfloat16)
     region, host = loopback.allocate(LAYOUT.pool_bytes), loopback.allocate(4 * LAYOUT.page_bytes)
-    kept = torch.frombuffer(host.buffer, dtype=torch.bfloat16).view(4, *pool.data.shape[1:])
+    kept = torch.frombuffer(host.buffer, dtype=torch.bfloat16).view(4, *pool.group("kv").shape[1:])
     kept.copy_(torch.randn(kept.shape))
     pages = StagedPages(pool, Staging(pool, region.buffer), region, host, LAYOUT)
     pages.fill([(1, 3), (2, 0), (0, 1)], [], lambda _: None, pages.mark(), LayerArrivals())
     assert launches == [3] * MOST_GROUPS
-    assert torch.equal(pool.data[[1, 2, 0]], kept[[3, 0, 1]])
-    assert not pool.data[3:].any()
+    assert torch.equal(pool.group("kv")[[1, 2, 0]], kept[[3, 0, 1]])
+    assert not pool.group("kv")[3:].any()
 
 
 def test_what_copies_is_there_before_the_first_request(launches: _Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = PagePool(*(3, 2, 1, 4, 8), torch.bfloat16)
-    before = pool.data.normal_().clone()
-    warm_up_copies(pool.data)
+    pool = kv_pool(*(3, 2, 1, 4, 8), torch.bfloat16)
+    before = pool.group("kv").normal_().clone()
+    warm_up_copies(pool.group("kv"))
     assert launches == [1]
-    assert torch.equal(pool.data, before)
+    assert torch.equal(pool.group("kv"), before)
     monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
-    warm_up_copies(pool.data)
+    warm_up_copies(pool.group("kv"))
     assert launches == [1]

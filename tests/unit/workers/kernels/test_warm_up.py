@@ -14,12 +14,12 @@ from torch import Tensor
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from workers import kernel_devices
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend
 from workers.attention.triton.backend import TritonAttention
-from workers.cache.page_pool import PagePool
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.runs import Run
 from workers.engine import attention_context, runner
@@ -35,7 +35,7 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
     """Whole and in parts, which are in fp32."""
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), dtype=torch.bfloat16)
     config = model.config
-    pool = PagePool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.bfloat16)
+    pool = kv_pool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.bfloat16)
     one = ModelRunner(model, pool, TritonAttention(), Communicator("cp"), KvOwnership.REPLICATED, None)
     seen: set[tuple[Blocks, bool]] = set()
 
@@ -56,7 +56,7 @@ def test_attention_is_warm_in_blocks_of_every_size(tmp_path: Path, monkeypatch: 
 def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2))
     config = model.config
-    pool = PagePool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.float32)
+    pool = kv_pool(2, config.num_kv_heads, config.num_layers, 64, config.head_dim, torch.float32)
     launched: list[str] = []
 
     def win_race(_: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
         merged.kinds = warm = set[Any]()
         model = load_model(folder, dtype=torch.bfloat16)
         config = model.config
-        pool = PagePool(20, config.num_kv_heads, config.num_layers, 16, config.head_dim, torch.bfloat16)
+        pool = kv_pool(20, config.num_kv_heads, config.num_layers, 16, config.head_dim, torch.bfloat16)
         one = ModelRunner(model, pool, TorchAttention(), group, ownership, None)
         one.warm_up()
         merged.kinds = set()

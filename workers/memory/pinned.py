@@ -7,10 +7,10 @@ import torch
 
 
 class PinnedMemory:
-    """Some buffers, from now until it is closed, which must be before they go: the GPU remembers their addresses."""
+    """Buffers pinned until ``close``, which must come before they are freed: the GPU remembers their addresses."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        """Each once in a process; RuntimeError where the system does not allow so much."""
+        """Pin buffers, each once in a process; RuntimeError where the system does not allow so much."""
         self._addresses: list[int] = []
         for buffer in buffers:
             address = int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
@@ -19,7 +19,7 @@ class PinnedMemory:
             self._addresses.append(address)
 
     def close(self) -> None:
-        """Wait for copies that are under way, and let go; again: nothing."""
+        """Wait for copies that are under way and unpin; safe to call twice."""
         if not self._addresses:
             return
         torch.cuda.synchronize()

@@ -1,0 +1,87 @@
+"""KV geometries, layouts and pools of ordinary attention, from a few numbers."""
+
+from collections.abc import Iterable
+
+import torch
+
+from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout, key_value_group
+from transfer.page_range import PageRange, Span
+from transfer.plan import PagePair
+from workers.memory.page_pool import PagePool
+
+_DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def kv_geometry(
+    *,
+    num_layers: int = 1,
+    num_kv_heads: int = 1,
+    head_dim: int = 1,
+    dtype: str = "float32",
+    page_size: int = 4,
+    model: str = "m",
+) -> KvGeometry:
+    """A model whose layers all store K and V of one width."""
+    group = key_value_group(range(num_layers), num_kv_heads, head_dim, dtype)
+    return KvGeometry(model=model, num_layers=num_layers, groups=(group,), page_size=page_size)
+
+
+def kv_layout(
+    *,
+    num_pages: int,
+    first_head: int = 0,
+    num_heads: int = 1,
+    first_layer: int = 0,
+    num_layers: int = 1,
+    page_size: int = 4,
+    head_dim: int = 1,
+    itemsize: int = 4,
+) -> PoolLayout:
+    """The pool of a rank of such a model."""
+    layers = range(first_layer, first_layer + num_layers)
+    group = GroupLayout(
+        name="kv",
+        first_head=first_head,
+        num_heads=num_heads,
+        layers=tuple(layers),
+        parts=key_value_group(layers, num_heads, head_dim, _DTYPES[itemsize]).parts,
+        page_size=page_size,
+    )
+    return PoolLayout(
+        num_pages=num_pages, page_size=page_size, first_layer=first_layer, num_layers=num_layers, groups=(group,)
+    )
+
+
+def kv_pool(
+    num_pages: int,
+    num_heads: int,
+    num_layers: int,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    memory: torch.Tensor | None = None,
+    device: torch.device | None = None,
+) -> PagePool:
+    """The pages of such a rank."""
+    layers = range(num_layers)
+    group = key_value_group(layers, num_heads, head_dim, _NAMES[dtype])
+    shard = GroupLayout(
+        name="kv", first_head=0, num_heads=num_heads, layers=tuple(layers), parts=group.parts, page_size=page_size
+    )
+    layout = PoolLayout(num_pages=num_pages, page_size=page_size, first_layer=0, num_layers=num_layers, groups=(shard,))
+    return PagePool(layout, memory, device)
+
+
+def make_spans(
+    source: PoolLayout,
+    target: PoolLayout,
+    pairs: Iterable[PagePair],
+    first_layer: int = 0,
+    last_layer: int | None = None,
+) -> list[Span]:
+    """The spans that copy layers of pages, given as (source page, target page)."""
+    pairs = list(pairs)
+    layers = range(first_layer, source.layers.stop if last_layer is None else last_layer)
+    pages = PageRange(source, [page for page, _ in pairs], layers)
+    return pages.spans_to(PageRange(target, [page for _, page in pairs]))

@@ -1,0 +1,158 @@
+"""Where the bytes of pages lie: the one place that knows the order of bytes in a page. Pure arithmetic."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self, TypeVar
+
+from cluster.spec.kv import GroupLayout, PoolLayout
+
+
+class Span(NamedTuple):
+    """One contiguous range of bytes to copy; offsets count from the start of each pool."""
+
+    source_offset: int
+    target_offset: int
+    num_bytes: int
+
+
+class PageBytes(Protocol):
+    """A tensor or array of bytes whose first axis is the page; torch and numpy have it."""
+
+    def __getitem__(self, key: tuple[slice, slice]) -> Self: ...
+    def reshape(self, *shape: int) -> Self: ...
+    def __len__(self) -> int: ...
+
+
+Bytes = TypeVar("Bytes", bound=PageBytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PageRange:
+    """Pages of one pool, whole or only some layers and KV groups of them."""
+
+    layout: PoolLayout
+    pages: Sequence[int]
+    layers: range | None = None
+    """Layers of the model; None for all."""
+    groups: Collection[str] | None = None
+    """Names of KV groups; None for all."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte of the pages is meant."""
+        return all(len(layers) == len(group.layers) for group, _, layers in self._shards()) and (
+            self.groups is None or len(self.groups) == len(self.layout.groups)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages together."""
+        return len(self.pages) * sum(
+            group.num_heads * len(layers) * group.layer_bytes for group, _, layers in self._shards()
+        )
+
+    def spans_to(self, target: "PageRange") -> list[Span]:
+        """Return the spans that copy each page to the target's page of the same index, as far as both hold its heads.
+
+        Neighbours on both sides are joined, so equal layouts give at most one span per page.
+        """
+        assert self.layout.page_size == target.layout.page_size, f"page sizes of {self.layout} and {target.layout}"
+        assert len(self.pages) == len(target.pages), f"{len(self.pages)} pages to {len(target.pages)}"
+        piece = list(_coalesce(self._page_spans(target)))
+        source_bytes, target_bytes = self.layout.page_bytes, target.layout.page_bytes
+        starts = [
+            (page * source_bytes, target_page * target_bytes)
+            for page, target_page in zip(self.pages, target.pages, strict=True)
+        ]
+        return list(
+            _coalesce(
+                Span(source_start + span.source_offset, target_start + span.target_offset, span.num_bytes)
+                for source_start, target_start in starts
+                for span in piece
+            )
+        )
+
+    def views(self, memory: Bytes) -> list[Bytes]:
+        """Return views ``[page, head, layer, byte]`` of memory ``[page, byte]`` in the order of bytes, one per group.
+
+        Whole pages are one view ``[page, 1, 1, byte]``.
+        """
+        if self.is_whole:
+            return [memory.reshape(len(memory), 1, 1, self.layout.page_bytes)]
+        return [
+            memory[:, start : start + group.num_bytes].reshape(
+                len(memory), group.num_heads, len(group.layers), group.layer_bytes
+            )[:, :, layers.start : layers.stop]  # type: ignore[index]
+            for group, start, layers in self._shards()
+        ]
+
+    def _page_spans(self, target: "PageRange") -> Iterator[Span]:
+        """Spans that copy page 0 to page 0."""
+        shards = {group.name: (group, start, layers) for group, start, layers in target._shards()}
+        for group, start, layers in self._shards():
+            if group.name not in shards:
+                continue
+            theirs, their_start, their_layers = shards[group.name]
+            assert group.parts == theirs.parts, f"{group.name} has other parts: {group.parts} and {theirs.parts}"
+            others = theirs.layers[their_layers.start : their_layers.stop]
+            common = [layer for layer in group.layers[layers.start : layers.stop] if layer in others]
+            if not common:
+                continue
+            source_layer, target_layer = group.layers.index(common[0]), theirs.layers.index(common[0])
+            for head in intersect(group.heads, theirs.heads):
+                yield Span(
+                    start + _offset(group, head, source_layer),
+                    their_start + _offset(theirs, head, target_layer),
+                    len(common) * group.layer_bytes,
+                )
+
+    def _shards(self) -> Iterator[tuple[GroupLayout, int, range]]:
+        """Yield each group with its first byte in a page, and the indices of its layers that are meant."""
+        start = 0
+        for group in self.layout.groups:
+            layers = self._layer_indices(group)
+            if layers and (self.groups is None or group.name in self.groups):
+                yield group, start, layers
+            start += group.num_bytes
+
+    def _layer_indices(self, group: GroupLayout) -> range:
+        if self.layers is None:
+            return range(len(group.layers))
+        found = [index for index, layer in enumerate(group.layers) if layer in self.layers]
+        return range(found[0], found[-1] + 1) if found else range(0)
+
+
+def intersect(a: range, b: range) -> range:
+    """Return the numbers in both of two ranges of step 1; may be empty."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+def total_bytes(spans: Iterable[Span]) -> int:
+    """Return the bytes that a list of spans copies."""
+    return sum(span.num_bytes for span in spans)
+
+
+def batches(spans: Sequence[Span], max_spans: int) -> Iterator[Sequence[Span]]:
+    """Yield the spans in order, at most so many at a time."""
+    return (spans[start : start + max_spans] for start in range(0, len(spans), max_spans))
+
+
+def _offset(group: GroupLayout, head: int, layer: int) -> int:
+    """Return the first byte of a head of the model and a layer's index, from the start of the group in a page."""
+    return (head - group.first_head) * group.head_bytes + layer * group.layer_bytes
+
+
+def _coalesce(spans: Iterable[Span]) -> Iterator[Span]:
+    """Join neighbours that touch on both sides."""
+    held: Span | None = None
+    for span in spans:
+        if held is None:
+            held = span
+        elif (held.source_offset + held.num_bytes, held.target_offset + held.num_bytes) == span[:2]:
+            held = Span(held.source_offset, held.target_offset, held.num_bytes + span.num_bytes)
+        else:
+            yield held
+            held = span
+    if held is not None:
+        yield held

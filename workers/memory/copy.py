@@ -1,0 +1,108 @@
+"""The one copy of pages: within a device, or between a GPU and pinned host memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cluster.spec.kv import PoolLayout
+from transfer.page_range import PageRange
+from workers.device import Event, index_on
+from workers.kernel_devices import has_kernels
+
+LEAST_PIECE_BYTES = 448 << 10
+"""Smaller pieces are copied by a kernel. Estimated: 50 GB/s move as much in the 9 µs that the host takes to ask the
+copy engine for a piece."""
+
+
+class Pages(NamedTuple):
+    """Pages, or some layers of them, in one memory."""
+
+    memory: Tensor
+    """``[page, byte]`` uint8."""
+    range: PageRange
+
+
+class PageMemory:
+    """Memory laid out in pages: a pool on a device, a host tier, or a region that peers write to."""
+
+    def __init__(self, memory: Tensor, layout: PoolLayout) -> None:
+        """``memory`` is flat uint8; what is left behind its last whole page is not used."""
+        assert memory.dtype == torch.uint8, f"not bytes: {memory.dtype}"
+        assert memory.ndim == 1, f"not flat: {memory.shape}"
+        num_pages = len(memory) // layout.page_bytes
+        self.layout = layout
+        self.bytes = memory[: num_pages * layout.page_bytes].view(num_pages, layout.page_bytes)
+        """``[page, byte]``."""
+
+    def at(self, pages: Sequence[int], layers: range | None = None) -> Pages:
+        """Return pages by their index here; of some layers of the model, or whole."""
+        return Pages(self.bytes, PageRange(self.layout, pages, layers))
+
+
+def copy(
+    source: Pages, target: Pages, after: Event | None = None, stream: torch.cuda.Stream | None = None
+) -> Event | None:
+    """Copy pages to as many pages of another memory of the same layout; each target page occurs once.
+
+    Between tensors of the CPU the pages are there on return. On a GPU they are copied behind ``after`` on ``stream``,
+    the current one by default, and are there when the returned event has come.
+
+    Large pieces, whole pages mostly, go by the copy engine, which delays no kernel. Small ones are copied by one
+    launch, as is all that stays on the GPU.
+    """
+    device = next((pages.memory.device for pages in (source, target) if pages.memory.is_cuda), None)
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        if device is not None and after is not None:
+            torch.cuda.current_stream(device).wait_event(after)
+        if source.range.pages:
+            views = (pages.range.views(pages.memory) for pages in (source, target))
+            for source_view, target_view in zip(*views, strict=True):
+                _copy_view(source_view, source.range.pages, target_view, target.range.pages)
+        return torch.cuda.current_stream(device).record_event() if device is not None else None
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a GPU's stream for copies: their few programs run before the remaining ones of a large kernel."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def warm_up_copies(memory: PageMemory) -> None:
+    """Compile the copy kernel: copy the null page, which nobody reads, onto itself."""
+    if has_kernels(memory.bytes):
+        null = memory.at([len(memory.bytes) - 1])
+        copy(null, null)
+
+
+def _copy_view(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
+    """Copy pages of ``[page, head, layer, byte]``."""
+    if _is_for_a_kernel(source, target):
+        from workers.kernels.copy_pages import copy_pages
+
+        indices = index_on([*of, *to], source.device if source.is_cuda else target.device).view(2, len(of))
+        copy_pages(source, target, indices)
+        return
+    for target_piece, source_piece in _pieces(source, of, target, to):
+        target_piece.copy_(source_piece, non_blocking=True)
+
+
+def _is_for_a_kernel(source: Tensor, target: Tensor) -> bool:
+    is_within = source.is_cuda and target.is_cuda
+    piece_bytes = source[0].nbytes if _is_adjacent(source) else source[0, 0].nbytes
+    return (has_kernels(source) or has_kernels(target)) and (is_within or piece_bytes < LEAST_PIECE_BYTES)
+
+
+def _pieces(source: Tensor, of: Sequence[int], target: Tensor, to: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs (target, source) that are adjacent on both sides, since torch would wait for others."""
+    heads: Sequence[slice | int] = [slice(None)] if _is_adjacent(source) else range(source.shape[1])
+    return (
+        (target[target_page, head], source[source_page, head])
+        for source_page, target_page in zip(of, to, strict=True)
+        for head in heads
+    )
+
+
+def _is_adjacent(pages: Tensor) -> bool:
+    return pages[0].is_contiguous()

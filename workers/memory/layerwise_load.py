@@ -1,0 +1,43 @@
+"""A layerwise load: a thread copies cached pages into the pool, layer by layer, while the step that reads them runs."""
+
+import threading
+
+import torch
+
+from workers.device import Event
+
+
+class LayerwiseLoad:
+    """What of one load has arrived. The copying thread reports, the computing thread waits for what it reads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._events: list[Event | None] = []
+        """By layer of the rank's stage."""
+        self._error: Exception | None = None
+
+    def add(self, num_layers: int, event: Event | None) -> None:
+        """Report that the next layers are there, or will be when the event has come."""
+        with self._changed:
+            self._events += [event] * num_layers
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Report that nothing more will come."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait_for(self, layer: int) -> None:
+        """Wait until a layer is there for whatever this thread does, or starts on its GPU, from now on.
+
+        Raises:
+            Exception: what the copying thread failed with.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._events) > layer or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            event = self._events[layer]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)

@@ -1,0 +1,136 @@
+"""One rank's pages as peers reach them: the pool itself where they can be let in, else a copy of it on the host."""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from cluster.spec.errors import TransferError
+from cluster.spec.kv import PoolLayout
+from cluster.spec.registry import Verify
+from transfer.backends.interface import Region, TransferBackend
+from workers.device import Event, event_on
+from workers.memory.copy import PageMemory, copy, copy_stream
+from workers.memory.page_pool import PagePool
+from workers.parallel.collectives import Communicator
+
+_ORDERS_WRITES = (9, 0)
+"""Least compute capability on which what a network card wrote is seen in order; NCCL flushes on older ones."""
+_MOST_SPREAD_BYTES = 64 << 20
+"""Pages that are gathered at a time, besides the pool."""
+
+_log = logging.getLogger(__name__)
+
+
+class PeerMemory:
+    """The pool of one rank and the region of memory by which peers read and write its pages.
+
+    A page has the same index in both. Where they are apart, a page goes out after it was computed, and comes in before
+    anything reads it.
+    """
+
+    def __init__(self, pool: PagePool, region: Region, head_copies: Communicator | None = None) -> None:
+        """Pages of ``region`` are the pool's own unless it has a buffer on the host besides a GPU's pool.
+
+        Args:
+            head_copies: ranks of a decode replica that hold the same heads, by TP rank; each is sent its part of the
+                pages, as ``transfer.plan.PageShare`` says.
+        """
+        self.pool = pool
+        self.region = region
+        self.host = _host_copy(pool, region)
+        """The pages that peers reach, where they are not the pool's own."""
+        self._head_copies = head_copies
+        self._stream = copy_stream(pool.bytes.device)
+
+    def event(self) -> Event | None:
+        """Record an event behind everything that the computing thread has started so far."""
+        return event_on(self.pool.bytes.device)
+
+    def publish(self, pages: Sequence[int], layers: range, after: Event | None) -> None:
+        """Let peers see layers of pages once ``after`` has come; on any one thread, they may be sent on return."""
+        if self.host is None:
+            if after is not None:
+                after.synchronize()
+            return
+        if (copied := copy(self.pool.at(pages, layers), self.host.at(pages, layers), after, self._stream)) is not None:
+            copied.synchronize()
+
+    def receive(self, pages: Sequence[int]) -> None:
+        """Take in pages that peers wrote, before what the computing thread starts from now on.
+
+        Every rank with the same heads calls this with the same pages.
+        """
+        if self.host is not None:
+            copy(self.host.at(pages), self.pool.at(pages))
+        if self._head_copies is not None:
+            self._spread(pages, self._head_copies)
+
+    def _spread(self, pages: Sequence[int], group: Communicator) -> None:
+        """Make pages whole on every rank of the group; page p was sent to member p modulo its size."""
+        for member in range(group.size if group.size > 1 else 0):
+            for part in self._parts([page for page in pages if page % group.size == member]):
+                content = PageMemory(self.pool.bytes.new_empty(len(part) * self.pool.page_bytes), self.pool.layout)
+                whole = content.at(range(len(part)))
+                if member == group.rank:
+                    copy(self.pool.at(part), whole)
+                group.broadcast(content.bytes, member)
+                if member != group.rank:
+                    copy(whole, self.pool.at(part))
+
+    def _parts(self, pages: Sequence[int]) -> Iterator[Sequence[int]]:
+        at_once = max(1, _MOST_SPREAD_BYTES // self.pool.page_bytes)
+        return (pages[first : first + at_once] for first in range(0, len(pages), at_once))
+
+
+def open_peer_memory(
+    layout: PoolLayout,
+    device: torch.device,
+    backend: TransferBackend,
+    verify: Verify,
+    head_copies: Communicator | None = None,
+) -> PeerMemory:
+    """Allocate a pool: in the region itself on a CPU; on a GPU in its own memory, which peers reach if they can."""
+    if device.type == "cuda":
+        return open_apart(layout, device, backend, verify, head_copies)
+    region = backend.allocate(layout.pool_bytes)
+    return PeerMemory(PagePool(layout, torch.frombuffer(region.buffer, dtype=torch.uint8)), region, head_copies)
+
+
+def open_apart(
+    layout: PoolLayout,
+    device: torch.device,
+    backend: TransferBackend,
+    verify: Verify,
+    head_copies: Communicator | None = None,
+) -> PeerMemory:
+    """Allocate a pool in memory of the device; peers reach it there if the backend can, else through the host."""
+    memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
+    pool = PagePool(layout, memory)
+    try:
+        _check_reachable(device, verify)
+        region = backend.register(memory.data_ptr(), memory.nbytes)
+    except TransferError as reason:
+        _log.info("KV transfer goes through host memory as large as the pool: %s", reason)
+        region = backend.allocate(layout.pool_bytes)
+    else:
+        _log.info("KV transfer goes from GPU to GPU; the pool is registered")
+    return PeerMemory(pool, region, head_copies)
+
+
+def _host_copy(pool: PagePool, region: Region) -> PageMemory | None:
+    if not region.buffer.nbytes:
+        return None
+    memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
+    return None if memory.data_ptr() == pool.bytes.data_ptr() else PageMemory(memory, pool.layout)
+
+
+def _check_reachable(device: torch.device, verify: Verify) -> None:
+    """Raise TransferError where peers could write to a GPU's memory, but not in a way that can be used."""
+    if verify is Verify.DIGEST:
+        raise TransferError("transfer.verify: digest reads pages on the host")
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _ORDERS_WRITES:
+        raise TransferError(
+            f"a GPU of compute capability {found[0]}.{found[1]} may see what a network card wrote later than the host; "
+            f"from {_ORDERS_WRITES[0]}.{_ORDERS_WRITES[1]} on it does not"
+        )
