@@ -1,7 +1,7 @@
 """The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +15,12 @@ from cluster.spec.decode_graphs import records_decode, why_unrecorded
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
-from cluster.spec.lifecycle import Role
-from cluster.spec.pool import GIB, num_host_slots, pool_layout
+from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
-from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.head_copies import HeadCopies
-from workers.cache.host_pages import HostPages
 from workers.cache.open_pool import open_pool
 from workers.cache.page_pool import PagePool
 from workers.cache.pinned import PinnedMemory
@@ -43,7 +40,6 @@ from workers.parallel.words import leave_store
 from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_groups
 from workers.row_kernels import use_native_rows
-from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)
@@ -69,11 +65,6 @@ class Rank:
     """As the slowest rank of the replica measured them; on decode, where nothing is chosen by them, the defaults."""
     grammars: Grammars | None
     """Where tokens are drawn."""
-    host_pages: HostPages | GpuHostPages | None
-    """On decode, where it is one stage."""
-    keep_cost: KeepCost | None
-    """As this rank measured it, where there are host pages."""
-
     groups: RankGroups
     pool: PagePool
     """On the device."""
@@ -85,8 +76,6 @@ class Rank:
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
         with ExitStack() as closing:  # the last one first
-            if self.host_pages is not None:
-                closing.callback(self.host_pages.close)
             if self.grammars is not None:
                 closing.callback(self.grammars.close)
             closing.callback(self.backend.close)
@@ -138,9 +127,8 @@ def _load(
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
     on_gpu = device.type == "cuda"
     regions = [region, host_region] if host_region is not None else [region]
-    host_pages = _make_host_pages(spec, layout, pool)
-    pinned = PinnedMemory(_copied_memory(regions, host_pages) if on_gpu else [])
-    runner = _make_runner(spec, model, pool, attention.backend, groups, grammars, staging, host_pages)
+    pinned = PinnedMemory([region.buffer for region in regions if region.buffer.nbytes] if on_gpu else [])
+    runner = _make_runner(spec, model, pool, attention.backend, groups, grammars, staging)
     on_failure.callback(runner.drop_graphs)
     if make_record is not None:
         runner.record_decode(config.decode.max_requests, make_record())
@@ -166,8 +154,6 @@ def _load(
         pool=pool,
         staging=staging,
         pinned=pinned,
-        host_pages=host_pages,
-        keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )
 
 
@@ -179,7 +165,6 @@ def _make_runner(
     groups: RankGroups,
     grammars: Grammars | None,
     staging: Staging | RegisteredPages | None,
-    host_pages: HostPages | GpuHostPages | None,
 ) -> ModelRunner:
     """Warm."""
     runner = ModelRunner(
@@ -190,7 +175,6 @@ def _make_runner(
         spec.ownership,
         grammars,
         pipeline=groups.pipeline,
-        host_pages=host_pages,
         staging=staging,
         head_copies=HeadCopies(pool, groups.head_copies),
     )
@@ -214,21 +198,6 @@ def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:
         dtype=model_config.dtype if config.model.dtype == "auto" else config.model.dtype,
         page_size=config.kv.page_size,
     )
-
-
-def _copied_memory(regions: Sequence[Region], host_pages: HostPages | GpuHostPages | None) -> list[memoryview]:
-    """All that a GPU copies from and to."""
-    kept = [host_pages.memory] if isinstance(host_pages, GpuHostPages) else []
-    return [*(region.buffer for region in regions if region.buffer.nbytes), *kept]
-
-
-def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> HostPages | GpuHostPages | None:
-    """Memory for what retracted requests give back; only decode has any."""
-    num_slots = num_host_slots(spec.config.decode.host_memory_gib, layout)
-    # Of several stages one may still copy when the leader takes a step for done.
-    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
-        return GpuHostPages(pool, num_slots) if pool.data.is_cuda else HostPages(pool, num_slots)
-    return None
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:

@@ -123,6 +123,4 @@ def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Seq
         collectives=resources.collectives,
         check=check,
         device=resources.device,
-        # One group of each rank, and the same step of its start on all: torch counts the meetings of a process.
-        symmetric_memory=resources.symmetric_memory and name == GroupName.ATTN_TP,
     )

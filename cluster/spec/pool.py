@@ -35,8 +35,3 @@ def pool_layout(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, mem
         head_dim=geometry.head_dim,
         itemsize=itemsize,
     )
-
-
-def num_host_slots(memory_gib: float, layout: PoolLayout) -> int:
-    """Pages that fit into a worker's host memory for requests that gave theirs back."""
-    return int(memory_gib * GIB) // layout.page_bytes

@@ -11,15 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.spec.ids import Room
 from cluster.spec.kv import PoolLayout
 from cluster.spec.registry import Endpoint
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import HostCopy
 from tests.fakes.page_copies import check_copies
 from transfer.backends.interface import Region
 from workers.cache import page_copies
-from workers.cache.gpu_host_pages import GpuHostPages
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_pool import PagePool
 from workers.cache.pinned import PinnedMemory
@@ -130,24 +127,6 @@ def test_layers_are_read_while_others_come(world: World) -> None:
         filled.result()
     expected = torch.cat([world.host[[1, 3]], world.staged[[7]]])
     assert torch.equal(torch.stack(seen, dim=2), expected)
-
-
-@pytest.mark.usefixtures("way")
-def test_kept_pages_come_back_in_the_order_of_steps() -> None:
-    """The host waits for nothing in between; what a step writes to the pages comes behind the copies."""
-    pool = PagePool(8, 1, 1, 2, 4, torch.float32, device=torch.device(DEVICE))
-    pool.data.copy_(torch.arange(9).view(-1, 1, 1, 1, 1, 1).expand_as(pool.data))
-    host = GpuHostPages(pool, 4)
-    pinned = PinnedMemory([host.memory])
-    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-    host.begin([HostCopy(room=Room(1), pages=[2, 5], slots=[3, 0])], [])
-    pool.data[[2, 5]] = -1.0
-    host.begin([], [HostCopy(room=Room(1), pages=[6, 4], slots=[0, 3])])
-    host.finish()
-    assert [float(pool.data[page].mean()) for page in (6, 4, 2, 5)] == [5, 2, -1, -1]
-    assert host.measure_page_s() > 0
-    host.close()
-    pinned.close()
 
 
 @settings(max_examples=50)
