@@ -33,8 +33,9 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.measured_rates import measured_rates
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.models.interface import DecoderConfig
+from workers.models.registry import read_model_config
 from workers.parallel.groups import ReplicaStore
 from workers.parallel.words import leave_store
 from workers.pool_memory import pool_memory_gib
@@ -89,8 +90,8 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         on_failure.callback(leave_store, store, spec.global_rank)
         # Before the groups, which only ranks that have their GPUs can join.
         device = open_device(spec.config.resources.device)
-        model_config = ModelConfig.from_folder(folder)
-        model_config.check_cut(spec.pool.parallel, f"{spec.role}.parallel")
+        model_config = read_model_config(folder)
+        model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
         groups = join_groups(spec, store, model_config)
         on_failure.callback(groups.leave)
         rank = _load(spec, folder, model_config, device, groups, store, on_failure)
@@ -101,7 +102,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
 def _load(
     spec: WorkerSpec,
     folder: Path,
-    model_config: ModelConfig,
+    model_config: DecoderConfig,
     device: torch.device,
     groups: RankGroups,
     store: ReplicaStore,
@@ -189,7 +190,7 @@ def _make_recorders(spec: WorkerSpec, device: torch.device) -> Callable[[], Reco
     return partial(GpuRecorder, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
-def _geometry(config: DeployConfig, model_config: ModelConfig) -> KvGeometry:
+def _geometry(config: DeployConfig, model_config: DecoderConfig) -> KvGeometry:
     return KvGeometry(
         model=config.model.name,
         num_layers=model_config.num_layers,

@@ -20,7 +20,7 @@ from workers.context_parallel.gather import join_rows
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
 from workers.engine.contexts import make_context
-from workers.models.interface import take
+from workers.layers.context import take
 from workers.parallel.collectives import Communicator
 
 Array = NDArray[np.float64]

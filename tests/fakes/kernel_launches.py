@@ -14,12 +14,12 @@ from workers.context_parallel.runs import Run
 from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
+from workers.kernels.expert_rows import expert_rows
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate, rotate_storing
-from workers.kernels.seat_rows import seat_rows
 from workers.kernels.store_kv import store_kv
 from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
@@ -111,7 +111,7 @@ def _experts() -> object:
     experts, loads = torch.zeros(20, 8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
     for counted in (None, torch.zeros(20, 1, dtype=torch.bool)):
         choose_experts(_bf16(20, 128), 8, torch.zeros(128, dtype=torch.int32), counted, sum_to_one=True)
-    few = seat_rows(experts, 8, loads, 16)
+    few = expert_rows(experts, 8, loads, 16)
     grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), few.tiles, few.tokens)
     answers = grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), tiles_of([1000, 1000], 2, torch.device("cpu")))
     return sum_choices(answers, few.rows, torch.zeros(20, 8))

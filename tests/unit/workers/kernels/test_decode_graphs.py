@@ -144,7 +144,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
         assert hidden is not None
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     assert loads() == by_usual
-    assert sum(by_usual[0]) == 3 * config.moe.num_chosen
+    assert sum(by_usual[0]) == 3 * config.moe.top_k
     assert graphs.counts == {REPLAYED: 1}
 
 
