@@ -17,7 +17,7 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
     yield from _rank_metrics(entries)
     yield from _step_metrics(entries)
     yield _wrong_pages(entries)
-    yield from _retractions(entries)
+    yield _preemptions(entries)
     yield from _graph_metrics(entries)
     yield _expert_metric(entries)
     yield from _page_metrics(entries)
@@ -46,7 +46,7 @@ def _cache_config(entries: tuple[ReplicaEntry, ...]) -> Metric:
     info = GaugeMetricFamily("baton_cache_config_info", "Tokens of a page, pages, and the type in them.", labels=labels)
     for entry in entries:
         geometry = entry.rows[0].geometry
-        info.add_metric([entry.replica, str(geometry.page_size), str(entry.load.total_pages), geometry.dtype], 1)
+        info.add_metric([entry.replica, str(geometry.page_size), str(entry.load.total_pages), geometry.dtypes], 1)
     return info
 
 
@@ -111,18 +111,13 @@ def _wrong_pages(entries: tuple[ReplicaEntry, ...]) -> Metric:
     return wrong
 
 
-def _retractions(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
-    preemptions = CounterMetricFamily("baton_num_preemptions", "All of these.", labels=["replica"])
+def _preemptions(entries: tuple[ReplicaEntry, ...]) -> Metric:
     metric = CounterMetricFamily(
-        "baton_retractions",
-        "Times that requests gave their pages back, by what became of the KV.",
-        labels=["replica", "kv"],
+        "baton_num_preemptions", "Times that requests gave their pages back.", labels=["replica"]
     )
     for entry in entries:
-        metric.add_metric([entry.replica, "kept"], entry.load.num_kept)
-        metric.add_metric([entry.replica, "computed_again"], entry.load.num_retracted - entry.load.num_kept)
-        preemptions.add_metric([entry.replica], entry.load.num_retracted)
-    yield from (metric, preemptions)
+        metric.add_metric([entry.replica], entry.load.num_preempted)
+    return metric
 
 
 def _expert_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:

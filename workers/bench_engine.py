@@ -25,8 +25,8 @@ from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.engine_result import ENGINE_SHAPES, EngineResult, ModelWork, Timed, num_same
 from workers.kernel_result import ChipLimits
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
 _PAGE_SIZE = 64
@@ -47,7 +47,7 @@ class EngineBench:
         # Before anything else takes memory.
         self._limits = KernelBench().limits() if device is Device.CUDA else _cpu_limits()
         dtype = torch.bfloat16 if device is Device.CUDA else torch.float32
-        config = ModelConfig.from_mapping(ENGINE_SHAPES[name], {})
+        config = parse_model_config(ENGINE_SHAPES[name])
         self._model = random_model(config, dtype, self._device)
         self._runner = _make_runner(self._model, most_tokens)
         self._peer: TransformersPeer | None = None

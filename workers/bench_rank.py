@@ -17,13 +17,13 @@ from workers.bench_attention import TimedAttention
 from workers.bench_step import StepLens, StepTime, Way
 from workers.cache.page_pool import PagePool
 from workers.context_parallel.cost_model import Choice, StrategyChooser
-from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.rates import Rates
 from workers.cpu import use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import torch_dtype
-from workers.models.config import ModelConfig
+from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
 from workers.row_kernels import use_native_rows
@@ -37,12 +37,12 @@ _OWNERSHIP = {CpMode.GATHER: KvOwnership.REPLICATED, CpMode.RING: KvOwnership.SH
 class BenchRank:
     """One process; with its first ``cp`` peers it forms a group of every size asked for."""
 
-    def __init__(self, global_rank: int, config: ModelConfig, max_len: int) -> None:
+    def __init__(self, global_rank: int, config: DecoderConfig, max_len: int) -> None:
         use_cpu(1)
         self._global_rank = global_rank
         self._config = config
         dtype = torch_dtype(config.dtype)
-        self._shape = ModelShape.of(config, config.dtype)
+        self._shape = config.cost(config.dtype)
         self._model = random_model(config, dtype, torch.device("cpu"))
         self._model.pack()
         num_pages = pages_for(max_len, _PAGE_SIZE)

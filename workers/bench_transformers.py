@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from workers.engine.weights import stored_parts
 from workers.engine_result import Timed
 from workers.models.decoder import DecoderModel
 
@@ -22,7 +21,7 @@ class TransformersPeer:
         with torch.device("meta"):
             make: Any = AutoModelForCausalLM.from_config
             self._model = make(config, dtype=model.dtype, attn_implementation="sdpa")
-        weights = {name: part.target for name, part in stored_parts(model).items()}
+        weights = {name: part.target for name, part in model.weights().items()}
         self._model.load_state_dict(weights, assign=True, strict=False)
         self._model.tie_weights()
         # Made from the configuration, not from weights.

@@ -31,7 +31,6 @@ from workers.page_checker import PageChecker
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
-from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
@@ -113,8 +112,7 @@ def _make_decode_leader(
         verify=config.verify_by(),
         settle_s=rank.backend.settle_s,
     )
-    keeper = HostKeeper(rank.host_pages.num_slots, rank.keep_cost) if rank.host_pages else None
-    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper, tiers=tiers)
+    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), tiers=tiers)
     return DecodeLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
 
 

@@ -27,7 +27,7 @@ def measured_rates(
     dtype: str,
 ) -> tuple[ModelShape, Rates]:
     """Those of the slowest rank of all stages and DP ranks. Every rank calls this; decode chooses nothing by rates."""
-    shape = ModelShape.of(model.config, dtype)
+    shape = model.config.cost(dtype)
     if spec.role is Role.DECODE:
         return shape, Rates()
     rates = calibrate(model, pool, backend, groups.cp, shape)

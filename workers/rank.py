@@ -1,7 +1,7 @@
 """The device side of one worker: model, groups, page pool in transfer memory, and the runner over them."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,19 +10,15 @@ from pathlib import Path
 import torch
 
 from cluster.grammar import Grammars
-from cluster.spec.config import DeployConfig
 from cluster.spec.decode_graphs import records_decode, why_unrecorded
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.hicache_config import StorageBackendName
-from cluster.spec.kv import KvGeometry, PoolLayout, key_value_group
-from cluster.spec.lifecycle import Role
-from cluster.spec.pool import GIB, num_host_slots, pool_layout
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.worker_spec import WorkerSpec
 from transfer.backends.interface import Region, TransferBackend, make_backend
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
-from workers.cache.gpu_host_pages import GpuHostPages
-from workers.cache.host_pages import HostPages
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
 from workers.engine.gpu_recorder import GpuRecorder, Record
@@ -30,17 +26,16 @@ from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.measured_rates import measured_rates
-from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.memory.pinned import PinnedMemory
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.models.interface import DecoderConfig
+from workers.models.registry import read_model_config
 from workers.parallel.groups import ReplicaStore
 from workers.parallel.words import leave_store
 from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_groups
 from workers.row_kernels import use_native_rows
-from workers.scheduler.keeping import KeepCost
 from workers.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)
@@ -67,11 +62,6 @@ class Rank:
     """As the slowest rank of the replica measured them; on decode, where nothing is chosen by them, the defaults."""
     grammars: Grammars | None
     """Where tokens are drawn."""
-    host_pages: HostPages | GpuHostPages | None
-    """On decode, where it is one stage."""
-    keep_cost: KeepCost | None
-    """As this rank measured it, where there are host pages."""
-
     groups: RankGroups
     pinned: PinnedMemory
     """Host memory of both regions, where there is a GPU."""
@@ -79,8 +69,6 @@ class Rank:
     def close(self) -> None:
         """Give back transfer memory; peers that write from now on fail."""
         with ExitStack() as closing:  # the last one first
-            if self.host_pages is not None:
-                closing.callback(self.host_pages.close)
             if self.grammars is not None:
                 closing.callback(self.grammars.close)
             closing.callback(self.backend.close)
@@ -94,8 +82,8 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
         on_failure.callback(leave_store, store, spec.global_rank)
         # Before the groups, which only ranks that have their GPUs can join.
         device = open_device(spec.config.resources.device)
-        model_config = ModelConfig.from_folder(folder)
-        model_config.check_cut(spec.pool.parallel, f"{spec.role}.parallel")
+        model_config = read_model_config(folder)
+        model_config.check_layout(spec.pool.parallel, f"{spec.role}.parallel")
         groups = join_groups(spec, store, model_config)
         on_failure.callback(groups.leave)
         rank = _load(spec, folder, model_config, device, groups, store, on_failure)
@@ -106,7 +94,7 @@ def load_rank(spec: WorkerSpec, folder: Path, store: ReplicaStore) -> Rank:
 def _load(
     spec: WorkerSpec,
     folder: Path,
-    model_config: ModelConfig,
+    model_config: DecoderConfig,
     device: torch.device,
     groups: RankGroups,
     store: ReplicaStore,
@@ -116,7 +104,7 @@ def _load(
     draws = groups.pipeline.is_last and groups.cp.rank == groups.model.tp.rank == 0
     grammars = Grammars(folder, model_config.vocab_size) if draws else None
     dtype_name = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
-    geometry = _geometry(config, model_config, dtype_name)
+    geometry = model_config.kv_geometry(config.model.name, dtype_name, config.kv.page_size)
     dtype = torch_dtype(dtype_name)
     model = load_model(folder, dtype=dtype, device=device, groups=groups.model)
     attention = choose_backend(config.resources.attention, device, dtype)
@@ -134,9 +122,8 @@ def _load(
     is_stored = host_region is not None and config.hicache.storage.backend is not StorageBackendName.NONE
     on_gpu = device.type == "cuda"
     regions = [region, host_region] if host_region is not None else [region]
-    host_pages = _make_host_pages(spec, layout, pool)
-    pinned = PinnedMemory(_copied_memory(regions, host_pages) if on_gpu else [])
-    runner = _make_runner(spec, model, memory, attention.backend, groups, grammars, host_pages)
+    pinned = PinnedMemory([each.buffer for each in regions if each.buffer.nbytes] if on_gpu else [])
+    runner = _make_runner(spec, model, memory, attention.backend, groups, grammars)
     on_failure.callback(runner.drop_graphs)
     if make_record is not None:
         runner.record_decode(config.decode.max_requests, make_record())
@@ -160,8 +147,6 @@ def _load(
         grammars=grammars,
         groups=groups,
         pinned=pinned,
-        host_pages=host_pages,
-        keep_cost=KeepCost(runner.measure_token_s(), host_pages.measure_page_s()) if host_pages else None,
     )
 
 
@@ -172,7 +157,6 @@ def _make_runner(
     attention: AttentionBackend,
     groups: RankGroups,
     grammars: Grammars | None,
-    host_pages: HostPages | GpuHostPages | None,
 ) -> ModelRunner:
     """Warm."""
     runner = ModelRunner(
@@ -183,7 +167,6 @@ def _make_runner(
         spec.ownership,
         grammars,
         pipeline=groups.pipeline,
-        host_pages=host_pages,
         peer_memory=memory,
     )
     runner.warm_up()
@@ -195,33 +178,6 @@ def _make_recorders(spec: WorkerSpec, device: torch.device) -> Callable[[], Reco
     if not records_decode(spec.config, spec.pool):
         return None
     return partial(GpuRecorder, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def _geometry(config: DeployConfig, model_config: ModelConfig, dtype: str) -> KvGeometry:
-    kv = key_value_group(range(model_config.num_layers), model_config.num_kv_heads, model_config.head_dim, dtype)
-    return KvGeometry(
-        model=config.model.name,
-        num_layers=model_config.num_layers,
-        groups=(
-            key_value_group(range(model_config.num_layers), model_config.num_kv_heads, model_config.head_dim, dtype),
-        ),
-        page_size=config.kv.page_size,
-    )
-
-
-def _copied_memory(regions: Sequence[Region], host_pages: HostPages | GpuHostPages | None) -> list[memoryview]:
-    """All that a GPU copies from and to."""
-    kept = [host_pages.memory] if isinstance(host_pages, GpuHostPages) else []
-    return [*(region.buffer for region in regions if region.buffer.nbytes), *kept]
-
-
-def _make_host_pages(spec: WorkerSpec, layout: PoolLayout, pool: PagePool) -> HostPages | GpuHostPages | None:
-    """Memory for what retracted requests give back; only decode has any."""
-    num_slots = num_host_slots(spec.config.decode.host_memory_gib, layout)
-    # Of several stages one may still copy when the leader takes a step for done.
-    if spec.role is Role.DECODE and spec.sizes.pp == 1 and num_slots:
-        return GpuHostPages(pool, num_slots) if pool.bytes.is_cuda else HostPages(pool, num_slots)
-    return None
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:

@@ -9,7 +9,7 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.ranks import GroupName, head_copies, head_copy_groups, positions, stage_links
 from cluster.spec.ranks import groups as rank_groups
 from cluster.spec.worker_spec import WorkerSpec
-from workers.models.config import ModelConfig
+from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group
 from workers.parallel.model_groups import ModelGroups
@@ -54,7 +54,7 @@ class RankGroups:
             list(threads.map(Communicator.destroy, self.all))
 
 
-def join_groups(spec: WorkerSpec, store: ReplicaStore, model: ModelConfig) -> RankGroups:
+def join_groups(spec: WorkerSpec, store: ReplicaStore, model: DecoderConfig) -> RankGroups:
     """Meet the other ranks of a replica."""
     groups = _join_attention(spec, store)
     if model.moe is not None:
@@ -125,6 +125,4 @@ def _join_members(spec: WorkerSpec, store: ReplicaStore, name: str, members: Seq
         collectives=resources.collectives,
         check=check,
         device=resources.device,
-        # One group of each rank, and the same step of its start on all: torch counts the meetings of a process.
-        symmetric_memory=resources.symmetric_memory and name == GroupName.ATTN_TP,
     )

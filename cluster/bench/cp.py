@@ -17,7 +17,7 @@ from cluster.spec.pool import GIB
 from cluster.spec.ranks import MOST_RANKS
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
 from workers.bench_step import StepLens, Way
-from workers.models.config import ModelConfig
+from workers.models.interface import DecoderConfig
 from workers.worker_process import WorkerProcess
 
 _RANK = "workers.bench_rank:BenchRank"
@@ -124,7 +124,7 @@ def _ranks(count: int) -> Iterator[list[WorkerProcess]]:
             rank.close()
 
 
-def _start(ranks: list[WorkerProcess], config: ModelConfig, bench: CpBench) -> None:
+def _start(ranks: list[WorkerProcess], config: DecoderConfig, bench: CpBench) -> None:
     for number, rank in enumerate(ranks):
         rank.call("make", number, config, max(lens.total for lens in bench.lens))
     for rank in ranks:

@@ -18,7 +18,7 @@ from cluster.spec.errors import UserError
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import CachedTokens, Tier
 from workers.local import Answer, LocalCluster, Prompt
-from workers.models.config import ModelConfig
+from workers.models.registry import read_model_config
 from workers.worker_process import RemoteError
 
 _MOST_GIB = 65536
@@ -90,7 +90,7 @@ class HicacheResult:
 
 def run_hicache_bench(bench: HicacheBench, model_folder: Path) -> Iterator[HicacheResult]:
     """A result for each tier and hit."""
-    vocab_size = ModelConfig.from_folder(model_folder).vocab_size
+    vocab_size = read_model_config(model_folder).vocab_size
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         config = bench.sizes.config(Tier.STORAGE, Path(folder))
         # Decode caches nothing, so that all prompts are handed over whole.

@@ -18,7 +18,7 @@ from cluster.bench.workload import check_least, random_tokens
 from cluster.spec.sampling import Stopping
 from cluster.spec.tiers import CachedTokens, Tier
 from workers.local import LocalCluster, Prompt
-from workers.models.config import ModelConfig
+from workers.models.registry import read_model_config
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[int]]]
@@ -138,7 +138,7 @@ def _groups(items: list[T], size: int) -> Iterator[list[T]]:
 
 def run_load_bench(sizes: TierSizes, workload: TierWorkload, model_folder: Path) -> Iterator[LoadResult]:
     """A result for each lowest tier, the device first."""
-    vocab_size = ModelConfig.from_folder(model_folder).vocab_size
+    vocab_size = read_model_config(model_folder).vocab_size
     device_rate: float | None = None
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, closing(LocalCluster()) as cluster:
         for tier in Tier:

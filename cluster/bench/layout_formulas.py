@@ -16,7 +16,7 @@ from cluster.spec.kv import pages_for
 from cluster.spec.ranks import GroupName, head_copies, kv_heads_of
 from cluster.spec.registry import TransferMode
 from cluster.spec.strategy import CpMode, MoeDispatch, PassingSetting
-from workers.models.config import ModelConfig
+from workers.models.interface import DecoderConfig
 from workers.traffic import HANDOFF, HEAD_COPIES, STAGES, WHOLE_SUM_BYTES
 
 PAGE_SIZE = 16
@@ -71,7 +71,7 @@ Expected = dict[str, Moved]
 """By the name of a group of ranks, or ``stages``, ``handoff``, ``head_copies``."""
 
 
-def prefill_bytes(layout: Layout, model: ModelConfig, prompt_len: int) -> Expected:
+def prefill_bytes(layout: Layout, model: DecoderConfig, prompt_len: int) -> Expected:
     """Of one prompt, from its tokens to decode's pages."""
     num_new = prompt_len - layout.cached_len(prompt_len)
     sizes, passes_q = layout.prefill, layout.passing is PassingSetting.PASS_Q
@@ -83,7 +83,7 @@ def prefill_bytes(layout: Layout, model: ModelConfig, prompt_len: int) -> Expect
     return expected | {HANDOFF: Moved(1, _page_bytes(layout, model, prompt_len))}
 
 
-def decode_bytes(layout: Layout, model: ModelConfig, prompt_len: int, num_steps: int) -> Expected:
+def decode_bytes(layout: Layout, model: DecoderConfig, prompt_len: int, num_steps: int) -> Expected:
     """Of so many steps of one request behind its prompt."""
     sizes = layout.decode
     expected = _stage_bytes(sizes, model, Pass(1, model.num_layers, is_prompt=False), layout.dispatch, num_steps)
@@ -94,7 +94,7 @@ def decode_bytes(layout: Layout, model: ModelConfig, prompt_len: int, num_steps:
 
 
 def _stage_bytes(
-    sizes: ParallelConfig, model: ModelConfig, given: Pass, dispatch: MoeDispatch, num_steps: int = 1
+    sizes: ParallelConfig, model: DecoderConfig, given: Pass, dispatch: MoeDispatch, num_steps: int = 1
 ) -> Expected:
     """Between the ranks that share layers, and from stage to stage."""
     num_tokens, layers, _ = given
@@ -113,7 +113,7 @@ def _stage_bytes(
         # The request is on one DP rank: its tokens go to all others, and their terms of the MLP come home.
         a_layer[GroupName.ATTN_DP] += 2 * sizes.tp * (sizes.dp - 1) * hidden_bytes
     if model.moe is not None and goes_to_experts:
-        routed_bytes = hidden_bytes + num_tokens * model.moe.num_chosen * ROUTE_BYTES
+        routed_bytes = hidden_bytes + num_tokens * model.moe.top_k * ROUTE_BYTES
         block = shards * sizes.tp
         name, ways = (GroupName.MOE_BLOCK, block - 1) if is_sent else (GroupName.MOE_SHARDS, sizes.tp * (shards - 1))
         a_layer[name] += ways * (routed_bytes + hidden_bytes)
@@ -131,14 +131,14 @@ def _sum_bytes(num_bytes: int, size: int) -> int:
     return (size - 1) * num_bytes * (size if num_bytes <= WHOLE_SUM_BYTES else 2)
 
 
-def _row_bytes(sizes: ParallelConfig, model: ModelConfig, passes_q: bool) -> int:
+def _row_bytes(sizes: ParallelConfig, model: DecoderConfig, passes_q: bool) -> int:
     """What a CP rank tells another of one token in one layer: K and V; with pass-Q also Q, and what it has found."""
     kv_bytes = 2 * len(kv_heads_of(model.num_kv_heads, sizes.tp, 0)) * model.head_dim * ITEMSIZE
     num_heads = model.num_heads // sizes.tp
     return kv_bytes + passes_q * num_heads * (model.head_dim * ITEMSIZE + (model.head_dim + 1) * 4)
 
 
-def _page_bytes(layout: Layout, model: ModelConfig, prompt_len: int) -> int:
+def _page_bytes(layout: Layout, model: DecoderConfig, prompt_len: int) -> int:
     """KV of the whole pages that decode has not got: each byte once, however many ranks hold the same heads."""
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEMSIZE
     return token_bytes * (pages_for(prompt_len, PAGE_SIZE) * PAGE_SIZE - layout.cached_len(prompt_len))

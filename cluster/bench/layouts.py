@@ -14,7 +14,7 @@ from cluster.spec.registry import TransferMode
 from cluster.spec.sampling import Stopping
 from cluster.spec.strategy import CpMode, MoeDispatch, PassingSetting, Strategy
 from workers.local import LocalCluster, Prompt
-from workers.models.config import ModelConfig
+from workers.models.registry import read_model_config
 from workers.traffic import Traffic
 
 _POOLS = {"page_size": PAGE_SIZE, "memory_gib": 0.05}
@@ -90,7 +90,7 @@ def _run(cluster: LocalCluster, layout: Layout, folder: Path, prompt_len: int) -
     # Every run begins with empty caches, so that what is cached is computed again.
     moved_before = _moved(cluster, prompts)
     moved = _moved(cluster, [*prompts, Prompt(prompt, Stopping(max_tokens=1 + _NUM_STEPS))])
-    model = ModelConfig.from_folder(folder)
+    model = read_model_config(folder)
     formulas = {
         Role.PREFILL: prefill_bytes(layout, model, prompt_len),
         Role.DECODE: decode_bytes(layout, model, prompt_len, _NUM_STEPS),

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from cluster.spec.errors import UserError
 from cluster.spec.kv import DTYPE_BYTES
-from workers.models.config import ModelConfig
+from workers.models.interface import DecoderConfig
+from workers.models.registry import parse_model_config
 
 DTYPES = ("bfloat16", "float32")
 MOST_LAYERS = 4096
@@ -50,7 +51,7 @@ class ModelSize:
         tables = 2 * self.vocab_size * self.hidden_size
         return (self.num_layers * a_layer + tables) * DTYPE_BYTES[self.dtype]
 
-    def config(self, max_len: int) -> ModelConfig:
+    def config(self, max_len: int) -> DecoderConfig:
         """The model's configuration; raises UnsupportedModelError when it cannot be."""
         raw = {
             "architectures": ["Qwen3ForCausalLM"],
@@ -64,4 +65,4 @@ class ModelSize:
             "dtype": self.dtype,
             "max_position_embeddings": max_len,
         }
-        return ModelConfig.from_mapping(raw, {})
+        return parse_model_config(raw)

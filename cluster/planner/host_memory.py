@@ -14,14 +14,11 @@ Pool = PrefillConfig | DecodeConfig
 
 def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
     """Of the worker with most weights, whose pool is so large."""
-    # Of several stages none keeps what retracted requests give back.
-    retracted = pool.host_memory_gib if isinstance(pool, DecodeConfig) and pool.parallel.pp == 1 else 0.0
     storage = config.hicache.storage
     is_store = storage.backend is StorageBackendName.MOONCAKE_STORE
     return HostMemory(
         weights=weights_gib(config, pool, model) if config.resources.device is Device.CPU else 0.0,
         pages=pool_gib,
-        retracted=retracted,
         cached=config.hicache.host_bytes(int(pool_gib * GIB)) / GIB if config.kv.prefix_cache else 0.0,
         lent=storage.lent_gib if is_store else 0.0,
         passing=(STORE_CLIENT_BYTES + STORE_OUTGOING_BYTES) / GIB if is_store else 0.0,

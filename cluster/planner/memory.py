@@ -7,13 +7,13 @@ from cluster.planner.gpu import expected_memory
 from cluster.planner.host_memory import expected_host_memory, host_memory_lack, host_memory_problems
 from cluster.planner.model import ModelFacts
 from cluster.spec.config import DecodeConfig, DeployConfig, Device, PoolConfig, PrefillConfig
-from cluster.spec.cuts import cut_problems
 from cluster.spec.errors import Problem
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.host_memory import HostMemory
 from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
+from cluster.spec.model_limits import layout_problems
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
 from workers.hicache.storage.objects import HEADER_BYTES
@@ -86,13 +86,13 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
     """
     problems = []
     is_reckoned = with_gpu or config.resources.device is Device.CPU
-    wanted = config.model.max_context
-    if wanted is not None and wanted > model.max_context:
-        message = f"got {wanted}; allowed: at most {model.max_context}, the model's own limit"
+    wanted, most = config.model.max_context, model.config.max_position_embeddings
+    if wanted is not None and wanted > most:
+        message = f"got {wanted}; allowed: at most {most}, the model's own limit"
         problems.append(Problem("model.max_context", message))
     for role, pool in _pools(config).items():
-        cuts = cut_problems(pool.parallel, f"{role}.parallel", model.divisible)
-        problems += cuts or (_memory_problems(config, role, pool, model) if is_reckoned else [])
+        refused = layout_problems(pool.parallel, f"{role}.parallel", model.config.limits)
+        problems += refused or (_memory_problems(config, role, pool, model) if is_reckoned else [])
     return problems or (host_memory_problems(config, _expected(config, model)) if is_reckoned else [])
 
 

@@ -35,7 +35,7 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
     num_workers = sum(replicas * size for replicas, size in sizes)
     is_mooncake = config.transfer.backend is TransferBackendName.MOONCAKE
     is_tcp = config.transfer.protocol is TransferProtocol.TCP
-    gloo = sum(pool.replicas * _num_seats(role, pool, model) for role, pool in pools) if _uses_gloo(config) else 0
+    gloo = sum(pool.replicas * _num_endpoints(role, pool, model) for role, pool in pools) if _uses_gloo(config) else 0
     taken_at_start = [
         ("bootstrap", "HTTP rank table", None, 1),
         ("router", "channel", None, router.processes),
@@ -63,12 +63,12 @@ def _uses_gloo(config: DeployConfig) -> bool:
     return config.resources.device is Device.CPU and config.transfer.backend is not TransferBackendName.SHARED_MEMORY
 
 
-def _num_seats(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:
+def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:
     """Of one replica: in each group of several ranks, every rank listens for itself; see workers/rank_groups.py."""
     by_name, ranks = groups(pool.parallel), positions(pool.parallel)
     joined = [members for name in _ATTENTION for members in by_name[name]]
     if isinstance(model, ModelFacts):
-        if model.num_experts is not None and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
+        if model.config.moe is not None and len(by_name[GroupName.MOE_SHARDS][0]) > 1:
             joined += [members for name in _EXPERTS for members in by_name[name]]
         if role is Role.DECODE:
             joined += head_copy_groups(ranks, [group.num_heads for group in model.geometry.groups])

@@ -2,12 +2,15 @@
 
 from cluster.simulator.scenario import PAGE_SIZE, Shape
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.kv import KvGeometry, key_value_group
 from cluster.spec.lifecycle import Role
+from cluster.spec.pool import page_layout
 from cluster.spec.ranks import coords_of
 from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow
 
-GEOMETRY = KvGeometry(model="simulated", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", page_size=PAGE_SIZE)
+GEOMETRY = KvGeometry(
+    model="simulated", num_layers=1, groups=(key_value_group(range(1), 1, 1, "float32"),), page_size=PAGE_SIZE
+)
 
 
 def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
@@ -32,16 +35,7 @@ def _row(
     start = f"{machine}/{replica}.{incarnation}.{global_rank}"
     ownership = shape.ownership if role is Role.PREFILL else KvOwnership.REPLICATED
     num_pages = shape.prefill_pages if role is Role.PREFILL else shape.decode_pages
-    layout = PoolLayout(
-        num_pages=num_pages // ownership.num_owners(sizes.cp),
-        first_head=0,
-        num_heads=1,
-        first_layer=0,
-        num_layers=1,
-        page_size=PAGE_SIZE,
-        head_dim=1,
-        itemsize=4,
-    )
+    layout = page_layout(GEOMETRY, sizes, coords_of(global_rank, sizes), num_pages // ownership.num_owners(sizes.cp))
     return RankRow(
         replica=replica,
         role=role,

@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from cluster.spec.config import DeployConfig, Device, TransferBackendName, TransferProtocol
+from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
 from cluster.spec.errors import Problem
 from cluster.spec.hicache_config import LEAST_LENT_GIB, StorageBackendName, WritePolicy
 from cluster.spec.ranks import axis_problems
 from cluster.spec.registry import KvOwnership, PageFilter, TransferMode
-from cluster.spec.strategy import Collectives, CpMode, PassingSetting
+from cluster.spec.strategy import CpMode, PassingSetting
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _LAST_PORT = 65535
@@ -56,18 +56,6 @@ def _decode_cp(config: DeployConfig) -> list[Problem]:
     return [Problem("decode.parallel.cp", message)]
 
 
-def _retracted(config: DeployConfig) -> list[Problem]:
-    decode = config.decode
-    # By default it is there for those who can use it.
-    if decode.parallel.pp == 1 or not decode.host_memory_gib or "host_memory_gib" not in decode.model_fields_set:
-        return []
-    message = (
-        f"got {decode.host_memory_gib:g} with decode.parallel.pp = {decode.parallel.pp}; allowed: 0 or left out, "
-        "since only replicas of one stage keep the KV of requests that gave their pages back"
-    )
-    return [Problem("decode.host_memory_gib", message)]
-
-
 def _passing(config: DeployConfig) -> list[Problem]:
     prefill = config.prefill
     if prefill.ownership is KvOwnership.SHARDED or prefill.passing is PassingSetting.AUTO:
@@ -109,16 +97,6 @@ def _ring_transfer(config: DeployConfig) -> list[Problem]:
         message = f"got {transfer.page_filter} {why}; allowed: modular, since a page is sent by the rank that holds it"
         problems.append(Problem("transfer.page_filter", message))
     return problems
-
-
-def _symmetric_memory(config: DeployConfig) -> list[Problem]:
-    resources = config.resources
-    is_nccl = resources.device is Device.CUDA and resources.collectives is Collectives.AUTO
-    if is_nccl or not resources.symmetric_memory:
-        return []
-    given = f"resources.device = {resources.device} and resources.collectives = {resources.collectives}"
-    message = f"got true with {given}; allowed: false, or cuda and auto, since GPUs share it"
-    return [Problem("resources.symmetric_memory", message)]
 
 
 def _lease(config: DeployConfig) -> list[Problem]:
@@ -213,11 +191,6 @@ CHECKS = (
     Check("the axes of a prefill replica fit together", ("prefill.parallel",), _prefill_axes),
     Check("the axes of a decode replica fit together", ("decode.parallel",), _decode_axes),
     Check("decode runs without context parallelism", ("decode.parallel.cp",), _decode_cp),
-    Check(
-        "KV of requests that gave their pages back is kept by one stage",
-        ("decode.host_memory_gib", "decode.parallel.pp"),
-        _retracted,
-    ),
     Check("only a ring chooses what it passes", ("prefill.mode", "prefill.passing", "prefill.parallel.cp"), _passing),
     Check(
         "every rank of a ring sends the pages it holds",
@@ -230,11 +203,6 @@ CHECKS = (
         _page_filter,
     ),
     Check("mooncake alone talks RDMA", ("transfer.backend", "transfer.protocol"), _protocol),
-    Check(
-        "GPUs alone share symmetric memory",
-        ("resources.symmetric_memory", "resources.device", "resources.collectives"),
-        _symmetric_memory,
-    ),
     Check("a lease outlives a heartbeat", ("resources.heartbeat_s", "resources.lease_s"), _lease),
     Check("a silence outlasts a lease", ("resources.lease_s", "resources.silence_s"), _silence),
     Check(

@@ -158,9 +158,6 @@ class DecodeConfig(PoolConfig):
 
     chunk_tokens: PositiveInt = 2048
     """Most tokens computed in one step of each DP rank when a request must be recomputed here."""
-    host_memory_gib: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] = 1.0
-    """Host memory of one worker, in GiB, for the KV of requests that gave their pages back, with pp = 1 only; taken as
-    it is needed on a CPU, and at the start with a GPU."""
     max_fill: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)] = 16.0
     """Most prompts and longest possible answers at one replica, in its pools; beyond it requests wait in the router."""
 
@@ -293,8 +290,6 @@ class ResourcesConfig(Node):
     torch, for any device, is the reference."""
     collectives: Collectives = Collectives.AUTO
     """How the ranks of a replica exchange tensors: in shared memory where they share a host, or always over TCP."""
-    symmetric_memory: Annotated[bool, Field(strict=True)] = False
-    """Add small sums of tensor parallelism up in memory that GPUs of one host share over NVLink; not yet measured."""
     check_collectives: Annotated[bool, Field(strict=True)] = False
     """Compare every collective over its ranks before it runs, and name the first that differs; slow, for debugging."""
     fetch_timeout_s: PositiveSeconds = 14400.0

@@ -11,8 +11,6 @@ class HostMemory:
     """On a CPU; a GPU has its own."""
     pages: float
     """The pool, or what a GPU's pages pass through."""
-    retracted: float
-    """``decode.host_memory_gib``, on a CPU taken as it is needed."""
     cached: float
     """``hicache.host_gib``, or ``host_ratio``"""
     lent: float
@@ -23,14 +21,13 @@ class HostMemory:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.pages + self.retracted + self.cached + self.lent + self.passing
+        return self.weights + self.pages + self.cached + self.lent + self.passing
 
     def __str__(self) -> str:
         """The arithmetic in words."""
         parts = {
             "for weights": self.weights,
             "for pages": self.pages,
-            "for retracted requests": self.retracted,
             "for cached pages": self.cached,
             "lent to storage": self.lent,
             "for what passes to and from storage": self.passing,

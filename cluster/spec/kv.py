@@ -70,6 +70,11 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
 
     @property
+    def dtypes(self) -> str:
+        """Dtypes of all parts, joined by commas."""
+        return ",".join(sorted({part.dtype for group in self.groups for part in group.parts}))
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all groups, layers and heads."""
         return sum(group.bytes_per_token for group in self.groups)
@@ -137,7 +142,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 def key_value_group(layers: range, num_heads: int, head_dim: int, dtype: str) -> KvGroup:
     """Return the group of ordinary attention: K and V of one width in every layer."""
     parts = tuple(KvPart(name=name, dim=head_dim, dtype=dtype) for name in ("k", "v"))
-    return KvGroup(name="kv", num_heads=num_heads, layers=tuple(layers), parts=parts)
+    return KvGroup(name="full_attention", num_heads=num_heads, layers=tuple(layers), parts=parts)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

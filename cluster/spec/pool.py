@@ -67,8 +67,3 @@ def _group_layout(group: KvGroup, heads: range, layers: tuple[int, ...], page_si
         parts=group.parts,
         page_size=page_size,
     )
-
-
-def num_host_slots(memory_gib: float, layout: PoolLayout) -> int:
-    """Pages that fit into a worker's host memory for requests that gave theirs back."""
-    return int(memory_gib * GIB) // layout.page_bytes

@@ -164,10 +164,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     dropped: dict[str, int] = {}
     """What had no effect: messages by type (late, repeated, foreign or unknown ones), and what the inbox kept out."""
-    num_retracted: int = 0
+    num_preempted: int = 0
     """Times that a request had to give its pages back, since the start."""
-    num_kept: int = 0
-    """Of these, those whose KV was kept in host memory."""
     steps: tuple[StepTimes, ...] = ()
     """Prefill steps, by strategy and passing."""
     tiers: TierState | None = None

@@ -59,14 +59,6 @@ class Row(Struct, frozen=True):
     """Tokens of the prompt that follow those here, where their log-probabilities are asked for."""
 
 
-class HostCopy(Struct, frozen=True):
-    """Pages of one request and as many slots in host memory, one copied to the other."""
-
-    room: Room
-    pages: list[int]
-    slots: list[int]
-
-
 class StepPlan(Tagged, frozen=True):
     """One step of the whole replica: the leader decides, followers obey."""
 
@@ -76,10 +68,6 @@ class StepPlan(Tagged, frozen=True):
     rows: list[Row]
     releases: list[Room]
     """Requests to forget before this step."""
-    saves: list[HostCopy] = []
-    """Copies from pages to slots, before anything of this step is written to the pages."""
-    loads: list[HostCopy] = []
-    """Copies from slots to pages, after those."""
     arrived: list[int] = []
     """Pages that prefill has written since the last plan. Before anything else they come to where they are read: on a
     GPU, and to all ranks that hold the same heads."""

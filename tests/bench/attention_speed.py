@@ -68,7 +68,7 @@ def prefill(kv_heads: int, groups: int, head_dim: int, with_native: bool) -> str
 def decode(num_keys: int, groups: int, with_native: bool) -> str:
     """One token of one request over pages in random order; ``read`` only sums as many bytes that lie in a row."""
     pool = kv_pool(num_keys // PAGE_SIZE, DECODE_HEADS, NUM_LAYERS, PAGE_SIZE, DECODE_DIM, torch.bfloat16)
-    pool.group("kv").normal_()
+    pool.group("full_attention").normal_()
     tables, runs = [torch.randperm(num_keys // PAGE_SIZE)], [Run(0, num_keys - 1, 1, 1)]
     query = torch.randn(1, DECODE_HEADS * groups, DECODE_DIM).bfloat16()
     steps = {
@@ -76,7 +76,7 @@ def decode(num_keys: int, groups: int, with_native: bool) -> str:
         for name, backend in (("blocked", "torch"), ("native", "native"))
         if with_native or backend == "torch"
     }
-    flat = pool.group("kv").flatten().view(torch.int32)
+    flat = pool.group("full_attention").flatten().view(torch.int32)
     quarter = len(flat) // NUM_LAYERS
 
     def calls_of(layer: int) -> Calls:

@@ -30,8 +30,8 @@ from cluster.spec.token_ids import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
+from workers.layers.context import AttentionContext
 from workers.local import HOST
-from workers.models.interface import AttentionContext
 from workers.worker import Worker
 from workers.worker_process import WorkerProcess
 

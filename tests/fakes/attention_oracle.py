@@ -20,7 +20,7 @@ from workers.context_parallel.gather import join_rows
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
 from workers.engine.contexts import make_context
-from workers.models.interface import take
+from workers.layers.context import take
 from workers.parallel.collectives import Communicator
 
 Array = NDArray[np.float64]
@@ -107,7 +107,7 @@ class ScenarioRun:
         self.tables, pages_an_owner = page_tables(scenario, self.owners)
         shape = (pages_an_owner, KV_HEADS, NUM_LAYERS, scenario.page_size, HEAD_DIM, scenario.dtype)
         self.pool = kv_pool(*shape, device=self.device)
-        self.pool.group("kv").fill_(torch.nan)
+        self.pool.group("full_attention").fill_(torch.nan)
         self.inputs = [
             [scenario.inputs(request, layer) for layer in range(NUM_LAYERS)] for request in range(len(self.tables))
         ]

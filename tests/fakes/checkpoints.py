@@ -10,18 +10,24 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 DENSE: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-MOE: dict[str, type[PretrainedConfig]] = {"qwen3_moe": Qwen3MoeConfig, "mixtral": MixtralConfig}
+MOE: dict[str, type[PretrainedConfig]] = {
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
 FAMILIES = DENSE | MOE
 
 SHARPENED = {
     "llama": "q_proj.weight",
     "qwen2": "q_proj.weight",
     "qwen3": "q_norm.weight",
+    "qwen2_moe": "q_proj.weight",
     "qwen3_moe": "q_norm.weight",
     "mixtral": "q_proj.weight",
 }
@@ -45,16 +51,22 @@ SMALL: dict[str, Any] = {
 
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+    },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
 }
-"""What a family has beside SMALL."""
+"""Fields of a family besides those of SMALL."""
 
 
 def make_checkpoint(
     folder: Path, family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
-    """Write a random model of `family` ("llama", "qwen2", "qwen3") and return the folder.
+    """Write a random model of `family`, a key of FAMILIES, and return the folder.
 
     overrides are config.json fields, for example num_hidden_layers=3 or rope_parameters={...}; `max_shard_size` goes to
     save_pretrained. Norm scales and biases are random too, so that none of them can be forgotten unnoticed.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from workers.models.interface import take
+from workers.layers.context import take
 
 
 class DenseAttention:

@@ -48,7 +48,6 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
 from workers.scheduler.decode import DecodeLeader
-from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -91,14 +90,12 @@ class World:
         ownership: KvOwnership = KvOwnership.REPLICATED,
         verify: Verify = Verify.COUNTS,
         flips: float = 0.0,
-        host_slots: int = 0,
     ) -> None:
         """Everybody idle.
 
         Args:
             num_pages: of each replica; sharded prefill ranks divide them evenly, so cp must divide them.
             flips: share of the pages that change on their way.
-            host_slots: of decode.
         """
         self.verify, self.flips = verify, flips
         self.flipped: set[Room] = set()
@@ -124,10 +121,7 @@ class World:
         self.num_computed = dict.fromkeys(Role, 0)
         """Tokens."""
         limits = StepLimits(PAGE_SIZE, chunk_tokens, 4)
-        keepers = {Role.PREFILL: HostKeeper(), Role.DECODE: HostKeeper(host_slots)}
-        steps = {
-            role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE), keeper=keepers[role]) for role in Role
-        }
+        steps = {role: StepScheduler(allocators[role], limits, fixed(Strategy.NONE)) for role in Role}
         prefill, decode = prefill_settings(self.prefill_rows), decode_settings(self.decode_row, verify)
         self.prefill_peer, self.decode_peer = prefill.me, decode.me
         self.leaders: dict[str, PrefillLeader | DecodeLeader] = {

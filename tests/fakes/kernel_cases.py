@@ -143,7 +143,7 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     torch.manual_seed(case.seed)
     counts = [-(-length // case.page_size) for length in case.lengths]
     pool = kv_pool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
-    pool.group("kv").fill_(torch.nan)
+    pool.group("full_attention").fill_(torch.nan)
     tables = torch.split(torch.randperm(pool.num_pages)[: sum(counts)], counts)
     kvs = [torch.randn(length, 2, case.kv_heads, case.head_dim).to(case.dtype) for length in case.lengths]
     for table, kv in zip(tables, kvs, strict=True):
@@ -156,7 +156,7 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
         for run, part in zip(case.runs, torch.split(query, [run.count for run in case.runs]), strict=True)
     ]
     step = backend.prepare(case.runs, [table.to(device) for table in tables], case.page_size, case.key_lens)
-    data = pool.group("kv").to(device)
+    data = pool.group("full_attention").to(device)
     result = step.attend(query.to(device), data[:, :, 1, 0], data[:, :, 1, 1])
     compare(result, Wanted(*(torch.cat(parts) for parts in zip(*expected, strict=True))), case.dtype)
 

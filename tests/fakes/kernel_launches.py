@@ -14,12 +14,12 @@ from workers.context_parallel.runs import Run
 from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
+from workers.kernels.expert_rows import expert_rows
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.race import win_race
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate, rotate_storing
-from workers.kernels.seat_rows import seat_rows
 from workers.kernels.store_kv import store_kv
 from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
@@ -52,12 +52,14 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 def _store() -> None:
     pool = kv_pool(4, 8, 2, 64, 128, torch.bfloat16)
-    store_kv(pool.group("kv")[:, :, 0], torch.arange(100), _bf16(100, 2, 8, 128))
+    store_kv(pool.group("full_attention")[:, :, 0], torch.arange(100), _bf16(100, 2, 8, 128))
 
 
 def _copy() -> None:
     pool = kv_pool(4, 8, 2, 64, 128, torch.bfloat16)
-    copy_pages(pool.group("kv"), torch.zeros_like(pool.group("kv")), torch.arange(6).view(2, 3) % 4)
+    copy_pages(
+        pool.group("full_attention"), torch.zeros_like(pool.group("full_attention")), torch.arange(6).view(2, 3) % 4
+    )
     # Other heads, and some layers.
     one_head = kv_pool(4, 1, 9, 64, 128, torch.bfloat16).data
     for layers in (slice(0, 4), slice(8, 9)):
@@ -69,7 +71,9 @@ def _copy() -> None:
 def _copy_most() -> None:
     """Of tiny pages, a whole pool."""
     pool = kv_pool(MANY, 1, 1, 16, 64, torch.bfloat16)
-    copy_pages(pool.group("kv"), torch.empty_like(pool.group("kv")), torch.arange(MANY).expand(2, MANY))
+    copy_pages(
+        pool.group("full_attention"), torch.empty_like(pool.group("full_attention")), torch.arange(MANY).expand(2, MANY)
+    )
 
 
 def _norms() -> object:
@@ -88,7 +92,7 @@ def _rotate_storing() -> None:
     """Of a whole model and of the ranks of tp 8."""
     for heads, kv_heads in ((32, 8), (4, 1)):
         pool, turn = kv_pool(4, kv_heads, 2, 64, 128, torch.bfloat16), _bf16(100, 1, 128)
-        layer, slots = pool.group("kv")[:, :, 1], torch.arange(100)
+        layer, slots = pool.group("full_attention")[:, :, 1], torch.arange(100)
         for weights in (None, (_bf16(128), _bf16(128))):
             rotate_storing(_bf16(100, heads + 2 * kv_heads, 128), turn, turn, weights, 1e-6, layer, slots)
 
@@ -111,7 +115,7 @@ def _experts() -> object:
     experts, loads = torch.zeros(20, 8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
     for counted in (None, torch.zeros(20, 1, dtype=torch.bool)):
         choose_experts(_bf16(20, 128), 8, torch.zeros(128, dtype=torch.int32), counted, sum_to_one=True)
-    few = seat_rows(experts, 8, loads, 16)
+    few = expert_rows(experts, 8, loads, 16)
     grouped_matmul(_bf16(20, 2048), _bf16(8, 768, 2048), few.tiles, few.tokens)
     answers = grouped_matmul(_bf16(2000, 2048), _bf16(2, 768, 2048), tiles_of([1000, 1000], 2, torch.device("cpu")))
     return sum_choices(answers, few.rows, torch.zeros(20, 8))

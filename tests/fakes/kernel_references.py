@@ -11,17 +11,17 @@ from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from workers.context_parallel.merge import Partial, merge
 from workers.device import synchronize
-from workers.expert_parallel.routed import NO_EXPERT
-from workers.expert_parallel.seat_order import seat_order
+from workers.expert_parallel.expert_order import order_by_expert
+from workers.expert_parallel.routed_tokens import NO_EXPERT
 from workers.kernels.attention import attend, blocks_for
 from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
+from workers.kernels.expert_rows import expert_rows
 from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
 from workers.kernels.merge import merge_partials
 from workers.kernels.parts import Parts
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate, rotate_storing
-from workers.kernels.seat_rows import seat_rows
 from workers.kernels.store_kv import store_kv
 from workers.kernels.sum_choices import sum_choices
 from workers.kernels.swiglu import swiglu
@@ -48,13 +48,13 @@ def check_copy(data: st.DataObject, device: str) -> None:
         st.sampled_from([(slice(0, 4), slice(0, 3)), (slice(1, 3), slice(0, 3)), (slice(2, 3), slice(1, 3))])
     )
     pool = kv_pool(6, 4, 3, data.draw(st.sampled_from([4, 16])), 8, data.draw(DTYPES))
-    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
+    pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     count = data.draw(st.integers(0, 6))
     places = torch.stack([torch.randperm(6)[:count], torch.randperm(7)[:count]])
-    expected = torch.zeros_like(pool.group("kv"))
-    expected[:, heads, layers][places[1]] = pool.group("kv")[places[0]][:, heads, layers]
-    on_host = pool.group("kv").pin_memory() if device == "cuda" else pool.group("kv")
-    there, zeros = pool.group("kv").to(device), torch.zeros_like(pool.group("kv"))
+    expected = torch.zeros_like(pool.group("full_attention"))
+    expected[:, heads, layers][places[1]] = pool.group("full_attention")[places[0]][:, heads, layers]
+    on_host = pool.group("full_attention").pin_memory() if device == "cuda" else pool.group("full_attention")
+    there, zeros = pool.group("full_attention").to(device), torch.zeros_like(pool.group("full_attention"))
     for source, target in (
         (there, zeros.to(device)),
         (on_host, zeros.to(device)),
@@ -157,26 +157,26 @@ def check_choices(data: st.DataObject, device: str) -> None:
     likelihoods = logits.double().softmax(-1)
     best = likelihoods.topk(num_chosen).values
     check_near(weights, best / best.sum(-1, keepdim=True) if sum_to_one else best)
-    seats, is_counted = experts.cpu().long(), torch.ones(num_tokens, 1) > 0 if counted is None else counted
-    assert seats[~is_counted[:, 0]].eq(NO_EXPERT).all()
-    of_seats = likelihoods[:, physical.long().argsort()].gather(1, seats.clamp(min=0))
-    torch.testing.assert_close(of_seats[is_counted[:, 0]], best[is_counted[:, 0]])
-    assert all(len(set(row)) == num_chosen for row in seats[is_counted[:, 0]].tolist())
+    physical_chosen, is_counted = experts.cpu().long(), torch.ones(num_tokens, 1) > 0 if counted is None else counted
+    assert physical_chosen[~is_counted[:, 0]].eq(NO_EXPERT).all()
+    of_chosen = likelihoods[:, physical.long().argsort()].gather(1, physical_chosen.clamp(min=0))
+    torch.testing.assert_close(of_chosen[is_counted[:, 0]], best[is_counted[:, 0]])
+    assert all(len(set(row)) == num_chosen for row in physical_chosen[is_counted[:, 0]].tolist())
     if device != "cpu":  # where interpreting it is an error
         nan = torch.full((1, num_experts), torch.nan).to(device)
-        seats, _ = choose_experts(nan, num_chosen, physical.to(device), None, sum_to_one=False)
-        assert ((seats >= 0) & (seats < num_experts)).all()
+        physical_chosen, _ = choose_experts(nan, num_chosen, physical.to(device), None, sum_to_one=False)
+        assert ((physical_chosen >= 0) & (physical_chosen < num_experts)).all()
 
 
-def check_seats(data: st.DataObject, device: str) -> None:
+def check_expert_rows(data: st.DataObject, device: str) -> None:
     """Some experts are elsewhere, some tokens ask for fewer, and each choice meets the matrix of its expert."""
     num_tokens, num_chosen = data.draw(st.sampled_from([1, 5, 33, 300])), data.draw(st.sampled_from([1, 2, 8]))
-    first, num_seats = data.draw(st.sampled_from([(0, 16), (4, 8), (12, 4), (8, 1)]))
+    first, num_local = data.draw(st.sampled_from([(0, 16), (4, 8), (12, 4), (8, 1)]))
     chosen = torch.rand(num_tokens, 16).argsort(1)[:, :num_chosen]
     experts = torch.where(torch.rand(chosen.shape) < 0.1, NO_EXPERT, chosen).to(torch.int32)
-    loads = torch.full((num_seats,), 5).to(device)
-    tokens, rows, tiles = seat_rows(experts.to(device), first, loads, 16)
-    order, counts = seat_order(experts, first, num_seats)
+    loads = torch.full((num_local,), 5).to(device)
+    tokens, rows, tiles = expert_rows(experts.to(device), first, loads, 16)
+    order, counts = order_by_expert(experts, first, num_local)
     assert loads.tolist() == [5 + count for count in counts]
     assert torch.equal(tokens[: len(order)].cpu(), (order // num_chosen).to(torch.int32))
     expected = torch.full((num_tokens * num_chosen,), -1, dtype=torch.int32)
@@ -184,20 +184,20 @@ def check_seats(data: st.DataObject, device: str) -> None:
     assert torch.equal(rows.flatten().cpu(), expected)
     stops = torch.tensor(counts).cumsum(0).tolist()
     used = [
-        [seat, begin, stop]
-        for seat, (stop, count) in enumerate(zip(stops, counts, strict=True))
+        [expert, begin, stop]
+        for expert, (stop, count) in enumerate(zip(stops, counts, strict=True))
         for begin in range(stop - count, stop, 16)
     ]
     used += [[-1, begin, experts.numel()] for begin in range(len(order), experts.numel(), 16)]
     assert tiles.tiles.tolist() == used + [[-1, *[experts.numel()] * 2]] * (len(tiles.tiles) - len(used))
-    x, weights = torch.randn(num_tokens, 8), torch.randn(num_seats, 16, 8)
+    x, weights = torch.randn(num_tokens, 8), torch.randn(num_local, 16, 8)
     gates = torch.rand(num_tokens, num_chosen)
     answers = grouped_matmul(x.to(device), weights.to(device), tiles, tokens)
     assert not answers[len(order) :].any()
     wanted = torch.zeros(num_tokens, 16, dtype=torch.double)
-    for place, seat in zip(order.tolist(), torch.repeat_interleave(torch.tensor(counts)).tolist(), strict=True):
+    for place, expert in zip(order.tolist(), torch.repeat_interleave(torch.tensor(counts)).tolist(), strict=True):
         token, choice = divmod(place, num_chosen)
-        wanted[token] += gates[token, choice].double() * (weights[seat].double() @ x[token].double())
+        wanted[token] += gates[token, choice].double() * (weights[expert].double() @ x[token].double())
     check_near(sum_choices(answers, rows, gates.to(device)), wanted)
 
 
@@ -288,7 +288,7 @@ CHECKS = (
     check_swiglu,
     check_grouped,
     check_choices,
-    check_seats,
+    check_expert_rows,
     check_joined_parts,
     check_merged_partials,
 )

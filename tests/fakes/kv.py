@@ -41,7 +41,7 @@ def kv_layout(
     """The pool of a rank of such a model."""
     layers = range(first_layer, first_layer + num_layers)
     group = GroupLayout(
-        name="kv",
+        name="full_attention",
         first_head=first_head,
         num_heads=num_heads,
         layers=tuple(layers),
@@ -67,7 +67,12 @@ def kv_pool(
     layers = range(num_layers)
     group = key_value_group(layers, num_heads, head_dim, _NAMES[dtype])
     shard = GroupLayout(
-        name="kv", first_head=0, num_heads=num_heads, layers=tuple(layers), parts=group.parts, page_size=page_size
+        name="full_attention",
+        first_head=0,
+        num_heads=num_heads,
+        layers=tuple(layers),
+        parts=group.parts,
+        page_size=page_size,
     )
     layout = PoolLayout(num_pages=num_pages, page_size=page_size, first_layer=0, num_layers=num_layers, groups=(shard,))
     return PagePool(layout, memory, device)

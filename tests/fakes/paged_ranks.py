@@ -75,8 +75,6 @@ class Ranks:
         self.pages: dict[Room, list[int]] = {}
         self.histories: dict[Room, list[int]] = {}
         """Prompt and output as sampling sees them."""
-        self.slots: dict[int, list[int]] = {}
-        """Host memory: the tokens of kept pages."""
         self.received: dict[int, list[int]] = {}
         """What peers have written; as on a GPU, it is in no page before a plan tells that it has arrived."""
         self._rows = rows
@@ -112,11 +110,6 @@ class Ranks:
             self.histories[admit.room] = list(admit.history)
         for page in plan.arrived:
             self._memory[page % self.num_owners][page // self.num_owners] = self.received[page]
-        for save in plan.saves:
-            self.slots.update((slot, self.read(page)) for page, slot in zip(save.pages, save.slots, strict=True))
-        for load in plan.loads:
-            for page, slot in zip(load.pages, load.slots, strict=True):
-                self.write(page, self.slots[slot])
         sampled = {}
         for step_row in plan.rows:
             pages = self.pages[step_row.room]

@@ -57,8 +57,8 @@ from tests.readme import ROOT
 from tests.unit.transfer.samples import PREFILL, ticket
 from workers.engine.weights import CheckpointError, stored_tensors
 from workers.hicache.storage.objects import Naming
-from workers.models.config import ModelConfig
-from workers.models.rope_config import UnsupportedModelError
+from workers.models.hf_config import UnsupportedModelError
+from workers.models.registry import read_model_config
 
 JSON = Codec(json.loads, lambda tree: json.dumps(tree).encode())
 JSON_LINES = Codec(
@@ -286,7 +286,7 @@ def _feed_trace(data: bytes) -> None:
 def _feed_config(data: bytes) -> None:
     _file("config.json", data)
     with contextlib.suppress(UnsupportedModelError):
-        ModelConfig.from_folder(_folder())
+        read_model_config(_folder())
 
 
 def _feed_weights(data: bytes) -> None:

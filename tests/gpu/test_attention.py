@@ -58,7 +58,7 @@ def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
     pool = kv_pool(
         sum(-(-length // 64) for length in lens), kv_heads, 1, 64, 128, torch.bfloat16, device=torch.device("cuda")
     )
-    pool.group("kv").normal_()
+    pool.group("full_attention").normal_()
     tables = torch.split(torch.randperm(pool.num_pages), [-(-length // 64) for length in lens])
     query = torch.randn(len(lens), heads, 128, dtype=torch.bfloat16, device="cuda")
     attention = DecodeAttention(len(lens), max(map(len, tables)), 64, kv_heads, query[:1], query.device)

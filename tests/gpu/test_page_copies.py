@@ -48,11 +48,13 @@ class World(NamedTuple):
 
     def write_late(self, pages: list[int]) -> Tensor:
         """Write random numbers to pages, after a while; the pages as they will be."""
-        new = torch.randn(len(pages), *self.pool.group("kv").shape[1:]).to(self.pool.group("kv").dtype)
+        new = torch.randn(len(pages), *self.pool.group("full_attention").shape[1:]).to(
+            self.pool.group("full_attention").dtype
+        )
         there, rows = new.to(DEVICE), torch.tensor(pages, device=DEVICE)
         if DEVICE == "cuda":
             torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        self.pool.group("kv")[rows] = there
+        self.pool.group("full_attention")[rows] = there
         return new
 
 
@@ -77,7 +79,7 @@ def world(way: None) -> Iterator[World]:  # noqa: ARG001 - it is asked while pag
     pinned = PinnedMemory([region.buffer, host.buffer] if DEVICE == "cuda" else [])
     staging = Staging(pool, region.buffer)
     staged, kept = (
-        torch.frombuffer(each.buffer, dtype=torch.bfloat16).view(-1, *pool.group("kv").shape[1:])
+        torch.frombuffer(each.buffer, dtype=torch.bfloat16).view(-1, *pool.group("full_attention").shape[1:])
         for each in (region, host)
     )
     yield World(pool, staging, staged, StagedPages(pool, staging, region, host, LAYOUT), kept)
@@ -104,10 +106,10 @@ def test_layers_leave_when_they_are_written(world: World) -> None:
 
 
 def test_pages_are_there_for_what_is_started_next(world: World) -> None:
-    expected = torch.randn(2, *world.pool.group("kv").shape[1:]).to(torch.bfloat16)
+    expected = torch.randn(2, *world.pool.group("full_attention").shape[1:]).to(torch.bfloat16)
     world.staged[[6, 2]] = expected
     world.staging.take_in([6, 2])
-    assert torch.equal(world.pool.group("kv")[[6, 2]].cpu(), expected)
+    assert torch.equal(world.pool.group("full_attention")[[6, 2]].cpu(), expected)
 
 
 def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
@@ -118,7 +120,7 @@ def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
         assert torch.equal(world.host[[2, 0, 3]], expected)
         world.write_late([4, 5, 6])
         thread.submit(world.pages.load, [(4, 2), (5, 0), (6, 3)], world.pages.mark()).result()
-    assert torch.equal(world.pool.group("kv")[4:7].cpu(), expected)
+    assert torch.equal(world.pool.group("full_attention")[4:7].cpu(), expected)
 
 
 def test_layers_are_read_while_others_come(world: World) -> None:
@@ -131,24 +133,6 @@ def test_layers_are_read_while_others_come(world: World) -> None:
         filled.result()
     expected = torch.cat([world.host[[1, 3]], world.staged[[7]]])
     assert torch.equal(torch.stack(seen, dim=2), expected)
-
-
-@pytest.mark.usefixtures("way")
-def test_kept_pages_come_back_in_the_order_of_steps() -> None:
-    """The host waits for nothing in between; what a step writes to the pages comes behind the copies."""
-    pool = kv_pool(8, 1, 1, 2, 4, torch.float32, device=torch.device(DEVICE))
-    pool.group("kv").copy_(torch.arange(9).view(-1, 1, 1, 1, 1, 1).expand_as(pool.group("kv")))
-    host = GpuHostPages(pool, 4)
-    pinned = PinnedMemory([host.memory])
-    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-    host.begin([HostCopy(room=Room(1), pages=[2, 5], slots=[3, 0])], [])
-    pool.group("kv")[[2, 5]] = -1.0
-    host.begin([], [HostCopy(room=Room(1), pages=[6, 4], slots=[0, 3])])
-    host.finish()
-    assert [float(pool.group("kv")[page].mean()) for page in (6, 4, 2, 5)] == [5, 2, -1, -1]
-    assert host.measure_page_s() > 0
-    host.close()
-    pinned.close()
 
 
 @settings(max_examples=50)

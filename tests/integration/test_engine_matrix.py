@@ -74,7 +74,7 @@ class Both:
     """Our engine and the oracle."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
-        self.engine = LocalEngine("tests.fakes.telling_worker:TellingWorker")
+        self.engine = LocalEngine("tests.fakes.choosing_worker:WorkerWithCheapExchange")
         self._folders = folders
         self._oracle = cache(lambda family: Oracle(folders[family], NUM_TOKENS))
 
@@ -89,7 +89,7 @@ class Both:
         self._check_ways(case)
 
     def _check_ways(self, case: Case) -> None:
-        """The leader's heartbeat told of every token, computed in the way that was asked for."""
+        """Check that the leader reports every token, computed in the way that was asked for."""
         steps = self.engine.ask(Role.PREFILL, "told_load")[0].steps
         assert sum(times.num_tokens for times in steps) == sum(case["lengths"])
         ways = {(times.strategy, times.passing) for times in steps}
@@ -97,6 +97,10 @@ class Both:
         strategies = case["strategy"].candidates if case["cp"] > 1 else (Strategy.NONE,)
         passings = kv.passing.candidates if case["cp"] > 1 and kv.mode is CpMode.RING else (None,)
         assert ways <= set(product(strategies, passings))
+        if case["strategy"] is StrategySetting.AUTO and case["cp"] > 1 and max(case["lengths"]) > 1:
+            assert {strategy for strategy, _ in ways} - {Strategy.NONE}, (
+                "where an exchange is cheap, tokens are divided"
+            )
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Output of a random model keeps to its grammar over handoff and retraction, and costs nobody else a token."""
+"""Output of a random model keeps to its grammar over handoff and preemption, and costs nobody else a token."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from workers.worker_process import RemoteError
 pytestmark = pytest.mark.integration
 
 NUM_PAGES, PAGE_BYTES = 30, 8192
-"""The prompts fill 27 pages, so that answers run out of them and some are retracted and start again."""
+"""The prompts fill 27 pages, so that answers run out of them and some are preempted and start again."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

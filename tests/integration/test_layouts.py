@@ -17,6 +17,7 @@ from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 
 NUM_TOKENS = 12
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"num_hidden_layers": 3, "mlp_only_layers": [2]},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8},
     "llama": {"num_hidden_layers": 3, "mlp_bias": True},

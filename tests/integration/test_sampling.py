@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 NUM_TOKENS = 24
 NUM_PAGES, PAGE_BYTES = 30, 8192
-"""The prompts fill 27 pages, so that answers run out of them and some are retracted and start again."""
+"""The prompts fill 27 pages, so that answers run out of them and some are preempted and start again."""
 BIAS = {7: 4.0, 90: 6.5, 91: -100.0}
 BAD_WORDS = [[90], [7, 7], [12, 13, 14]]
 ALLOWED = frozenset(range(40, 80))
@@ -49,9 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", seed=11)
 
 
-@pytest.fixture(scope="module", params=[1.0, 0.0], ids=["kept", "computed again"])
-def cluster(folder: Path, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """What becomes of the KV of retracted requests differs."""
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[LocalCluster]:
     cluster = LocalCluster()
     cluster.load(
         DeployConfig.model_validate(
@@ -59,7 +58,6 @@ def cluster(folder: Path, request: pytest.FixtureRequest) -> Iterator[LocalClust
                 "model": {"served_name": "qwen3"},
                 "kv": {"page_size": 16, "memory_gib": (NUM_PAGES + 1.5) * PAGE_BYTES / 2**30},
                 "prefill": {"parallel": {"cp": 2}, "strategy": "zigzag", "chunk_tokens": 37},
-                "decode": {"host_memory_gib": request.param},
             }
         ),
         folder,

@@ -90,8 +90,7 @@ def test_workers_load_no_library_of_gpus_on_a_cpu() -> None:
 
 
 def test_a_worker_loads_collectives_of_gpus_only_on_one() -> None:
-    on_gpus = {"workers.parallel.nccl", "workers.parallel.symmetric_memory"}
-    assert heavy_modules_loaded(["workers.worker"], on_gpus) == "[]"
+    assert heavy_modules_loaded(["workers.worker"], {"workers.parallel.nccl"}) == "[]"
 
 
 def test_torch_distributed_stays_in_its_two_packages() -> None:

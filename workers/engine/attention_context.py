@@ -30,7 +30,7 @@ class CpExchange:
 
 
 class StepContext(ABC):
-    """Implements the AttentionContext of workers.models.interface for one step on one rank.
+    """Implements the AttentionContext of workers.layers.context for one step on one rank.
 
     Every rank of the CP group makes the same calls for the same step, also one that has no token in it.
     """

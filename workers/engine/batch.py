@@ -15,7 +15,7 @@ from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_lens import ShardLens
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
 from workers.device import on_device
-from workers.expert_parallel.sharing import Lens
+from workers.expert_parallel.token_exchange import Lens
 
 _NO_PAGES = np.empty(0, dtype=np.int64)
 

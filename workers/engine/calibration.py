@@ -12,7 +12,7 @@ from cluster.spec.ranks import moe_tp_size
 from workers.attention.interface import AttentionBackend
 from workers.context_parallel.estimate import computed_pairs
 from workers.context_parallel.merge import Partial, merge
-from workers.context_parallel.rates import ModelShape, Rates, mlp_flops
+from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.runs import Run
 from workers.device import synchronize
 from workers.memory.page_pool import PagePool
@@ -59,7 +59,7 @@ def calibrate(
         exchange_s, exchange_bytes_per_s, hidden_share = _measure_exchange(model, group, shape)
     # How often the rest is repeated is each rank's own decision, so that no collective may be in it.
     with torch.inference_mode(), model.device, model.groups.alone():
-        floor_s, linear_flops_per_s = _measure_linear(model, shape)
+        floor_s, linear_flops_per_s = _measure_linear(model)
         run_s, attention_flops_per_s = _measure_attention(model, pool, backend, shape)
         head_s = _least_s(model.device, lambda: model.logits(_hidden(model, 1))) if model.is_last else 0.0
         row_s, merge_row_s = _measure_store(model, pool), _measure_merge(model)
@@ -101,10 +101,10 @@ class _NoAttention:
         return q
 
 
-def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, float]:
+def _measure_linear(model: DecoderModel) -> tuple[float, float]:
     """Time that one layer takes for next to no token, and FLOP/s of more tokens."""
 
-    layer, flops = next(iter(model.layers.values())), alone_flops(model, shape)
+    layer, flops = next(iter(model.layers.values())), alone_flops(model)
 
     def layer_s(num_tokens: int) -> float:
         hidden = _hidden(model, num_tokens)
@@ -123,13 +123,11 @@ def _measure_linear(model: DecoderModel, shape: ModelShape) -> tuple[float, floa
     return max(0.0, few_s - few_tokens * flops / flops_per_s), flops_per_s
 
 
-def alone_flops(model: DecoderModel, shape: ModelShape) -> float:
-    """Of one token in the rank's first layer, of whose MLP or experts it computes its part alone."""
-    parallel, first_layer = model.groups.parallel, int(next(iter(model.layers)))
-    num_parts = parallel.dp * parallel.tp
-    if model.config.moe_of(first_layer) is not None:
-        num_parts = parallel.ep * moe_tp_size(parallel)
-    return shape.linear_flops - mlp_flops(model.config) * (1 - parallel.tp / num_parts)
+def alone_flops(model: DecoderModel) -> float:
+    """FLOPs of one token in the rank's first layer, with the rank's own part of the MLP and of the experts."""
+    parallel, layer = model.groups.parallel, model.config.layer_weights(0)
+    routed = layer.routed * parallel.tp / (parallel.ep * moe_tp_size(parallel))
+    return 2 * (layer.queries + layer.kv + layer.dense / parallel.dp + routed)
 
 
 def _measure_attention(

@@ -16,8 +16,8 @@ from workers.attention.triton.decode import DecodeAttention
 from workers.engine.batch import BatchRow
 from workers.engine.begun_step import Followed
 from workers.engine.gpu_recorder import Record, RecordingError
-from workers.expert_parallel.dispatcher import FEW_TOKENS
-from workers.expert_parallel.sharing import Lens
+from workers.expert_parallel.token_dispatcher import FEW_TOKENS
+from workers.expert_parallel.token_exchange import Lens
 from workers.layers.experts import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
@@ -149,7 +149,7 @@ def _most_requests(model: DecoderModel) -> int:
     moe = model.config.moe
     if moe is None:
         return sys.maxsize
-    return max(1, min(FEW_TOKENS, FEW_CHOICES // moe.num_chosen) // model.groups.parallel.dp)
+    return max(1, min(FEW_TOKENS, FEW_CHOICES // moe.top_k) // model.groups.parallel.dp)
 
 
 def _why_unrecorded(model: DecoderModel) -> str:

@@ -11,7 +11,7 @@ from cluster.spec.sampling import Sampling
 
 
 class GrammarState:
-    """Made from the output so far, so that it is right after a handoff and after a retraction too."""
+    """Made from the output so far, so that it is right after a handoff and after a preemption too."""
 
     def __init__(self, grammars: Grammars | None, sampling: Sampling, output: Sequence[int], vocab_size: int) -> None:
         self._ending_ids = np.array(sorted(sampling.ending_ids), dtype=np.int64)

@@ -1,16 +1,16 @@
-"""A model that nobody trained, made where it computes: for measurements, which do not care what it says."""
+"""Models with random weights, made on the device, for measurements."""
 
 import torch
 
 from workers.engine.weights import allocate
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.models.interface import DecoderConfig
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """Equal in every process: weights from one seed, norms of one. Not packed yet.
+def random_model(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """Build a model with random weights, equal in every process, and norms of one. Not packed yet.
 
-    Products keep the scale of what goes in, so that attention singles tokens out at any width.
+    Products keep the scale of their inputs, so that attention singles tokens out at any width.
     """
     torch.manual_seed(0)
     with torch.device("meta"):

@@ -1,6 +1,5 @@
 """One rank's forward pass: follows step plans, keeps the page table of every request it has been told of."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
@@ -16,11 +15,9 @@ from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from cluster.spec.step_messages import Row, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
-from workers.cache.gpu_host_pages import GpuHostPages
-from workers.cache.host_pages import HostPages
 from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
-from workers.device import event_on, synchronize
+from workers.device import event_on
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import BegunStep, Drawn, Followed
@@ -40,7 +37,6 @@ from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.pipeline import Pipeline
 
-_SAMPLE_TOKENS = 32
 _FIRST_STEP = [(1, 0)]
 """Tokens of a CP rank, and of the prefix."""
 _KERNEL_STEPS = [*product((1 << power for power in range(8)), (0, 1024)), (512, 0)]
@@ -63,12 +59,11 @@ class ModelRunner:
         ownership: KvOwnership = KvOwnership.REPLICATED,
         grammars: Grammars | None = None,
         pipeline: Pipeline | None = None,
-        host_pages: HostPages | GpuHostPages | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
         """``grammars`` are needed where tokens are drawn, and only for requests that have one.
 
-        Without ``host_pages`` no plan may ask for copies; without ``peer_memory`` no pages arrive.
+        Without ``peer_memory`` no pages arrive.
         """
         self._peer_memory = peer_memory
         self._graphs: DecodeGraphs | None = None
@@ -80,7 +75,6 @@ class ModelRunner:
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
-        self._host_pages = host_pages
         self._model = model
         self._pool = pool
         self._backend = backend
@@ -117,13 +111,6 @@ class ModelRunner:
         out = torch.zeros(1, config.num_heads, config.head_dim, device=self._model.device)
         for dtypes in kinds if size > 1 else []:
             merge([Partial(out.to(dtype), out[..., 0].contiguous()) for dtype in dtypes])
-
-    def measure_token_s(self) -> float:
-        """How long it takes to compute a token of a prompt; every rank of the replica calls this."""
-        start_s = time.perf_counter()
-        self.run_trash(_SAMPLE_TOKENS)
-        synchronize(self._model.device)
-        return (time.perf_counter() - start_s) / _SAMPLE_TOKENS
 
     def run_trash(
         self,
@@ -206,20 +193,11 @@ class ModelRunner:
         ``PagePool.in_step``.
         """
         self._take_notice(plan)
-        is_awaited = any(row.samples for row in plan.rows)
         if self._peer_memory is not None:
             self._peer_memory.receive(plan.arrived)
-        if self._host_pages is not None:
-            self._host_pages.begin(plan.saves, plan.loads)
-            self._host_pages.wait_for(self.requests[row.room].table.all.tolist() for row in plan.rows)
-            if not is_awaited:
-                self._host_pages.finish()
         has_tokens = bool(plan.rows) or any(plan.shard_lens)
         with torch.inference_mode(), self._pool.in_step(load, on_stored):
             drawn = self._forward(plan) if has_tokens else Drawn()
-        if (plan.saves or plan.loads) and not is_awaited:
-            # Nobody waits for a token, so the step ends here; it is computed where every rank has ended its copies.
-            synchronize(self._model.device)
         # What is drawn arrives behind everything else.
         end = event_on(self._model.device) if drawn.draws is None else None
         return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn, end)
@@ -250,9 +228,6 @@ class ModelRunner:
             if any(row.targets for row in plan.rows):
                 self._tell_prompts(plan.rows, context, hidden)
             last = context.last.join_last(hidden)
-        if self._host_pages is not None:
-            # Before the ranks meet for logits, so that the leader's end of a step is the end of everybody's copies.
-            self._host_pages.finish()
         sampled = [row for row in plan.rows if row.samples]
         if not sampled:
             # No rank meets the others for logits: so that the leader's end of a step is the end of everybody's writes.

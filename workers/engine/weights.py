@@ -1,7 +1,6 @@
 """Checkpoint to model: copies a rank's part of a folder's safetensors in, one tensor at a time."""
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,26 +12,15 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cluster.spec.errors import UserError
-from workers.layers.cut import StoredPart
-from workers.layers.embedding import Embedding
-from workers.layers.expert_router import ExpertRouter
-from workers.layers.experts import Experts
-from workers.layers.linear import FusedLinear, SummedLinear
-from workers.layers.rms_norm import RMSNorm
-from workers.models.config import ModelConfig
+from workers.layers.shard import WeightShard
 from workers.models.decoder import DecoderModel
+from workers.models.interface import DecoderConfig
+from workers.models.registry import read_model_config
 from workers.parallel.model_groups import ModelGroups
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-INPUT_TABLE = "model.embed_tokens.weight"
-OUTPUT_TABLE = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
 NAMES_SHOWN = 8
-_OF_FIRST_STAGE = {INPUT_TABLE}
-_OF_LAST_STAGE = {OUTPUT_TABLE, FINAL_NORM}
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 class CheckpointError(UserError):
@@ -46,29 +34,29 @@ def load_model(
     device: torch.device | None = None,
     groups: ModelGroups | None = None,
 ) -> DecoderModel:
-    """Build the model of `folder` and fill it; dtype None keeps the checkpoint's own, device None is the CPU.
+    """Build the model of a folder and fill it; dtype None keeps the checkpoint's own, device None is the CPU.
 
-    A rank of `groups` reads and holds only its part; peak memory is that part and one tensor of it.
+    A rank of ``groups`` reads and holds only its part; peak memory is that part and one tensor of it.
 
     Raises:
         UnsupportedModelError: the engine cannot run the model, or not on so many ranks.
         CheckpointError: tensors are missing, unexpected or of another shape; names them.
     """
-    config = ModelConfig.from_folder(folder)
+    config = read_model_config(folder)
     dtype = dtype or torch_dtype(config.dtype)
     device = device or torch.device("cpu")
     with torch.device("meta"):
         model = DecoderModel(config, dtype=dtype, device=device, groups=groups)
     allocate(model, dtype, device)
-    _fill(model, folder)
+    _fill(model, config, folder)
     model.pack()
     return model
 
 
 def allocate(model: DecoderModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model that was made without memory its tensors, not yet filled.
+    """Give a model that was built without memory its tensors, not yet filled.
 
-    Not by ``to_empty``: on its way from shapes to memory torch imports sympy, which takes a second.
+    ``to_empty`` would make torch import sympy, which takes a second.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -84,51 +72,39 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def stored_parts(model: DecoderModel) -> dict[str, StoredPart]:
-    """Every tensor the checkpoint must hold, by its name there, with the part of it that goes into the model."""
-    parts: dict[str, StoredPart] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, FusedLinear):
-            # Its projections stand beside each other in the checkpoint, in the place of the fused one.
-            path = path.rpartition(".")[0]
-        if isinstance(module, FusedLinear | SummedLinear | Embedding | RMSNorm | ExpertRouter | Experts):
-            root = "" if path == "lm_head" else "model."
-            stored_path = _stored_path(path, model.config)
-            parts |= {f"{root}{stored_path}.{name}": part for name, part in module.stored_parts()}
-    return parts
-
-
-def _stored_path(path: str, config: ModelConfig) -> str:
-    """What the checkpoint calls a module; only layers with experts have names of their own there."""
-    layer = _LAYER.match(path)
-    moe = config.moe_of(int(layer[1])) if layer else None
-    return path.replace(".mlp", f".{moe.names.block}") if moe else path
-
-
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies on disk, known without reading it."""
+    """A tensor on disk, known without reading it."""
 
     file: Path
     shape: tuple[int, ...]
 
 
-def _fill(model: DecoderModel, folder: Path) -> None:
-    wanted, stored = stored_parts(model), stored_tensors(folder)
-    redundant = {name for name in stored if _is_redundant(name, model.config)}
-    others = {name for name in stored.keys() - wanted if _is_elsewhere(name, model)}
-    _check_fit(folder, wanted, {name: place for name, place in stored.items() if name not in redundant | others})
-    for file in sorted({place.file for place in stored.values()}):
+def _fill(model: DecoderModel, config: DecoderConfig, folder: Path) -> None:
+    wanted, stored, copies = model.weights(), stored_tensors(folder), config.copies
+    others = {name for name in stored.keys() - wanted if name not in copies and not config.is_ignored(name)}
+    # Names are counted only where there are any that this rank does not hold.
+    elsewhere = others and others & _all_names(config)
+    _check_fit(folder, wanted, stored, unexpected=others - elsewhere)
+    for file in sorted({tensor.file for tensor in stored.values()}):
         with _opened(file) as tensors:
             for name, part in wanted.items():
                 if stored[name].file == file:
                     part.fill(tensors.get_slice(name)[part.index])
-    if OUTPUT_TABLE in redundant and model.is_last:
-        _check_tied(wanted[INPUT_TABLE], stored[OUTPUT_TABLE])
+    for copy, original in copies.items():
+        if copy in stored and original in wanted:
+            _check_copy(copy, stored[copy], original, wanted[original])
+
+
+def _all_names(config: DecoderConfig) -> set[str]:
+    """Names of all weights, those of other ranks too."""
+    with torch.device("meta"):
+        whole = DecoderModel(config, dtype=torch.float32, device=torch.device("meta"))
+    return set(whole.weights())
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, without reading it. Raises CheckpointError."""
+    """List every tensor of a checkpoint without reading it. Raises CheckpointError."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         with _opened(file) as tensors:
@@ -149,7 +125,7 @@ def _weight_files(folder: Path) -> list[Path]:
         present = {path.name for path in folder.iterdir()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
-    # A name with a path in it is none of the folder's.
+    # A name with a path in it is not a file of the folder.
     absent = [str(shard) for shard in shards if shard not in present]
     if absent:
         raise CheckpointError(f"{folder} lacks files that {INDEX_FILE} names: {_shortened(absent)}")
@@ -165,38 +141,25 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Rotary frequencies, which old checkpoints store, and the output table where it is the input table."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == OUTPUT_TABLE)
-
-
-def _is_elsewhere(name: str, model: DecoderModel) -> bool:
-    """Whether a tensor that this rank does not hold is of another stage, or of an expert on another rank."""
-    layer, expert = _LAYER.search(name), _EXPERT.search(name)
-    if layer is None:
-        return (name in _OF_FIRST_STAGE and not model.is_first) or (name in _OF_LAST_STAGE and not model.is_last)
-    moe = model.config.moe_of(int(layer[1]))
-    is_of_expert = moe is not None and expert is not None and int(expert[1]) < moe.num_experts
-    return is_of_expert or (layer[1] not in model.layers and int(layer[1]) < model.num_layers)
-
-
-def _check_fit(folder: Path, wanted: Mapping[str, StoredPart], stored: Mapping[str, StoredTensor]) -> None:
+def _check_fit(
+    folder: Path, wanted: Mapping[str, WeightShard], stored: Mapping[str, StoredTensor], unexpected: set[str]
+) -> None:
     misshapen = [
         f"{name} is {list(stored[name].shape)} but should be {list(part.whole)}"
         for name, part in wanted.items()
         if name in stored and stored[name].shape != part.whole
     ]
-    found = {"missing": wanted.keys() - stored, "unexpected": stored.keys() - wanted, "wrong shape": misshapen}
+    found = {"missing": wanted.keys() - stored, "unexpected": unexpected, "wrong shape": misshapen}
     problems = [f"{kind}: {_shortened(names)}" for kind, names in found.items() if names]
     if problems:
         raise CheckpointError(f"the tensors in {folder} do not fit its config.json; {'; '.join(problems)}")
 
 
-def _check_tied(table: StoredPart, copy: StoredTensor) -> None:
+def _check_copy(name: str, copy: StoredTensor, original: str, part: WeightShard) -> None:
     with _opened(copy.file) as tensors:
-        stored = tensors.get_slice(OUTPUT_TABLE)[table.index].to(table.target)
-        if copy.shape != table.whole or not torch.equal(stored, table.target[: len(stored)]):
-            raise CheckpointError(f"config.json ties the embeddings, but {copy.file} holds another {OUTPUT_TABLE}")
+        stored = tensors.get_slice(name)[part.index].to(part.target)
+        if copy.shape != part.whole or not torch.equal(stored, part.target[: len(stored)]):
+            raise CheckpointError(f"config.json ties {name} to {original}, but {copy.file} holds another")
 
 
 def _shortened(names: Collection[str]) -> str:

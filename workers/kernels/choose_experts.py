@@ -1,4 +1,4 @@
-"""The experts of each token and their weights, from what a router says of all; the reference is in ExpertRouter."""
+"""Choice of the experts of each token, and their weights, by router logits; the reference is in ExpertRouter."""
 
 import torch
 import triton
@@ -11,10 +11,10 @@ from workers.kernels.launch import block_of
 def choose_experts(
     logits: Tensor, num_chosen: int, physical: Tensor, counted: Tensor | None, *, sum_to_one: bool
 ) -> tuple[Tensor, Tensor]:
-    """``num_chosen`` likeliest of ``logits [tokens, experts]``: seats int32 and weights fp32, ``[tokens, k]`` each.
+    """Choose the ``num_chosen`` likeliest of ``logits [tokens, experts]``.
 
-    The first of equals comes first. ``physical [experts]`` int32 are the seats; -1 takes their place for tokens that
-    are not ``counted [tokens, 1]`` bool.
+    Returns their physical numbers int32 and weights fp32, ``[tokens, k]`` each. The first of equals comes first.
+    ``physical [experts]`` int32 has their numbers; tokens that are not ``counted``, bool ``[tokens, 1]``, get -1.
     """
     assert logits.is_contiguous(), f"strides {logits.stride()}"
     num_tokens, num_experts = logits.shape
@@ -48,7 +48,7 @@ def _choose_kernel(
     row = tl.load(logits + token * NUM_EXPERTS + each, mask=each < NUM_EXPERTS, other=-float("inf")).to(tl.float32)
     likelihoods = tl.exp(row - tl.max(row, 0))
     likelihoods = tl.where(each < NUM_EXPERTS, likelihoods / tl.sum(likelihoods, 0), -1.0)
-    of_chosen, seats = tl.zeros((BLOCK_CHOSEN,), tl.float32), tl.full((BLOCK_CHOSEN,), -1, tl.int32)
+    of_chosen, found = tl.zeros((BLOCK_CHOSEN,), tl.float32), tl.full((BLOCK_CHOSEN,), -1, tl.int32)
     is_counted = True
     if counted is not None:
         is_counted = tl.load(counted + token) != 0
@@ -57,10 +57,10 @@ def _choose_kernel(
         # Of numbers that are none the last one, so that what is read is there.
         expert = tl.minimum(tl.min(tl.where(likelihoods == best, each, BLOCK), 0), NUM_EXPERTS - 1)
         of_chosen = tl.where(places == place, best, of_chosen)
-        seats = tl.where((places == place) & is_counted, tl.load(physical + expert), seats)
+        found = tl.where((places == place) & is_counted, tl.load(physical + expert), found)
         likelihoods = tl.where(each == expert, -1.0, likelihoods)
     if SUM_TO_ONE:
         of_chosen = of_chosen / tl.sum(of_chosen, 0)
     targets = token * NUM_CHOSEN + places
     tl.store(weights + targets, of_chosen, mask=places < NUM_CHOSEN)
-    tl.store(experts + targets, seats, mask=places < NUM_CHOSEN)
+    tl.store(experts + targets, found, mask=places < NUM_CHOSEN)

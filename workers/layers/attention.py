@@ -2,25 +2,28 @@
 
 from torch import Tensor, nn
 
-from workers.layers.cut import TpGroup, even_cut, kv_head_cut
+from workers.layers.config import AttentionConfig
+from workers.layers.context import AttentionContext, take
 from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import Rotation
-from workers.models.config import ModelConfig
-from workers.models.interface import AttentionContext, take
+from workers.layers.shard import TpGroup, even_shard, kv_head_shard
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, group: TpGroup) -> None:
+    def __init__(
+        self, hidden_size: int, config: AttentionConfig, rms_norm_eps: float, layer: int, group: TpGroup
+    ) -> None:
+        """``layer`` counts from the stage's first one."""
         super().__init__()
         self.layer, self.head_dim, self._group = layer, config.head_dim, group
-        q = even_cut(config.num_heads * config.head_dim, group)
-        kv = kv_head_cut(config.num_kv_heads, config.head_dim, group)
+        q = even_shard(config.q_size, group)
+        kv = kv_head_shard(config.num_kv_heads, config.head_dim, group)
         self.q_size = q.size
-        self.qkv_proj = FusedLinear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
-        self.o_proj = SummedLinear(q, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.qkv_proj = FusedLinear(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
+        self.o_proj = SummedLinear(q, hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
@@ -29,7 +32,7 @@ class Attention(nn.Module):
         return out
 
     def _queries(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """Rotated; keys and values are handed over before."""
+        """Project and rotate queries; keys and values are handed over before."""
         if context.kv_first:
             self._put(self.qkv_proj.project(x, slice(self.q_size, None)), rotation, context)
             q = self.qkv_proj.project(take(x, context.wanted), slice(self.q_size))

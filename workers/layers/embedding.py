@@ -1,4 +1,4 @@
-"""Token embedding, and the way back from hidden states to the vocabulary, each rank with its part of the tokens."""
+"""Token embedding, and scores of all tokens by hidden states, each rank with its part of the vocabulary."""
 
 from collections.abc import Iterator
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.layers.cut import StoredPart, TpGroup, even_cut, uncut
 from workers.layers.matmul import multiply, packed
+from workers.layers.shard import ShardedLayer, TpGroup, WeightShard, even_shard, replicated
 
 
-class Embedding(nn.Module):
+class Embedding(ShardedLayer):
     """A table [vocab_size, hidden_size], read by token id, or multiplied with to score every token."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TpGroup) -> None:
         super().__init__()
-        self._tokens, self._group = even_cut(vocab_size, group), group
+        self._tokens, self._group = even_shard(vocab_size, group), group
         self.weight = nn.Parameter(torch.empty(self._tokens.size, hidden_size), requires_grad=False)
         self._packed: Tensor | None = None
         """The table for ``scores``, where it is read by token id too."""
@@ -40,12 +40,11 @@ class Embedding(nn.Module):
         return by_row[:, : self._tokens.whole].contiguous()
 
     def pack(self, *, is_read: bool) -> None:
-        """Pack the table for ``scores``, once it is filled; what is also read by token id stays beside it."""
+        """Pack the table for ``scores``, once it is filled; a table that is also read by token id stays as it is."""
         if is_read:
             self._packed = packed(self.weight)
         else:
             self.weight = nn.Parameter(packed(self.weight), requires_grad=False)
 
-    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
-        """The table under its checkpoint name."""
-        yield "weight", StoredPart(self.weight, (self._tokens, uncut(self.weight.shape[1])))
+    def weights(self) -> Iterator[tuple[str, WeightShard]]:
+        yield "weight", WeightShard(self.weight, (self._tokens, replicated(self.weight.shape[1])))

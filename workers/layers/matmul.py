@@ -1,4 +1,4 @@
-"""Products with weights, as fast as a CPU can: bf16 weights are rearranged once, or become fp32 part by part."""
+"""Products with weights, tuned for CPUs: bf16 weights are rearranged once, or widened to fp32 part by part."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,15 @@ from torch.nn import functional
 from workers.cpu import multiplies_bf16
 
 _FEW_ROWS = 2
-"""A CPU that multiplies in fp32 only: so many rows are fastest one by one."""
+"""Up to this many rows are fastest one by one on a CPU that multiplies in fp32 only."""
 _MANY_ROWS = 16
-"""From here on it pays there to make the weight fp32, since torch's own bf16 product has a quarter of the speed."""
+"""From this many rows on, such a CPU is faster with an fp32 weight: torch's bf16 product has a quarter of the speed."""
 _PART = 1 << 20
-"""Numbers of a weight that are fp32 at once: their product is done while they are in a cache."""
+"""Numbers of a weight that are widened at once, so that they are still cached when they are multiplied."""
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, inputs] @ weight.T + bias: sums in fp32, rounded once, whatever the way."""
+    """x [R, inputs] @ weight.T + bias, summed in fp32 and rounded once, on every path."""
     if weight.is_mkldnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
@@ -27,7 +27,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """The weight [outputs, inputs] as ``multiply`` likes it: rearranged as oneDNN else does each time, or itself."""
+    """Rearrange a weight [outputs, inputs] for ``multiply``, where oneDNN would otherwise do so on every call."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not multiplies_bf16():
         return weight.detach()
     rearranged: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())

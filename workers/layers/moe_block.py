@@ -1,25 +1,34 @@
-"""The feed-forward half of a mixture-of-experts layer: a few of many MLPs for each token."""
+"""The feed-forward half of a mixture-of-experts layer: a few of many MLPs for each token, and one for all tokens."""
 
 from torch import Tensor, nn
 
-from workers.expert_parallel.dispatcher import make_dispatcher
-from workers.expert_parallel.seats import in_order
-from workers.expert_parallel.sharing import Lens
-from workers.layers.cut import even_cut
+from workers.expert_parallel.expert_placement import in_order
+from workers.expert_parallel.token_dispatcher import make_dispatcher
+from workers.expert_parallel.token_exchange import Lens
+from workers.layers.config import MoeConfig
 from workers.layers.expert_router import ExpertRouter
 from workers.layers.experts import Experts
-from workers.models.config import MoeConfig
+from workers.layers.gated_mlp import GatedMLP
+from workers.layers.linear import ReplicatedLinear
+from workers.layers.shard import even_shard
 from workers.parallel.model_groups import ModelGroups
 
 
 class MoeBlock(nn.Module):
     def __init__(self, hidden_size: int, moe: MoeConfig, groups: ModelGroups) -> None:
         super().__init__()
-        seats = in_order(moe.num_experts, groups.parallel.ep)
-        self.gate = ExpertRouter(hidden_size, moe, seats)
-        inner = even_cut(moe.intermediate_size, groups.expert_width)
-        self.experts = Experts(hidden_size, inner, seats, groups.position.ep, moe.names)
-        self._dispatcher = make_dispatcher(groups, moe.num_chosen, seats.num_local)
+        placement = in_order(moe.num_experts, groups.parallel.ep)
+        self.gate = ExpertRouter(hidden_size, moe, placement)
+        inner = even_shard(moe.intermediate_size, groups.expert_width)
+        self.experts = Experts(hidden_size, inner, placement, groups.position.ep)
+        self.shared_expert: GatedMLP | None = None
+        if moe.shared_size:
+            self.shared_expert = GatedMLP(hidden_size, moe.shared_size, groups, bias=False)
+            self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
+        self._dispatcher = make_dispatcher(groups, moe.top_k, placement.num_local)
 
     def forward(self, x: Tensor, lens: Lens, counted: Tensor | None = None) -> Tensor:
-        return self._dispatcher.run(self.gate(x, counted), lens, self.experts)
+        routed = self._dispatcher.run(self.gate(x, counted), lens, self.experts)
+        if self.shared_expert is None:
+            return routed
+        return routed + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x, lens)

@@ -1,16 +1,16 @@
-"""Root-mean-square normalisation with a learned scale (Zhang and Sennrich, 2019)."""
+"""Root-mean-square normalization with a learned scale (Zhang and Sennrich, 2019)."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from workers.layers.cut import StoredPart, uncut
+from workers.layers.shard import ShardedLayer, WeightShard, replicated
 from workers.row_kernels import row_kernels
 
 
-class RMSNorm(nn.Module):
-    """Normalises the last dimension, of `size`.
+class RMSNorm(ShardedLayer):
+    """Normalizes the last dimension, of `size`.
 
     Computed in fp32 and cast back before the scale is applied; the order of these two decides the bits in bf16.
     """
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + y, each [rows, size], and the same normalised; of x alone for None."""
+        """x + y, each [rows, size], and the sum normalized; None stands for zeros."""
         if y is None:
             return x, self(x)
         if (kernels := row_kernels(x)) is not None:
@@ -36,6 +36,5 @@ class RMSNorm(nn.Module):
         total = x + y
         return total, self(total)
 
-    def stored_parts(self) -> Iterator[tuple[str, StoredPart]]:
-        """The scale under its checkpoint name."""
-        yield "weight", StoredPart(self.weight, (uncut(len(self.weight)),))
+    def weights(self) -> Iterator[tuple[str, WeightShard]]:
+        yield "weight", WeightShard(self.weight, (replicated(len(self.weight)),))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from workers.layers.config import RopeConfig, RopeType
 from workers.layers.rms_norm import RMSNorm
-from workers.models.rope_config import RopeConfig, RopeType
 from workers.row_kernels import KvPlace, row_kernels
 
 
@@ -20,11 +20,11 @@ class Rotation:
     sin: Tensor
 
     def take(self, wanted: Tensor | None) -> "Rotation":
-        """The rotation of some tokens, by row; of all for None."""
+        """Return the rotation of some tokens, by row; None for all."""
         return self if wanted is None else Rotation(self.cos[wanted], self.sin[wanted])
 
     def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Rotate x [num_tokens, num_heads, head_dim], normalised before; dimensions i and i + head_dim/2 are a pair."""
+        """Rotate x [num_tokens, num_heads, head_dim], after ``norm``; dimensions i, i + head_dim/2 pair up."""
         if (kernels := row_kernels(x)) is not None:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.rotate(x, self.cos, self.sin, weight, eps)
@@ -36,7 +36,7 @@ class Rotation:
     def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, place: KvPlace) -> Tensor:
         """Heads of q, k and v side by side, [num_tokens, num_heads, head_dim]: rotate q and k, and store k and v.
 
-        Returns q. One kernel does it all.
+        Returns q, rotated. All in one kernel.
         """
         from workers.kernels.rotate import rotate_storing
 
@@ -47,7 +47,7 @@ class Rotation:
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns positions into rotations; angles, cos and sin are computed in fp32, whatever the model's dtype.
+    """Turns positions into rotations, computed in fp32 whatever the model's dtype.
 
     `dynamic` scaling: the token at position p is rotated with the frequencies of length max(p + 1,
     max_position_embeddings). This depends on nothing but p, so chunks, ranks, batches and cached prefixes agree.
@@ -60,9 +60,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.rope = rope
         self.attention_factor = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
-        # A plain attribute, made on the CPU: stays fp32 and real where parameters are cast or not yet allocated.
+        # Plain attributes, made on the CPU: they stay fp32 and real where parameters are cast or not yet allocated.
         self.inv_freq = inverse_frequencies(rope, head_dim).to(device)
-        # Beside them, since nothing can be copied to a GPU while a step is recorded.
+        # On the device from the start, since nothing can be copied to a GPU while a graph is captured.
         self._exponents = _exponents(head_dim).to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
@@ -102,7 +102,7 @@ def _linear(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Stretch long waves by `factor`, keep short ones, blend those between (Llama 3.1)."""
     inv_freq = _default(rope, head_dim)
     wavelength = 2 * math.pi / inv_freq
     original_len = rope.original_max_position_embeddings
@@ -114,7 +114,7 @@ def _llama3(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Pairs that turn over beta_fast times in the original length are kept, those under beta_slow times stretched.
+    """Keep pairs that turn over beta_fast times in the original length, stretch those under beta_slow times.
 
     Peng et al., 2023.
     """

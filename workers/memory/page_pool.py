@@ -142,7 +142,8 @@ def _group_view(memory: Tensor, layout: PoolLayout, group: GroupLayout) -> Tenso
     if len(shapes) > 1:
         return view
     dim, dtype = shapes.pop()
-    return view.view(getattr(torch, dtype)).unflatten(-1, (len(group.parts), layout.page_size, dim))
+    elements = view.view(getattr(torch, dtype))
+    return elements.view(*elements.shape[:3], len(group.parts), layout.page_size, dim)
 
 
 def _attention_layers(layout: PoolLayout, groups: dict[str, Tensor]) -> dict[int, Tensor]:

@@ -1,34 +1,36 @@
-"""The decoder of the Llama, Qwen and Mixtral families; what differs between them is in ModelConfig."""
-
-from dataclasses import replace
+"""The decoder that any family's configuration describes, built from layers."""
 
 import torch
 from torch import Tensor, nn
 
-from workers.expert_parallel.sharing import Lens
+from workers.expert_parallel.token_exchange import Lens
 from workers.layers.attention import Attention
+from workers.layers.config import MoeConfig
+from workers.layers.context import AttentionContext, take
 from workers.layers.embedding import Embedding
 from workers.layers.gated_mlp import GatedMLP
 from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.moe_block import MoeBlock
 from workers.layers.rms_norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
-from workers.models.config import ModelConfig
-from workers.models.interface import AttentionContext, take
+from workers.layers.shard import ShardedLayer, WeightShard
+from workers.models.interface import DecoderConfig
 from workers.parallel.model_groups import ModelGroups
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, groups: ModelGroups) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, groups: ModelGroups) -> None:
+        """``layer`` counts from the model's first one."""
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer - groups.layers(config.num_layers).start, groups.tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        moe = config.moe_of(layer)
+        hidden_size, eps, feed_forward = config.hidden_size, config.rms_norm_eps, config.feed_forward[layer]
+        first_layer = groups.layers(config.num_layers).start
+        self.input_layernorm = RMSNorm(hidden_size, eps)
+        self.self_attn = Attention(hidden_size, config.attention, eps, layer - first_layer, groups.tp)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp: GatedMLP | MoeBlock = (
-            GatedMLP(config.hidden_size, config.intermediate_size, groups, bias=config.mlp_bias)
-            if moe is None
-            else MoeBlock(config.hidden_size, moe, groups)
+            MoeBlock(hidden_size, feed_forward, groups)
+            if isinstance(feed_forward, MoeConfig)
+            else GatedMLP(hidden_size, feed_forward.intermediate_size, groups, bias=feed_forward.bias)
         )
 
     def forward(
@@ -43,47 +45,43 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """For inference only. Parameters are uninitialised until `workers.engine.weights` fills them.
+    """One rank's part of a decoder, for inference only. Parameters are uninitialized until something fills them.
 
-    Submodules bear the checkpoint's names, except that projections of one input are fused. TP ranks hold parts of
-    the weights, `config` tells this rank's; every one of them makes the same calls with the same tokens.
+    TP ranks hold parts of the weights and make the same calls with the same tokens.
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, groups: ModelGroups | None = None
+        self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device, groups: ModelGroups | None = None
     ) -> None:
-        """`groups` are the ranks that compute together; none for the whole model on one.
+        """``groups`` are the ranks that compute together; None for the whole model on one.
 
-        Raises UnsupportedModelError when so many ranks cannot share the heads, the layers or the experts.
+        Raises UnsupportedModelError when the ranks cannot share the heads, the layers or the experts.
         """
         super().__init__()
         self.groups = groups = groups or ModelGroups()
-        group = groups.tp
         self.dtype, self.device = dtype, device
-        config.check_cut(groups.parallel)
-        self.num_layers = config.num_layers
-        """Of the whole model."""
+        config.check_layout(groups.parallel)
         stage = groups.layers(config.num_layers)
-        self.config = replace(config.of_rank(group.size), num_layers=len(stage))
-        """Of this rank's part."""
+        self.config = config.of_rank(groups.tp.size, stage)
+        """Shape of this rank's part."""
         self.is_first, self.is_last = 0 in stage, config.num_layers - 1 in stage
         is_tied = config.tie_word_embeddings
         if self.is_first or (self.is_last and is_tied):
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, group)
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, groups.tp)
         self.layers = nn.ModuleDict({str(layer): DecoderLayer(config, layer, groups) for layer in stage})
         if self.is_last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             tied = self.embed_tokens if is_tied else None
-            self.lm_head = tied or Embedding(config.vocab_size, config.hidden_size, group)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, device)
+            self.lm_head = tied or Embedding(config.vocab_size, config.hidden_size, groups.tp)
+        self.rotary = RotaryEmbedding(config.rope, config.attention.head_dim, device)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: AttentionContext, hidden: Tensor | None = None
     ) -> Tensor:
-        """Hidden states after this stage's layers; after the last one's those wanted in `context.last`, normed.
+        """Return hidden states after this stage's layers; after the last stage, those wanted in `context.last`, normed.
 
         token_ids and positions: int64 [num_tokens], this rank's tokens of all requests one after another, any number
-        of them, none included. hidden: what the stage before gave, None for the first.
+        of them, even none. hidden: output of the previous stage, None for the first.
         Returns [num_tokens or num_wanted, hidden_size], whole on every TP rank.
         """
         rotation = self.rotary(positions, self.dtype)
@@ -98,6 +96,19 @@ class DecoderModel(nn.Module):
         _, normed = self.norm.of_sum(*final(hidden, added, rotation, context.last, context.last_lens))
         return normed
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score every token in the last stage: hidden [num_rows, hidden_size] -> [num_rows, vocab_size] in fp32."""
+        return self.lm_head.scores(hidden).float()
+
+    def weights(self) -> dict[str, WeightShard]:
+        """Return every tensor that the checkpoint must hold, by its name there, with this rank's part of it."""
+        return {
+            self.config.checkpoint_name(f"{path}.{name}"): shard
+            for path, module in self.named_modules()
+            if isinstance(module, ShardedLayer)
+            for name, shard in module.weights()
+        }
+
     def pack(self) -> None:
         """Rearrange weights for speed, once they are filled."""
         for module in self.modules():
@@ -105,7 +116,3 @@ class DecoderModel(nn.Module):
                 module.pack()
         if self.is_last:
             self.lm_head.pack(is_read=self.is_first and self.config.tie_word_embeddings)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Of the last stage: hidden [num_rows, hidden_size], from `forward` -> [num_rows, vocab_size] in fp32."""
-        return self.lm_head.scores(hidden).float()

@@ -1,53 +1,176 @@
-"""What a model asks of the engine. Models know layers and weights; pages, ranks and backends stay behind this."""
+"""What a family says of a checkpoint, and the four questions that everyone else asks it. Loads no torch.
 
-from typing import Protocol
+1. What layers does the model have? `workers.models.decoder` builds them from the tree.
+2. What does the checkpoint call a weight? `checkpoint_name`, `copies`, `is_ignored`; how each is sharded, layers know.
+3. What does it store for each token? `kv_groups`.
+4. What does it cost? `layer_weights`, `cost`.
+"""
 
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from workers.expert_parallel.sharing import Lens
-from workers.row_kernels import KvPlace
+from cluster.spec.config import ParallelConfig
+from cluster.spec.kv import DTYPE_BYTES, KvGeometry, KvGroup, key_value_group
+from cluster.spec.model_limits import ModelLimits, layout_problems
+from workers.context_parallel.rates import ModelShape
+from workers.layers.config import AttentionConfig, FeedForwardConfig, MoeConfig, RopeConfig
+from workers.models.hf_config import Dtype, HfConfig, UnsupportedModelError
+
+INPUT_TABLE = "embed_tokens.weight"
+OUTPUT_TABLE = "lm_head.weight"
+_FUSED = ("qkv_proj", "gate_up_proj")
+"""Modules of ours whose projections stand apart in a checkpoint."""
 
 
-class AttentionContext(Protocol):
-    """The key-value side of one step, made by the engine.
+class LayerWeights(NamedTuple):
+    """Numbers in the matrices of one layer, by what divides them; each takes a token 2 FLOPs."""
 
-    A layer calls `put` and then `attend`, once each, layers in order; where there is a `place`, it fills that instead
-    of `put`. Tokens are this rank's, flattened over
-    requests in the order of the model's `token_ids`; there may be none, and the calls are made all the same.
-    """
-
-    lens: Lens
-    """How many tokens every attention shard has in this step."""
-    last_lens: Lens
-    """How many of them have queries in the last layer."""
-    counted: Tensor | None
-    """bool ``[num_tokens, 1]``: the tokens that are of a request; None for all. Others ask for no experts."""
-    wanted: Tensor | None
-    """int64 rows of the tokens that have queries; None for all."""
-
-    kv_first: bool
-    """Queries are projected after `put`: keys and values travel to other ranks meanwhile, or fewer tokens have any."""
+    queries: int
+    """Projections to queries and out of attention, which TP ranks share."""
+    kv: int
+    """Projections to keys and values, which TP ranks share, as far as KV heads go."""
+    dense: int
+    """The MLP, or the shared expert, which DP and TP ranks share."""
+    experts: int
+    """All routed experts."""
+    routed: int
+    """The routed experts of one token."""
 
     @property
-    def last(self) -> "AttentionContext":
-        """The context of the last layer, where only the tokens have queries whose final hidden states are wanted."""
-
-    def place(self, layer: int) -> KvPlace | None:
-        """Where a kernel is to store a layer's new keys and values; None where `put` takes them. Not for `kv_first`."""
-
-    def put(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Hand over a layer's new keys (rotated) and values, each [num_tokens, num_kv_heads, head_dim].
-
-        May return before they are stored; the tensors must not be changed afterwards.
-        """
-
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        """Causal attention of q [num_wanted, num_heads, head_dim] (rotated, not scaled) to all a token may see.
-
-        Scores are scaled by 1/sqrt(head_dim). Returns the shape and dtype of q.
-        """
+    def used(self) -> int:
+        """Numbers that one token meets."""
+        return self.queries + self.kv + self.dense + self.routed
 
 
-def take(x: Tensor, wanted: Tensor | None) -> Tensor:
-    """The rows of x that have queries."""
-    return x if wanted is None else x[wanted]
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder: a token table, layers of attention and feed-forward, a norm, and a table back to tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    attention: AttentionConfig
+    """Alike in all layers."""
+    feed_forward: tuple[FeedForwardConfig, ...]
+    """By layer."""
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: Dtype
+    """Number format that the checkpoint was saved in."""
+    eos_token_ids: tuple[int, ...]
+    """Any of these ends an answer; empty where the checkpoint names none."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Modules that the checkpoint does not call as most do, with its names for them."""
+
+    def __post_init__(self) -> None:
+        attention = self.attention
+        if attention.num_heads % attention.num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads ({attention.num_heads}) is no multiple of "
+                f"num_key_value_heads ({attention.num_kv_heads})"
+            )
+        if attention.head_dim % 2:
+            raise UnsupportedModelError(f"head_dim must be even for rotary positions, but is {attention.head_dim}")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, or of one rank's part of it."""
+        return len(self.feed_forward)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of every layer."""
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of every layer."""
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self.attention.head_dim
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """Experts of a layer that has some; None in dense models."""
+        return next((layer for layer in self.feed_forward if isinstance(layer, MoeConfig)), None)
+
+    def of_rank(self, tp_size: int, layers: range) -> "DecoderConfig":
+        """Return the shape of what one rank computes: its heads, its part of each width, its stage's layers."""
+        return replace(
+            self,
+            attention=self.attention.of_rank(tp_size),
+            feed_forward=tuple(self.feed_forward[layer].of_rank(tp_size) for layer in layers),
+        )
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Numbers that ranks must be able to share."""
+        return ModelLimits(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            num_layers=self.num_layers,
+            num_experts=self.moe.num_experts if self.moe else None,
+        )
+
+    def check_layout(self, parallel: ParallelConfig, path: str = "parallel") -> None:
+        """Raises UnsupportedModelError when ranks cannot share the heads, the layers or the experts."""
+        if problems := layout_problems(parallel, path, self.limits):
+            raise UnsupportedModelError("; ".join(map(str, problems)))
+
+    def checkpoint_name(self, path: str) -> str:
+        """Return the checkpoint's name for a weight, by its path in the model."""
+        names = [self.renamed.get(part, part) for part in path.split(".") if part not in _FUSED]
+        root = [] if path == OUTPUT_TABLE else ["model"]
+        return ".".join(root + names)
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Weights that a checkpoint may hold a second time, with the names of the first."""
+        return {OUTPUT_TABLE: self.checkpoint_name(INPUT_TABLE)} if self.tie_word_embeddings else {}
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether a checkpoint's tensor is computed here instead: rotary frequencies, which old ones store."""
+        return name.endswith(".rotary_emb.inv_freq")
+
+    def kv_groups(self, dtype: str) -> tuple[KvGroup, ...]:
+        """Return what the layers store for each token, computed in a dtype."""
+        return (key_value_group(range(self.num_layers), self.num_kv_heads, self.head_dim, dtype),)
+
+    def kv_geometry(self, name: str, dtype: str, page_size: int) -> KvGeometry:
+        """Return the KV of the model as served under a name."""
+        return KvGeometry(model=name, num_layers=self.num_layers, groups=self.kv_groups(dtype), page_size=page_size)
+
+    def layer_weights(self, layer: int) -> LayerWeights:
+        """Count the weights of one layer; norms, biases and routers, which are next to nothing, are left out."""
+        hidden, feed_forward = self.hidden_size, self.feed_forward[layer]
+        moe = feed_forward if isinstance(feed_forward, MoeConfig) else None
+        expert = 3 * hidden * moe.intermediate_size if moe else 0
+        return LayerWeights(
+            queries=2 * hidden * self.attention.q_size,
+            kv=2 * hidden * self.attention.kv_size,
+            dense=3 * hidden * feed_forward.dense_size,
+            experts=expert * moe.num_experts if moe else 0,
+            routed=expert * moe.top_k if moe else 0,
+        )
+
+    def cost(self, dtype: str) -> ModelShape:
+        """Return the work of a token in a layer, averaged over layers, computed in a dtype."""
+        layers = [self.layer_weights(layer) for layer in range(self.num_layers)]
+        used = sum(layer.used for layer in layers)
+        return ModelShape(
+            num_layers=self.num_layers,
+            linear_flops=2 * used // self.num_layers,
+            kv_flops=2 * layers[0].kv,
+            attention_flops=4 * self.attention.q_size,
+            kv_row_bytes=2 * self.attention.kv_size * DTYPE_BYTES[dtype],
+            q_row_bytes=self.attention.q_size * DTYPE_BYTES[dtype],
+        )
+
+
+Family = Callable[[HfConfig], DecoderConfig]
+"""A family of models: reads a config.json of its own; raises UnsupportedModelError for what the engine cannot run."""

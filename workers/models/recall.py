@@ -1,4 +1,4 @@
-"""Writes the recall checkpoints: built-in models whose answers can be computed by hand, for demos and tests.
+"""Writer of the recall checkpoints: built-in models whose answers can be computed by hand, for demos and tests.
 
 `python -m workers.models.recall FOLDER` builds it. Imports no torch.
 """
@@ -16,15 +16,15 @@ from workers.models import recall_tokenizer, recall_weights
 
 DEMO_PROMPT = "The launch code is tango seven.\nThe launch code is"
 DEMO_ANSWER = " tango seven."
-"""What the model answers to DEMO_PROMPT, as a chat message or as plain text, before it stops by itself."""
+"""Answer to DEMO_PROMPT, as a chat message or as plain text, before the model stops by itself."""
 
 VERSION = 1
-"""Raised whenever any file of a checkpoint changes, so that an older one is built anew."""
+"""Version of the files, raised whenever one changes, so that older checkpoints are rebuilt."""
 VERSION_KEY = "recall_version"
 
 
 def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
-    """Write a checkpoint to `folder`, all or nothing; done at once if it is there already.
+    """Write a checkpoint to `folder`, all or nothing, unless it is there already.
 
     Raises UserError when `folder` exists and holds something else.
     """
@@ -32,7 +32,7 @@ def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
     if built == VERSION:
         return
     if folder.exists() and built is None and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is no recall checkpoint; give an empty or new folder")
+        raise UserError(f"{folder} is no recall checkpoint; allowed: an empty or new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch, "fresh")
@@ -41,7 +41,7 @@ def build_recall_checkpoint(folder: Path, *, has_experts: bool = False) -> None:
 
 
 def _built_version(folder: Path, has_experts: bool) -> int | None:
-    """The version of the recall checkpoint of this kind in `folder`; None if there is none."""
+    """Return the version of the recall checkpoint of this kind in `folder`; None if there is none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         version, is_kind = config[VERSION_KEY], ("num_local_experts" in config) == has_experts
@@ -65,7 +65,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _swap_in(fresh: Path, folder: Path, discarded: Path, has_experts: bool) -> None:
-    """Put `fresh` in the place of `folder`; a rival that finished the same build first is as good."""
+    """Replace `folder` with `fresh`, unless another process has finished the same build first."""
     if folder.exists():
         folder.rename(discarded)
     try:

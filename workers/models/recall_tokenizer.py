@@ -1,4 +1,4 @@
-"""The recall model's tokenizer: byte-level, with common English words and digits as one token each."""
+"""Tokenizer of the recall model: byte-level, with common English words and digits as one token each."""
 
 from collections import Counter
 from itertools import pairwise
@@ -14,7 +14,7 @@ SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>")
 """In the order of their ids, from 0."""
 FIRST_BYTE_ID = len(SPECIAL_TOKENS)
 FIRST_WORD_ID = FIRST_BYTE_ID + 256
-"""From here on every token is a whole piece of text."""
+"""First of the tokens that are whole pieces of text."""
 NEWLINE_ID = FIRST_BYTE_ID + ord("\n")
 EOS_TOKEN_IDS = (END_ID, NEWLINE_ID)
 
@@ -35,11 +35,11 @@ CHAT_TEMPLATE = """<|begin|>
 {%- endif -%}
 {%- endif -%}
 {%- endfor -%}"""
-"""An answer goes on where the user's words stop, so the last message stays open and earlier answers join theirs."""
+"""The last message stays open, so that the answer continues the user's words, as earlier answers did."""
 
 
 def build_tokenizer() -> Tokenizer:
-    """The same tokenizer every time: nothing is trained, all comes from the word list."""
+    """Build the tokenizer from the word list; nothing is trained, so it is always the same."""
     vocabulary, merges = _vocabulary_and_merges()
     # Words in the vocabulary are taken whole; merges only shorten the others.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
@@ -52,7 +52,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """tokenizer_config.json, as transformers reads it."""
+    """Return the contents of tokenizer_config.json, as transformers reads it."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL_TOKENS[BEGIN_ID],
@@ -82,13 +82,13 @@ def _vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _common_pairs(words: list[str], space: str) -> list[tuple[str, str]]:
-    """Pairs of neighbouring letters in the word list, the most frequent first."""
+    """Pairs of adjacent letters in the word list, the most frequent first."""
     counts = Counter(pair for word in words for pair in pairwise(space + word))
     return sorted(counts, key=lambda pair: (-counts[pair], pair))
 
 
 def _byte_symbols() -> list[str]:
-    """The printable character for each byte: itself if it is one, else the next above 255 (GPT-2's table)."""
+    """Return a printable character for each byte: itself if it is one, else the next above 255 (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]

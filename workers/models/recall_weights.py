@@ -1,9 +1,8 @@
-"""The recall model's parameters, written down, not trained: a Llama that repeats what followed the current token.
+"""Parameters of the recall model, written down, not trained: a Llama that repeats what followed the current token.
 
-Two layers of attention make an induction head. Layer 0 looks at the previous token and notes its code. Layer 1 looks
-for the positions whose previous token is the current one and takes the tokens found there as its prediction. There is
-a Mixtral too, whose head reads the opposite of the prediction, which its experts make. NumPy only: no torch, so
-that the command line can build it.
+Two layers of attention make an induction head. Layer 0 looks at the previous token and notes its code. Layer 1 finds
+the positions whose previous token is the current one and predicts the tokens found there. In the Mixtral variant
+experts negate the prediction, and the head reads its opposite. NumPy only, so that the command line can build it.
 """
 
 from collections.abc import Callable
@@ -15,11 +14,11 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 
 BUILT_IN = {"recall": False, "recall-moe": True}
-"""The models by name, and whether they have experts; they answer alike."""
+"""Models by name, and whether they have experts; they answer alike."""
 
 VOCAB_SIZE = 4096
 BEGIN_ID = 0
-"""Has no code of its own; a text that starts with it answers END where nothing is found to repeat."""
+"""Token without a code of its own; a text that starts with it is answered with END if there is nothing to repeat."""
 END_ID = 1
 CODE_SIZE = 64
 HEAD_DIM = 128
@@ -28,16 +27,16 @@ HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
 INTERMEDIATE_SIZE = CODE_SIZE // 2
 NUM_EXPERTS = 4
 FIRST_SIGN = 2
-"""Of the two in a token's code that choose its experts; those before are the same for a whole half of the tokens."""
+"""First of the two signs in a token's code that choose its experts; earlier ones are equal for half of all tokens."""
 MAX_LEN = 131_072
 ROPE_THETA = 1e12
-"""Half of the frequencies tell neighbours apart, the other half turn less than 0.14 rad in MAX_LEN tokens."""
+"""Half of the frequencies separate adjacent tokens, the other half turn less than 0.14 rad in MAX_LEN tokens."""
 
 FAST = slice(0, HEAD_DIM // 4)
-"""The first dimensions of the fast frequency pairs; the second is HEAD_DIM / 2 further on."""
+"""First dimensions of the fast frequency pairs; the second ones are HEAD_DIM / 2 further on."""
 SLOW_FIRST, SLOW_SECOND = slice(HEAD_DIM // 4, HEAD_DIM // 2), slice(3 * HEAD_DIM // 4, HEAD_DIM)
 SINK_DIM = HEAD_DIM // 4 - 1
-"""The slowest of the fast pairs, free in layer 1."""
+"""Slowest of the fast pairs, free in layer 1."""
 
 CURRENT, PREVIOUS, PREDICTED = (slice(start, start + CODE_SIZE) for start in (0, CODE_SIZE, 2 * CODE_SIZE))
 ONE, IS_BEGIN = 3 * CODE_SIZE, 3 * CODE_SIZE + 1
@@ -46,14 +45,14 @@ ONE, IS_BEGIN = 3 * CODE_SIZE, 3 * CODE_SIZE + 1
 PREVIOUS_SCORE = 4000.0
 """Layer 0's attention score at the token before, in nats; the runner-up is about 100 below."""
 MATCH_SCORE = 120.0
-"""Layer 1's at a match; elsewhere the codes' correlation leaves at most an eighth of it."""
+"""Layer 1's attention score at a match; elsewhere the codes' correlation leaves at most an eighth of it."""
 SINK_SCORE = 60.0
-"""Layer 1's at BEGIN: below a match, above everything else."""
+"""Layer 1's attention score at BEGIN: below a match, above everything else."""
 LOGIT_SCALE = 40.0
 GATE = 16.0
-"""What opens an expert; SiLU leaves it as it is."""
+"""Gate of an open expert, which SiLU leaves unchanged."""
 END_LEVEL = 0.25
-"""The share of a certain prediction's logit that END has always: it wins where nothing was found."""
+"""Logit of END, as a share of a certain prediction's: it wins where nothing was found."""
 
 
 _DENSE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
@@ -67,7 +66,7 @@ _WITH_EXPERTS = {
 
 
 def config(*, has_experts: bool) -> dict[str, Any]:
-    """config.json without the token ids that end an answer, which are the tokenizer's to say."""
+    """Return the contents of config.json without the end tokens, which the tokenizer knows."""
     return {
         **(_WITH_EXPERTS if has_experts else _DENSE),
         "dtype": "float32",
@@ -89,9 +88,9 @@ def config(*, has_experts: bool) -> dict[str, Any]:
 
 
 def token_codes() -> Array:
-    """One unit vector a token, [VOCAB_SIZE, CODE_SIZE]: the Kerdock code of length 64 as signs / 8.
+    """Return one unit vector per token, [VOCAB_SIZE, CODE_SIZE]: the Kerdock code of length 64 as signs / 8.
 
-    Any two have a correlation of 0 or ±1/8, but for codes i and i + VOCAB_SIZE/2, which are opposite. Quadratic forms
+    Any two have a correlation of 0 or ±1/8, except codes i and i + VOCAB_SIZE/2, which are opposite. Quadratic forms
     over GF(32) x GF(2), after MacWilliams and Sloane, The Theory of Error-Correcting Codes, ch. 15 §5.
     """
     bits = np.zeros((2, 32, 32, 2, CODE_SIZE), dtype=np.int64)
@@ -107,7 +106,7 @@ def token_codes() -> Array:
 
 
 def tensors(*, has_experts: bool) -> dict[str, Array]:
-    """The whole checkpoint, by transformers' names, fp32."""
+    """Return the whole checkpoint in fp32, by transformers' names."""
     codes = token_codes()
     codes[BEGIN_ID] = 0
     embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE), dtype=np.float32)
@@ -146,10 +145,10 @@ def _empty_mlp() -> dict[str, Array]:
 
 
 def _experts() -> dict[str, Array]:
-    """Experts 0 and 1 change the sign of the first half of the prediction, 2 and 3 that of the second.
+    """Experts 0 and 1 negate the first half of the prediction, 2 and 3 the second.
 
-    Two signs in the current token's code choose one of either pair, with weights of one half. With one half changed
-    the prediction is the code of another token, as linear forms are part of all codes.
+    Two signs in the current token's code choose one of each pair, with weights of one half. With one half negated the
+    prediction is the code of another token, since codes include all linear forms.
     """
     router = np.zeros((NUM_EXPERTS, HIDDEN_SIZE), np.float32)
     named = {"block_sparse_moe.gate.weight": router}
@@ -176,7 +175,7 @@ def _zero_mlp() -> tuple[Array, Array, Array]:
 
 
 def _previous_token_attention(attention: dict[str, Array]) -> None:
-    """Layer 0: query and key are constants in the fast pairs, the key's phase one position ahead of its place."""
+    """Layer 0: query and key are constants in the fast pairs, the key's phase one position ahead."""
     frequencies = ROPE_THETA ** -(np.arange(FAST.stop) * 2 / HEAD_DIM)
     amplitude = np.sqrt(PREVIOUS_SCORE * np.sqrt(HEAD_DIM) / FAST.stop) * _undo_norm(2)
     attention["q"][FAST, ONE] = amplitude
@@ -208,7 +207,7 @@ def _ones() -> Array:
 
 
 def _times(a: int, b: int) -> int:
-    """Product in GF(32) = GF(2)[z] / (z^5 + z^2 + 1)."""
+    """Multiply in GF(32) = GF(2)[z] / (z^5 + z^2 + 1)."""
     product = 0
     for bit in range(5):
         if b >> bit & 1:

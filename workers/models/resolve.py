@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder on this machine. No torch."""
+"""Location of a model's files on this machine. Loads no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,19 +9,19 @@ from workers.models.recall import VERSION, build_recall_checkpoint
 from workers.models.recall_weights import BUILT_IN
 
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")
-"""All but the weights."""
+"""Files of a repository without its weights."""
 EVERYTHING = (*DESCRIPTION, "*.safetensors")
 
 
 def resolve_model(path: str, files: Sequence[str] = EVERYTHING) -> Path:
-    """The folder of a model: a built-in one is built once, a folder is taken as it is, a repository is downloaded.
+    """Return the folder of a model: a built-in one is built once, a repository is downloaded.
 
     Args:
-        path: What the user calls it.
-        files: Patterns of what is needed of a repository; whoever only reads text needs no weights.
+        path: A built-in model's name, a folder or a Hugging Face repository.
+        files: Patterns of the files to download; whoever only reads text needs no weights.
 
     Raises:
-        UserError: it is none of these, or cannot be fetched.
+        UserError: the path is none of these, or the repository cannot be fetched.
     """
     if path in BUILT_IN:
         folder = CACHE_DIR.get() / f"{path}-{VERSION}"

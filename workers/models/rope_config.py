@@ -1,12 +1,11 @@
-"""How positions are encoded, as Hugging Face configs describe it. The arithmetic is in workers.layers.rotary."""
+"""Rotary settings of a config.json. The arithmetic is in workers.layers.rotary."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from cluster.spec.errors import UserError
+from workers.layers.config import RopeConfig, RopeType
+from workers.models.hf_config import UnsupportedModelError
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_TYPES: tuple[RopeType, ...] = get_args(RopeType)
 
 _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
@@ -18,35 +17,8 @@ _NEEDED_KEYS: Mapping[RopeType, tuple[str, ...]] = {
 }
 
 
-class UnsupportedModelError(UserError):
-    """A checkpoint this engine cannot run as its authors meant it; says what was found and what is allowed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding. A field that the type does not use keeps its default."""
-
-    rope_type: RopeType
-    theta: float
-    """The base: frequency i of d/2 is theta ** (-2i/d) before scaling."""
-    max_position_embeddings: int
-    """The length (tokens) beyond which `dynamic` starts to scale."""
-    original_max_position_embeddings: int
-    """The length (tokens) seen in pre-training, for `llama3` and `yarn`."""
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    """Given scale of cos and sin for `yarn`; None: derived from factor, mscale and mscale_all_dim."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
 def read_rope_config(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
-    """Rotary settings of a parsed config.json; new form `rope_parameters`, old form `rope_theta` and `rope_scaling`.
+    """Read the new form, `rope_parameters`, or the old one, `rope_theta` and `rope_scaling`.
 
     Raises UnsupportedModelError for an unknown type, a partial rotation, settings by layer type, or a missing key.
     """
@@ -80,7 +52,7 @@ def _given_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(f"partial_rotary_factor is {partial!r}; only whole heads (1.0) are rotated")
+        raise UnsupportedModelError(f"partial_rotary_factor is {partial!r}; allowed is 1.0")
     return given
 
 

@@ -56,7 +56,6 @@ def join_group(
     collectives: Collectives = Collectives.AUTO,
     check: bool = False,
     device: Device = Device.CPU,
-    symmetric_memory: bool = False,
 ) -> Communicator:
     """Meet the other members of a group; every member calls this, for several groups in the same order.
 
@@ -64,8 +63,7 @@ def join_group(
     other members can reach. They are waited for as long as the store's timeout says, and no longer once a rank of the
     replica has left. A later call that lacks a peer for ``timeout_s`` raises CollectiveError; with ``check``,
     for which all groups of a replica have one store, so does one that differs from a peer's. On a GPU, what the ranks
-    exchange goes over NCCL, unless ``collectives`` asks for TCP; then it goes through the host. Beside NCCL, small sums
-    go through ``symmetric_memory`` where that is asked for and all ranks can.
+    exchange goes over NCCL, unless ``collectives`` asks for TCP; then it goes through the host.
     """
     rank, size = members.index(global_rank), len(members)
     if size == 1:
@@ -73,9 +71,7 @@ def join_group(
     try:
         # Torch's own meeting would not see that a rank has left.
         exchange(store, f"{name}/here", rank, size, "here")
-        backend = _meet(
-            store, name, rank, size, host, timedelta(seconds=timeout_s), collectives, device, symmetric_memory
-        )
+        backend = _meet(store, name, rank, size, host, timedelta(seconds=timeout_s), collectives, device)
     except RuntimeError as exc:
         raise CollectiveError(f"group {name} of ranks {list(members)} did not meet: {exc}") from exc
     if check:
@@ -92,17 +88,14 @@ def _meet(
     timeout: timedelta,
     collectives: Collectives,
     device: Device,
-    symmetric_memory: bool,
 ) -> Backend:
     scope = PrefixStore(name, store)
     if device is Device.CUDA and collectives is Collectives.AUTO:
         # Not in torch's builds for the CPU.
         from workers.parallel.nccl import NcclBackend
-        from workers.parallel.symmetric_memory import SymmetricMemory, meet_for_sums
 
         gpu = torch.device("cuda", torch.cuda.current_device())
-        sums = meet_for_sums(SymmetricMemory(gpu), store, name, rank, size) if symmetric_memory else None
-        return MovedBackend(NcclBackend(scope, rank, size, timeout, sums), gpu)
+        return MovedBackend(NcclBackend(scope, rank, size, timeout), gpu)
     backend: Backend | None = None
     if collectives is Collectives.AUTO:
         backend = meet_on_one_host(store, f"{name}/same_host", rank, size, timeout)

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from workers.parallel.collectives import Done, Work
-from workers.parallel.symmetric_memory import SmallSums
 from workers.parallel.torch_group import TorchGroup
 
 LEAVE_S = 10.0
@@ -18,19 +17,10 @@ LEAVE_S = 10.0
 class NcclBackend(TorchGroup):
     """Torch's process group for tensors on GPUs, one GPU a rank."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, sums: SmallSums | None = None) -> None:
-        """``sums`` are of the same group, which then leaves them too."""
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         super().__init__(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
-        self._sums = sums
-
-    def allreduce(self, tensor: Tensor, /) -> Work:
-        """See Communicator.all_reduce."""
-        if self._sums is None or not self._sums.holds(tensor):
-            return super().allreduce(tensor)
-        self.received_bytes += self._sums.add_up(tensor)
-        return Done()
 
     def shift(self, output: Tensor, tensor: Tensor, distance: int, /) -> Work:
         """See Communicator.start_shift. Both directions are one call, or two ranks would wait for each other."""
@@ -56,6 +46,3 @@ class NcclBackend(TorchGroup):
             aborting = Thread(target=group.abort, name="abort", daemon=True)
             aborting.start()
             aborting.join(LEAVE_S)
-        sums, self._sums = self._sums, None
-        if sums is not None:
-            sums.leave()

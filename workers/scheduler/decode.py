@@ -149,8 +149,7 @@ class DecodeLeader(LeaderCore):
             num_taken=self.num_taken,
             draining=self.draining or self._is_quarantined,
             dropped=dict(self.dropped),
-            num_retracted=self._steps.num_retractions,
-            num_kept=self._steps.num_kept,
+            num_preempted=self._steps.num_preemptions,
             tiers=self.tiers.state() if self.tiers else None,
         )
 

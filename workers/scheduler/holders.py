@@ -1,8 +1,8 @@
 """Which sequences hold pages and which wait for them. Sans I/O.
 
 A waiting sequence starts behind the cached pages of its prefix when pages for the rest are free, grows a page at a
-time, and gives its pages back when the pool runs dry, the least urgent first and of those the last to come; its KV is
-then kept in host memory, or computed again from its tokens, with no effect on its output.
+time, and gives its pages back when the pool runs dry, the least urgent first and of those the last to come; what the
+cache does not keep of its KV is then computed again from its tokens, with no effect on its output.
 """
 
 from functools import partial
@@ -13,7 +13,6 @@ from cluster.spec.tiers import MovePages
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.loader import Loaded
 from workers.hicache.tiers import Tiers
-from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import PageLoad, Sequence
 from workers.scheduler.waiting import Waiting, urgency
 
@@ -25,13 +24,11 @@ class PageHolders:
         self,
         allocator: PageAllocator,
         page_size: int,
-        keeper: HostKeeper | None = None,
         tiers: Tiers | None = None,
     ) -> None:
         self._allocator = allocator
         self._tiers = tiers
         self._page_size = page_size
-        self.keeper = keeper or HostKeeper()
         self._num_arrivals = 0
         self._releases: list[Room] = []
         self.waiting = Waiting[Sequence]()
@@ -40,7 +37,7 @@ class PageHolders:
         """Running sequences that are no more, whose pages the caller may hold still."""
         self._leaving: list[Sequence] = []
         """Forgotten while pages were loaded: these may still be written to."""
-        self.num_retractions = 0
+        self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Take in a sequence, which runs if it brings pages."""
@@ -60,7 +57,7 @@ class PageHolders:
         """
         sequence = self.running.pop(room, None)
         if sequence is None:
-            self._forget_waiting(room)
+            self.waiting.remove(room)
             return []
         self._num_left += 1
         if sequence.load is None:
@@ -73,7 +70,7 @@ class PageHolders:
         """Forget a sequence and leave what was computed of it to the cache."""
         sequence = self.running.pop(room, None)
         if sequence is None:
-            self._forget_waiting(room)
+            self.waiting.remove(room)
             return
         self._num_left += 1
         if sequence.is_loading:
@@ -116,13 +113,10 @@ class PageHolders:
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
         sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)
-        cached_len = len(cached) * self._page_size
-        restored_len = self.keeper.restore(sequence.room, sequence.pages, len(cached))
-        sequence.is_restoring = restored_len > cached_len
-        sequence.computed_len = sequence.planned_len = sequence.cached_len = max(cached_len, restored_len)
+        sequence.computed_len = sequence.planned_len = sequence.cached_len = len(cached) * self._page_size
         sequence.host_len = sequence.storage_len = 0
         self.running[sequence.room] = sequence
-        if self._tiers and not sequence.is_restoring:
+        if self._tiers:
             keys = self._prefix_keys(sequence)
             self._tiers.note_hits(keys[: len(cached)])
             load = PageLoad(joins=is_alone and self._tiers.can_join)
@@ -141,9 +135,9 @@ class PageHolders:
             self.share(sequence)
 
     def grow(self, sequence: Sequence, count: int) -> bool:
-        """Make room for more tokens; retracts others, or this one, if it must.
+        """Make room for more tokens; preempts others, or this one, if it must.
 
-        Nobody is retracted for one that is less urgent or came later, so that somebody always gets on.
+        Nobody is preempted for one that is less urgent or came later, so that somebody always gets on.
         """
         if sequence.planned_len + count <= len(sequence.pages) * self._page_size:
             return True
@@ -153,7 +147,7 @@ class PageHolders:
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
             last = max((other for other in running if other is sequence or not other.is_loading), key=urgency)
             if not last.is_loading:
-                self._retract(last)
+                self._preempt(last)
             if last is sequence:
                 return False
         if needed > 0:
@@ -180,8 +174,7 @@ class PageHolders:
         """Leading tokens that need not be computed if the sequence has its turn now."""
         if sequence.pages:
             return sequence.planned_len
-        cached_len = self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
-        return max(cached_len, self.keeper.kept_len(sequence.room))
+        return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
     def next_key(self, sequence: Sequence) -> bytes | None:
         """Key of the first page that a waiting sequence would compute; None for a page that nobody could share."""
@@ -203,7 +196,6 @@ class PageHolders:
         for sequence in self.running.values():
             assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size), sequence.room
         assert not any(sequence.pages for sequence in self.waiting)
-        self.keeper.check_integrity({sequence.room for sequence in self.waiting})
 
     def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
         """Pages that the oldest waiting sequence might have to wait for if this one took them.
@@ -238,18 +230,12 @@ class PageHolders:
         else:
             self.share(sequence)
 
-    def _retract(self, sequence: Sequence) -> None:
-        assert sequence.target is None, f"room {sequence.room} is being sent and cannot be retracted"
+    def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.target is None, f"room {sequence.room} is being sent and cannot be preempted"
         del self.running[sequence.room]
-        num_pages = pages_for(sequence.computed_len, self._page_size)
-        self.keeper.keep(sequence.room, sequence.pages[:num_pages], sequence.computed_len)
         self._leave_to_cache(sequence)
         self.waiting.add(sequence)
-        self.num_retractions += 1
-
-    def _forget_waiting(self, room: Room) -> None:
-        self.waiting.remove(room)
-        self.keeper.forget(room)
+        self.num_preemptions += 1
 
     def _leave_to_cache(self, sequence: Sequence) -> None:
         keys = self.keys(sequence, sequence.computed_len)

@@ -33,8 +33,7 @@ _COUNTS = (
     "quarantined_pages",
     "wrong_pages",
     "num_taken",
-    "num_retracted",
-    "num_kept",
+    "num_preempted",
 )
 """What adds up over DP ranks."""
 

@@ -56,7 +56,7 @@ class Sequence:
     """Never less than ``computed_len``."""
     pages: list[int] = field(default_factory=list)
     num_announced_pages: int = 0
-    """Leading pages that the ranks already know of; 0 again after a retraction."""
+    """Leading pages that the ranks already know of; 0 again after a preemption."""
     num_shared_pages: int = 0
     """Leading pages that were left to the cache, or came from it, as far as it was told."""
     told_step: int = 0
@@ -65,8 +65,6 @@ class Sequence:
     """Tokens that steps under way will draw, where the next step is planned before they are known."""
     timed: bool = False
     """The ranks keep a timeline of it."""
-    is_restoring: bool = False
-    """Its KV comes from host memory with the next step."""
     is_whole: bool = False
     """Its grammar allows nothing more."""
 

@@ -13,7 +13,6 @@ from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
-from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.turns import Budget, Chunk, Turn, turn
 from workers.scheduler.waiting import urgency
@@ -49,11 +48,10 @@ class StepScheduler:
         limits: StepLimits,
         choose: Choose,
         chunk: Chunk | None = None,
-        keeper: HostKeeper | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """Without ``chunk``, a token takes the same time whatever its prefix; without ``keeper``, no KV is kept."""
-        self._holders = PageHolders(allocator, limits.page_size, keeper, tiers)
+        """Without ``chunk``, a token takes the same time whatever its prefix."""
+        self._holders = PageHolders(allocator, limits.page_size, tiers)
         self._limits = limits
         self._choose = choose
         self._chunk = chunk or (lambda _prefix_len: limits.chunk_tokens)
@@ -81,14 +79,9 @@ class StepScheduler:
         return sum(len(sequence.tokens) for sequence in (*self._holders.running.values(), *self._holders.waiting))
 
     @property
-    def num_retractions(self) -> int:
+    def num_preemptions(self) -> int:
         """How often a sequence had to give its pages back."""
-        return self._holders.num_retractions
-
-    @property
-    def num_kept(self) -> int:
-        """How often its KV was kept."""
-        return self._holders.keeper.num_kept
+        return self._holders.num_preemptions
 
     @property
     def held_pages(self) -> list[int]:
@@ -141,7 +134,6 @@ class StepScheduler:
         if self._runs_ahead:
             for row in rows:
                 self._holders.running[row.room].num_coming += row.samples
-        saves, loads = self._holders.keeper.take_copies()
         choice = self._choose([len(row.token_ids) for row in rows], [row.first_position for row in rows])
         return StepPlan(
             step=self._step,
@@ -149,8 +141,6 @@ class StepScheduler:
             admits=admits,
             rows=rows,
             releases=self._holders.take_releases(),
-            saves=saves,
-            loads=loads,
             estimate_s=choice.estimate_s,
             passing=choice.passing,
             fill=self._holders.take_fill(),
@@ -214,10 +204,9 @@ class StepScheduler:
             if sequence.waits_for_pages or not budget.is_open(sequence.room):
                 continue
             computes = self._who_computes(sequence, coming, is_alone=is_alone)
-            if computes is not None and not computes.is_restoring:
+            if computes is not None:
                 budget.grant(computes.room, computes.planned_len, computes.pending_len)
                 coming |= dict.fromkeys(self._keys_of_row(computes, budget), computes)
-        self._grant_restoring(budget)
         return budget.granted
 
     def _start_oldest(
@@ -232,8 +221,7 @@ class StepScheduler:
                 if turns[sequence.room].length != length or not budget.is_open(sequence.room):
                     continue
                 if sequence.pages or self._holders.start(sequence, is_alone=is_alone):
-                    if not sequence.is_restoring:
-                        yield sequence, share / len(lengths)
+                    yield sequence, share / len(lengths)
                     break
 
     @property
@@ -253,15 +241,8 @@ class StepScheduler:
             return coming[key]
         return sequence if self._holders.start(sequence, is_alone=is_alone) else None
 
-    def _grant_restoring(self, budget: Budget) -> None:
-        """KV comes back while others compute, or else is waited for."""
-        for sequence in self._holders.running.values():
-            if sequence.is_restoring and not budget.granted:
-                budget.grant(sequence.room, sequence.planned_len, sequence.pending_len)
-            sequence.is_restoring = False
-
     def _grant_streams(self, budget: Budget) -> None:
-        """One token for every sequence that waits for no more; to make room for it others may be retracted.
+        """One token for every sequence that waits for no more; to make room for it others may be preempted.
 
         None that has its token already is: in this order everybody comes before those that may go for it.
         Where several steps are under way at once, each has its part of the sequences.
@@ -272,7 +253,7 @@ class StepScheduler:
             num_streams = -(-sum(sequence.num_outputs > 0 for sequence in running) // self._limits.depth)
             streams = streams[:num_streams]
         for sequence in streams:
-            # Whoever was retracted meanwhile has no pages.
+            # Whoever was preempted meanwhile has no pages.
             if budget.is_open(sequence.room) and sequence.pages and self._holders.grow(sequence, 1):
                 budget.grant_stream(sequence.room, sequence.planned_len)
 

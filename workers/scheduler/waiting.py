@@ -33,7 +33,7 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Waiting(Generic[W]):
-    """A retracted sequence comes back to where it was."""
+    """Waiters by arrival and by priority; a preempted one comes back to where it was."""
 
     def __init__(self) -> None:
         self._by_room: dict[Room, W] = {}

@@ -13,7 +13,6 @@ from cluster.bench.model_size import ModelSize
 from cluster.cli.bench_cp import parse_list
 from cluster.cli.main import app
 from cluster.machine_memory import MachineMemory
-from cluster.planner.model import WeightCounts
 from cluster.spec.errors import UserError
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
 from workers.bench_step import StepLens, StepTime, Way
@@ -160,6 +159,5 @@ def test_ranks_that_memory_cannot_hold_are_refused_before_anything_starts(
 
 def test_weights_are_counted_as_the_planner_counts_them() -> None:
     size = ModelSize(num_layers=3, hidden_size=8, intermediate_size=16, num_heads=4, num_kv_heads=2, head_dim=2)
-    counts = WeightCounts.of(size.config(64))
-    a_layer = counts.queries_a_layer + counts.kv_a_layer + counts.mlp_a_layer
-    assert size.weight_bytes == 2 * (2 * counts.a_table + 3 * a_layer)
+    config = size.config(64)
+    assert size.weight_bytes == 2 * (2 * config.vocab_size * config.hidden_size + 3 * config.layer_weights(0).used)

@@ -105,13 +105,6 @@ BAD_FILES = {
         ["kv: got nothing; allowed: keys and values, with the keys page_size, memory_gib"],
     ),
     "long text": (f"name: {'A' * 200}", [f"name: got '{'A' * 60}...'; "]),
-    "kept by one of two stages": (
-        "decode: {host_memory_gib: 2.0, parallel: {pp: 2}}",
-        [
-            "decode.host_memory_gib: got 2 with decode.parallel.pp = 2; allowed: 0 or left out, "
-            "since only replicas of one stage keep the KV of requests that gave their pages back"
-        ],
-    ),
     "decode cp": (
         "decode: {parallel: {cp: 2}}",
         [
@@ -198,20 +191,6 @@ BAD_FILES = {
         [
             "hicache.storage.lent_gib: got 0.0156; "
             "allowed: 0, or 0.015625 (16 MiB) and more, which Mooncake Store can use"
-        ],
-    ),
-    "symmetric memory without GPUs": (
-        "resources: {symmetric_memory: true}",
-        [
-            "resources.symmetric_memory: got true with resources.device = cpu and resources.collectives = auto; "
-            "allowed: false, or cuda and auto, since GPUs share it"
-        ],
-    ),
-    "symmetric memory without NCCL": (
-        "resources: {symmetric_memory: true, device: cuda, collectives: tcp}",
-        [
-            "resources.symmetric_memory: got true with resources.device = cuda and resources.collectives = tcp; "
-            "allowed: false, or cuda and auto, since GPUs share it"
         ],
     ),
     "lease": (
@@ -390,8 +369,3 @@ def test_schema_describes_every_key() -> None:
     sections = [definition for definition in definitions.values() if "properties" in definition]
     assert len(sections) == 11
     assert all("description" in key for section in sections for key in section["properties"].values())
-
-
-@pytest.mark.parametrize("given", ["parallel: {pp: 2}", "host_memory_gib: 0, parallel: {pp: 2}", "host_memory_gib: 2"])
-def test_memory_for_retracted_requests_is_refused_only_where_it_is_asked_for_in_vain(given: str) -> None:
-    assert parse_config(f"decode: {{{given}}}", "f.yaml")

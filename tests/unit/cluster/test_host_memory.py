@@ -39,10 +39,10 @@ def problems_of(text: str) -> list[str]:
 
 def test_everything_a_worker_takes_is_added_up() -> None:
     prefill, decode = (memory_of(TIERS, role) for role in (Role.PREFILL, Role.DECODE))
-    assert (prefill.pages, prefill.retracted, prefill.cached, prefill.lent) == (0.5, 0.0, 3.0, 0.0)
-    assert (decode.pages, decode.retracted, decode.cached) == (0.5, 1.0, 3.0)
+    assert (prefill.pages, prefill.cached, prefill.lent) == (0.5, 3.0, 0.0)
+    assert (decode.pages, decode.cached) == (0.5, 3.0)
     assert 0 < prefill.weights < 0.02
-    assert decode.total == pytest.approx(4.5 + decode.weights)
+    assert decode.total == pytest.approx(3.5 + decode.weights)
 
 
 LAYERS, HIDDEN, HEAD_DIM, HEADS, WIDTH, VOCAB = 5, 64, 16, 4, 128, 1024
@@ -78,7 +78,6 @@ def test_the_stage_with_most_weights_is_the_one_that_counts(
     ("change", "field"),
     [
         ("kv: {memory_gib: 0.5, prefix_cache: false}\nhicache: {host_gib: 3.0}", "cached"),
-        ("decode: {parallel: {pp: 2}}", "retracted"),
         ("hicache: {host_gib: 1.0, storage: {backend: files, lent_gib: 2.0}}", "lent"),
         ("resources: {device: cuda}", "weights"),
     ],
@@ -97,11 +96,11 @@ def test_what_is_lent_to_a_store_and_what_its_client_has_is_counted() -> None:
 
 
 def test_a_machine_that_lacks_memory_is_refused_with_the_arithmetic() -> None:
-    assert not problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 18.6}}")
-    assert problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 18}}") == [
-        "resources.machine_memory_gib: got 18; allowed: at least 18.55, for 4 prefill workers of 3.51 GiB: "
-        "0.00946 for weights, 0.5 for pages, 3 for cached pages; 1 decode worker of 4.51 GiB: 0.00946 for weights, "
-        "0.5 for pages, 1 for retracted requests, 3 for cached pages"
+    assert not problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 17.6}}")
+    assert problems_of(f"{TIERS}\nresources: {{machine_memory_gib: 17}}") == [
+        "resources.machine_memory_gib: got 17; allowed: at least 17.55, for 4 prefill workers of 3.51 GiB: "
+        "0.00946 for weights, 0.5 for pages, 3 for cached pages; 1 decode worker of 3.51 GiB: 0.00946 for weights, "
+        "0.5 for pages, 3 for cached pages"
     ]
 
 
@@ -141,6 +140,6 @@ def test_files_that_hold_no_page_are_refused() -> None:
 
 def test_workers_that_may_be_on_many_machines_must_fit_one_by_one() -> None:
     several = f"{TIERS}\ntransfer: {{backend: mooncake}}"
-    assert not problems_of(f"{several}\nresources: {{machine_memory_gib: 4.6}}")
-    (problem,) = problems_of(f"{several}\nresources: {{machine_memory_gib: 4}}")
-    assert problem.startswith("resources.machine_memory_gib: got 4; allowed: at least 4.509, for the larger of 1 ")
+    assert not problems_of(f"{several}\nresources: {{machine_memory_gib: 3.6}}")
+    (problem,) = problems_of(f"{several}\nresources: {{machine_memory_gib: 3}}")
+    assert problem.startswith("resources.machine_memory_gib: got 3; allowed: at least 3.509, for the larger of 1 ")

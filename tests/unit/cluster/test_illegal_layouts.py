@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from cluster.cli.start_check import check_model
 from cluster.spec.config import ParallelConfig
-from cluster.spec.cuts import Divisible, cut_problems
 from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config
+from cluster.spec.model_limits import ModelLimits, layout_problems
 from tests.unit.cluster.test_plan import RunBaton, baton
-from workers.models.config import ModelConfig
+from workers.models.registry import read_model_config
 
 __all__ = ["baton"]
 """A fixture."""
@@ -148,7 +148,7 @@ def test_a_layout_that_is_not_of_this_model_is_refused(baton: RunBaton, tmp_path
     assert str(at_start.value).splitlines() == said
     pool = config.prefill if role is Role.PREFILL else config.decode
     with pytest.raises(UserError) as in_worker:
-        ModelConfig.from_folder(tmp_path).check_cut(pool.parallel, f"{role}.parallel")
+        read_model_config(tmp_path).check_layout(pool.parallel, f"{role}.parallel")
     assert str(in_worker.value) == "; ".join(said)
 
 
@@ -166,8 +166,8 @@ def test_what_a_model_refuses_follows_from_its_numbers(
     parallel: ParallelConfig, num_kv_heads: int, heads_per_kv_head: int, num_layers: int, num_experts: int | None
 ) -> None:
     num_heads = num_kv_heads * heads_per_kv_head
-    model = Divisible(num_heads=num_heads, num_kv_heads=num_kv_heads, num_layers=num_layers, num_experts=num_experts)
+    model = ModelLimits(num_heads=num_heads, num_kv_heads=num_kv_heads, num_layers=num_layers, num_experts=num_experts)
     shares_heads = num_heads % parallel.tp == 0 and (num_kv_heads % parallel.tp == 0 or parallel.tp % num_kv_heads == 0)
     shares_experts = parallel.ep == parallel.moe_dp == 1 if num_experts is None else num_experts % parallel.ep == 0
     is_legal = shares_heads and shares_experts and parallel.pp <= num_layers
-    assert is_legal == (not cut_problems(parallel, "p", model))
+    assert is_legal == (not layout_problems(parallel, "p", model))

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.cli.main import main
-from cluster.planner.model import ModelFacts, UnknownModel, read_model
+from cluster.planner.model import UnknownModel, facts_of, read_model
 from cluster.planner.plan import Plan, make_plan
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import ConfigError
+from cluster.spec.kv import KvGeometry
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config, parse_config
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
-from tests.fakes.kv import kv_geometry
 
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -249,11 +249,10 @@ def test_memory_is_asked_for_where_it_was_given(model_folder: Path) -> None:
         ),
     ],
 )
-def test_what_the_model_refuses_is_a_bad_file(text: str, messages: list[str]) -> None:
-    geometry = kv_geometry(model="m", num_layers=28, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=64)
-    facts = ModelFacts(geometry=geometry, num_heads=16, max_context=40960)
+def test_what_the_model_refuses_is_a_bad_file(model_folder: Path, text: str, messages: list[str]) -> None:
+    config = parse_config(text, "f.yaml")
     with pytest.raises(ConfigError) as caught:
-        make_plan(parse_config(text, "f.yaml"), facts)
+        make_plan(config, facts_of(config, model_folder))
     assert str(caught.value).splitlines() == messages
 
 
@@ -263,11 +262,11 @@ def test_experts_that_do_not_divide_are_a_bad_file(tmp_path: Path) -> None:
         plan_of(f"model: {{path: {tmp_path}}}\ndecode: {{parallel: {{dp: 3, ep: 3}}}}")
 
 
-def test_heads_and_ranks_that_do_not_divide_are_a_bad_file() -> None:
-    geometry = kv_geometry(model="m", num_layers=2, num_kv_heads=6, head_dim=8, dtype="float32", page_size=8)
-    facts = ModelFacts(geometry=geometry, num_heads=12, max_context=64)
+def test_heads_and_ranks_that_do_not_divide_are_a_bad_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_attention_heads": 12, "num_key_value_heads": 6}))
+    config = parse_config("prefill: {parallel: {tp: 4}}", "f.yaml")
     with pytest.raises(ConfigError, match="got 4; allowed: a divisor or a multiple of the model's 6 KV heads"):
-        make_plan(parse_config("prefill: {parallel: {tp: 4}}", "f.yaml"), facts)
+        make_plan(config, facts_of(config, tmp_path))
 
 
 @settings(max_examples=100, deadline=None)
@@ -282,7 +281,7 @@ def test_heads_and_ranks_that_do_not_divide_are_a_bad_file() -> None:
 def test_pools_hold_the_whole_model_and_stay_within_their_memory(
     num_kv_heads: int, tp: int, pp: int, num_layers: int, page_size: int, memory_gib: float
 ) -> None:
-    geometry = kv_geometry(
+    geometry = KvGeometry(
         model="m", num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=8, dtype="bfloat16", page_size=page_size
     )
     parallel = DeployConfig().prefill.parallel.model_copy(update={"tp": tp, "pp": pp})
@@ -336,7 +335,7 @@ def test_tables_show_every_part(baton: RunBaton, tmp_path: Path, monkeypatch: py
         "KV memory: 2 KiB a token, pages of 64 tokens (2 layers, 1 KV head of 128, float32)",
         "HTTP for clients",
         "decode runs without context parallelism",
-        "KV of requests that gave their pages back is kept by one stage",
+        "only a ring chooses what it passes",
     ):
         assert part in out
 

@@ -1,4 +1,4 @@
-"""The weights that the planner expects of a worker, against those that the ranks' models have."""
+"""Weights that the planner expects of a worker, compared with those that the ranks' models have."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,9 @@ from cluster.spec.loader import parse_config
 from cluster.spec.pool import GIB
 from cluster.spec.ranks import axis_problems, positions
 from tests.fakes.loading_rank import groups_of
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.models.interface import DecoderConfig
+from workers.models.registry import read_model_config
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -37,7 +38,8 @@ MIXED = DENSE | {
     "num_experts": 24,
     "num_experts_per_tok": 2,
 }
-MODELS = [DENSE, DENSE | {"tie_word_embeddings": True}, MIXED, MIXED | {"mlp_only_layers": []}]
+SHARED = MIXED | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 2304}
+MODELS = [DENSE, DENSE | {"tie_word_embeddings": True}, MIXED, MIXED | {"mlp_only_layers": []}, SHARED]
 
 sizes = st.integers(1, 4)
 parallels = st.builds(
@@ -51,13 +53,13 @@ parallels = st.builds(
 ).filter(lambda parallel: not axis_problems(parallel, "x"))
 
 
-def held_bytes(config: ModelConfig, parallel: ParallelConfig, global_rank: int) -> int:
-    """Without the vectors, and without what chooses experts, which every rank has whole."""
+def held_bytes(config: DecoderConfig, parallel: ParallelConfig, global_rank: int) -> int:
+    """Bytes of the matrices, without routers and gates, which every rank has whole."""
     groups = groups_of(parallel.model_dump(), global_rank)
     with torch.device("meta"):
         model = DecoderModel(config, dtype=torch.float32, device=torch.device("meta"), groups=groups)
     weights = model.named_parameters()
-    return sum(weight.nbytes for name, weight in weights if weight.dim() > 1 and ".gate." not in name)
+    return sum(weight.nbytes for name, weight in weights if weight.dim() > 1 and "gate.weight" not in name)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_the_fullest_rank_holds_what_was_expected(
     assume("num_experts" in shape or parallel.ep == parallel.moe_dp == 1)
     (folder / "config.json").write_text(json.dumps(shape))
     deploy = parse_config(f"model: {{path: {folder}}}\nprefill: {{parallel: {parallel.model_dump()}}}", "f.yaml")
-    facts, config = read_model(deploy), ModelConfig.from_folder(folder)
+    facts, config = read_model(deploy), read_model_config(folder)
     assert isinstance(facts, ModelFacts)
     # The ranks of a stage hold equally much.
     stages = {rank.pp: rank.global_rank for rank in positions(parallel)}

@@ -51,7 +51,7 @@ def test_a_gpu_is_not_reckoned_with_before_its_worker_asks_it(folder: Path) -> N
     assert said("resources: {device: cuda, gpu_memory_gib: 0.001}", folder) == []
 
 
-SIX_GIB = "kv: {memory_gib: 2.5}\nprefill: {replicas: 1}\ndecode: {host_memory_gib: 1.0}"
+SIX_GIB = "kv: {memory_gib: 3}\nprefill: {replicas: 1}"
 
 
 def test_what_this_machine_can_never_hold_does_not_start(folder: Path) -> None:

@@ -42,8 +42,8 @@ def test_a_fitting_pair_is_not_refused() -> None:
         ({"page_size": 128}, "prefill-0 has page size 4, decode-1 has 128; they must be equal"),
         (
             {"groups": (key_value_group(range(2), 4, 3, "bfloat16"),)},
-            "prefill-0 has KV groups kv (2 layers of 4 heads x k 3 float32 + v 3 float32), "
-            "decode-1 has kv (2 layers of 4 heads x k 3 bfloat16 + v 3 bfloat16); they must be equal",
+            "prefill-0 has KV groups full_attention (2 layers of 4 heads x k 3 float32 + v 3 float32), "
+            "decode-1 has full_attention (2 layers of 4 heads x k 3 bfloat16 + v 3 bfloat16); they must be equal",
         ),
         ({"num_layers": 3}, "prefill-0 has number of layers 2, decode-1 has 3; they must be equal"),
         ({"model": "big"}, "prefill-0 has model tiny, decode-1 has big; they must be equal"),
@@ -75,7 +75,7 @@ def test_heads_that_do_not_divide_are_refused_on_either_side() -> None:
 
 def test_pools_must_hold_the_heads_that_their_axes_say() -> None:
     assert refusal(_row("prefill-0", tp=2), _row("decode-1", tp=2, heads=range(2, 4))) == (
-        "decode-1 holds kv heads 2 to 3 on tp_rank 0; by its axes it must hold 0 to 1"
+        "decode-1 holds full_attention heads 2 to 3 on tp_rank 0; by its axes it must hold 0 to 1"
     )
 
 

@@ -30,7 +30,7 @@ def attend(requests: list[Request], runs: list[Run], page_size: int = 4, dtype: 
     """Run the backend over pages in random order, in layer 1 of 2."""
     counts = [-(-len(request.k) // page_size) for request in requests]
     pool = kv_pool(sum(counts), KV_HEADS, 2, page_size, DIM, dtype)
-    pool.group("kv").fill_(torch.nan)
+    pool.group("full_attention").fill_(torch.nan)
     pages = np.random.default_rng(1).permutation(sum(counts))
     tables = [torch.from_numpy(part) for part in np.split(pages, np.cumsum(counts)[:-1])]
     for request, table in zip(requests, tables, strict=True):
@@ -122,14 +122,14 @@ def test_no_runs_yield_no_rows() -> None:
 
 def test_a_step_can_be_used_for_every_layer_and_changes_no_page() -> None:
     pool = kv_pool(2, KV_HEADS, 2, 4, DIM, torch.float32)
-    pool.group("kv").normal_()
-    before = pool.group("kv").clone()
+    pool.group("full_attention").normal_()
+    before = pool.group("full_attention").clone()
     step = load_backend("torch").prepare([Run(0, 4, 1, 1), Run(1, 1, 1, 1)], [torch.tensor([0, 1])] * 2, 4)
     query = torch.randn(2, KV_HEADS * GROUPS, DIM)
     first, other, again = (step.attend(query, *pool.layer_view(layer)).out for layer in (0, 1, 0))
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
-    assert torch.equal(pool.group("kv"), before)
+    assert torch.equal(pool.group("full_attention"), before)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

@@ -65,11 +65,11 @@ def test_no_rank_ends_a_step_before_all_have_written(tmp_path: Path, monkeypatch
 
     def compute(tp: Communicator) -> list[bool]:
         runner = runner_of(folder, tp)
-        runner._pool.group("kv").zero_()
+        runner._pool.group("full_attention").zero_()
         had_written, meet = [], tp.all_reduce
 
         def all_reduce(tensor: Tensor) -> Tensor:
-            had_written.append(bool(runner._pool.group("kv")[:, :, -1].any()))
+            had_written.append(bool(runner._pool.group("full_attention")[:, :, -1].any()))
             return meet(tensor)
 
         monkeypatch.setattr(tp, "all_reduce", all_reduce)

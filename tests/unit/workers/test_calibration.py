@@ -8,18 +8,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.loading_rank import groups_of
-from workers.context_parallel.rates import ModelShape
 from workers.engine.calibration import SAMPLES, Samples, _hidden, _NoAttention, alone_flops
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
+from workers.models.registry import read_model_config
 
 NUM_TOKENS = 256
 
 
 @pytest.mark.parametrize(
     ("family", "tolerance"),
-    [("llama", 0.0), ("qwen3_moe", 0.2)],
-    ids=["dense", "experts, of which some are chosen more often"],
+    [("llama", 0.0), ("qwen3_moe", 0.2), ("qwen2_moe", 0.2)],
+    ids=["dense", "experts, of which some are chosen more often", "a shared expert too"],
 )
 @pytest.mark.parametrize(
     "axes",
@@ -40,7 +39,7 @@ def test_a_rank_alone_is_credited_with_its_part(
 ) -> None:
     if family == "llama" and "ep" in axes:
         axes = {name: size for name, size in axes.items() if name != "ep"}
-    config = ModelConfig.from_folder(make_checkpoint(tmp_path / "m", family))
+    config = read_model_config(make_checkpoint(tmp_path / "m", family))
     groups = groups_of(axes, 0)
     model = DecoderModel(config, dtype=torch.float32, device=torch.device("cpu"), groups=groups).float()
     torch.manual_seed(0)
@@ -49,7 +48,7 @@ def test_a_rank_alone_is_credited_with_its_part(
     layer, rotation = next(iter(model.layers.values())), model.rotary(torch.arange(NUM_TOKENS), torch.float32)
     with torch.inference_mode(), groups.alone(), FlopCounterMode(display=False) as counter:
         layer(_hidden(model, NUM_TOKENS), None, rotation, _NoAttention(), None)
-    credited = alone_flops(model, ModelShape.of(model.config, "float32"))
+    credited = alone_flops(model)
     assert counter.get_total_flops() / NUM_TOKENS == pytest.approx(credited, rel=tolerance)
 
 

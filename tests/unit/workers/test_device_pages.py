@@ -51,7 +51,7 @@ class Replica:
             self.copiers.append(Copier(rows, rank, device, region, host, self.loopback))
         torch.manual_seed(1)
         for pool in self.pools:
-            pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
+            pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:
@@ -76,7 +76,7 @@ def page_of(place: int, device: int, host: int) -> TierPage:
 def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged)
     for pool in replica.pools[1:]:
-        pool.group("kv").copy_(replica.pools[0].data)
+        pool.group("full_attention").copy_(replica.pools[0].data)
     before = [replica.page(0, page) for page in range(NUM_PAGES)]
     hosts = {0: 2, 1: 5, 2: 0} if cp == 2 else {0: 2, 1: 3, 2: 0}
     replica.order("save", [page_of(place, place + 1, host) for place, host in hosts.items()])
@@ -84,7 +84,7 @@ def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -
         owner = replica.copiers[place % cp]
         assert bytes(owner.host_page(page_of(place, 0, host))) == before[place + 1]
     for pool in replica.pools:
-        pool.group("kv")[1:4].zero_()
+        pool.group("full_attention")[1:4].zero_()
     replica.order("load", [page_of(place, 6 - place, host) for place, host in hosts.items()])
     zeros = bytes(len(before[0]))
     for rank in range(cp):
@@ -98,7 +98,7 @@ def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -
 def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *, is_staged: bool) -> None:
     replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, num_heads=3, num_layers=num_layers)
     for pool in replica.pools[1:]:
-        pool.group("kv").copy_(replica.pools[0].data)
+        pool.group("full_attention").copy_(replica.pools[0].data)
     before = replica.pools[0].data.clone()
     # The host page of a place is one of its owner's.
     saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
@@ -106,17 +106,19 @@ def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *
     wanted = [page_of(page.place, 6 - page.place, page.host or 0) for page in saved]
     for rank, copier in enumerate(replica.copiers):
         pool = replica.pools[rank]
-        pool.group("kv")[4:].zero_()
+        pool.group("full_attention")[4:].zero_()
 
         def look(num_there: int, pool: PagePool = pool) -> None:
             for place in range(3):
-                assert torch.equal(pool.group("kv")[6 - place, :, :num_there], before[place + 1, :, :num_there])
-                assert not pool.group("kv")[6 - place, :, num_there:].any()
+                assert torch.equal(
+                    pool.group("full_attention")[6 - place, :, :num_there], before[place + 1, :, :num_there]
+                )
+                assert not pool.group("full_attention")[6 - place, :, num_there:].any()
 
         arrivals = WatchedArrivals(look)
         assert copier.fill(wanted, copier.mark(), arrivals) == 3 * copier.page_bytes
         assert arrivals.num_layers == num_layers
-        assert torch.equal(pool.group("kv")[:4], before[:4])
+        assert torch.equal(pool.group("full_attention")[:4], before[:4])
 
 
 @pytest.mark.parametrize("elsewhere", [[], [2, 3]], ids=["of its own alone", "of peers too"])
@@ -138,7 +140,7 @@ def test_sharded_pages_come_back_on_their_owners(*, is_staged: bool) -> None:
     before = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
     replica.order("save", [page_of(place, place, place) for place in range(4)])
     for pool in replica.pools:
-        pool.group("kv")[:2].zero_()
+        pool.group("full_attention")[:2].zero_()
     replica.order("load", [page_of(place, place + 8, place) for place in range(4)])
     after = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
     zeros = bytes(len(before[0]))

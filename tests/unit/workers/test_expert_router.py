@@ -1,60 +1,49 @@
 """The experts of each token, and their weights, are those of transformers' own routers, to the last bit."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from workers.expert_parallel.seats import in_order
+from workers.expert_parallel.expert_placement import in_order
+from workers.layers.config import MoeConfig
 from workers.layers.expert_router import ExpertRouter
-from workers.models.config import ExpertNames, MoeConfig
 
 HIDDEN = 16
 
 
-def theirs_and_ours(family: str, num_experts: int, num_chosen: int, *, sum_to_one: bool) -> tuple[Any, ExpertRouter]:
+def theirs_and_ours(family: str, num_experts: int, top_k: int, *, renormalize: bool) -> tuple[Any, ExpertRouter]:
     """Two routers with the same table."""
-    make: Callable[[Any], Any]
-    config: MixtralConfig | Qwen3MoeConfig
+    shape = {"hidden_size": HIDDEN, "num_experts_per_tok": top_k}
+    theirs: Any
     if family == "mixtral":
-        make = MixtralTopKRouter
-        config = MixtralConfig(hidden_size=HIDDEN, num_experts_per_tok=num_chosen, num_local_experts=num_experts)
+        theirs = MixtralTopKRouter(MixtralConfig(**shape, num_local_experts=num_experts))
+    elif family == "qwen2_moe":
+        theirs = Qwen2MoeTopKRouter(Qwen2MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize))
     else:
-        make = Qwen3MoeTopKRouter
-        config = Qwen3MoeConfig(
-            hidden_size=HIDDEN,
-            num_experts_per_tok=num_chosen,
-            num_experts=num_experts,
-            norm_topk_prob=sum_to_one,
-        )
-    theirs = make(config)
-    moe = MoeConfig(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        intermediate_size=8,
-        sum_to_one=sum_to_one,
-        dense_layers=frozenset(),
-        names=ExpertNames("mlp", "gate", "up", "down"),
-    )
+        theirs = Qwen3MoeTopKRouter(Qwen3MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize))
+    moe = MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=8, renormalize=renormalize)
     return theirs, ExpertRouter(HIDDEN, moe, in_order(num_experts, 1))
 
 
-@pytest.mark.parametrize(("family", "sum_to_one"), [("mixtral", True), ("qwen3_moe", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("family", "renormalize"), [("mixtral", True), ("qwen2_moe", False), ("qwen3_moe", True), ("qwen3_moe", False)]
+)
 @given(
     num_experts=st.integers(1, 9), data=st.data(), num_tokens=st.integers(0, 20), seed=st.integers(0, 2**32),
     has_ties=st.booleans(),
 )  # fmt: skip
 def test_choices_and_weights_are_transformers(
-    family: str, sum_to_one: bool, num_experts: int, data: st.DataObject, num_tokens: int, seed: int, has_ties: bool
+    family: str, renormalize: bool, num_experts: int, data: st.DataObject, num_tokens: int, seed: int, has_ties: bool
 ) -> None:
-    num_chosen = data.draw(st.integers(1, num_experts))
-    theirs, ours = theirs_and_ours(family, num_experts, num_chosen, sum_to_one=sum_to_one)
+    top_k = data.draw(st.integers(1, num_experts))
+    theirs, ours = theirs_and_ours(family, num_experts, top_k, renormalize=renormalize)
     generator = torch.Generator().manual_seed(seed)
     table, hidden = (
         torch.randn(num_experts, HIDDEN, generator=generator),

@@ -14,12 +14,12 @@ from cluster.spec.config import ParallelConfig
 from cluster.spec.ranks import axis_problems
 from cluster.spec.strategy import MoeDispatch
 from tests.fakes.thread_layout import on_thread_layout
-from workers.expert_parallel.choice import BlockShape, fewer_rows
-from workers.expert_parallel.seats import ExpertSeats
+from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
+from workers.expert_parallel.expert_placement import ExpertPlacement
 from workers.layers import moe_block
+from workers.layers.config import MoeConfig
 from workers.layers.gated_mlp import GatedMLP
 from workers.layers.moe_block import MoeBlock
-from workers.models.config import ExpertNames, MoeConfig
 from workers.parallel.model_groups import ModelGroups
 
 Block = TypeVar("Block", bound=nn.Module)
@@ -27,11 +27,10 @@ Block = TypeVar("Block", bound=nn.Module)
 HIDDEN, WIDTH, NUM_EXPERTS = 6, 9, 4
 MOE = MoeConfig(
     num_experts=NUM_EXPERTS,
-    num_chosen=2,
+    top_k=2,
     intermediate_size=WIDTH,
-    sum_to_one=True,
-    dense_layers=frozenset(),
-    names=ExpertNames("mlp", "gate", "up", "down"),
+    renormalize=True,
+    shared_size=5,
 )
 LAYOUTS = [
     layout
@@ -81,8 +80,8 @@ def filled(block: Block) -> Block:
     parts = {
         f"{path}.{name}": part
         for path, module in block.named_modules()
-        if hasattr(module, "stored_parts")
-        for name, part in module.stored_parts()
+        if hasattr(module, "weights")
+        for name, part in module.weights()
     }
     for name, part in parts.items():
         whole = torch.randn(part.whole, generator=torch.Generator().manual_seed(sum(name.encode())))
@@ -140,22 +139,22 @@ def test_a_dense_mlp_is_divided_over_dp_and_tp(parallel: ParallelConfig, lens: A
 
 
 @pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])
-def test_experts_may_sit_in_any_order(monkeypatch: pytest.MonkeyPatch, dispatch: MoeDispatch) -> None:
-    monkeypatch.setattr(moe_block, "in_order", lambda _, ranks: ExpertSeats((2, 0, 3, 1), ranks))
+def test_experts_may_be_placed_in_any_order(monkeypatch: pytest.MonkeyPatch, dispatch: MoeDispatch) -> None:
+    monkeypatch.setattr(moe_block, "in_order", lambda _, ranks: ExpertPlacement((2, 0, 3, 1), ranks))
     parallel = ParallelConfig(cp=2, tp=2, ep=2)
     blocks = check(moe, parallel, step_of(parallel, (3, 5)), dispatch)
-    assert [block.experts.held for block in blocks] == [[1, 3], [1, 3], [0, 2], [0, 2]]
+    assert [block.experts.logical for block in blocks] == [[1, 3], [1, 3], [0, 2], [0, 2]]
 
 
 @pytest.mark.parametrize("dispatch", [MoeDispatch.GATHER, MoeDispatch.ALL_TO_ALL])
 def test_loads_count_every_choice_once_for_each_copy(dispatch: MoeDispatch) -> None:
     parallel, lens = ParallelConfig(cp=2, tp=2, ep=4), (3, 5)
     blocks = check(moe, parallel, step_of(parallel, lens), dispatch)
-    assert sum(int(block.experts.loads.sum()) for block in blocks) == sum(lens) * MOE.num_chosen
+    assert sum(int(block.experts.loads.sum()) for block in blocks) == sum(lens) * MOE.top_k
 
 
 def test_weights_need_not_add_up_to_one() -> None:
-    block = filled(MoeBlock(HIDDEN, replace(MOE, sum_to_one=False), ModelGroups()))
+    block = filled(MoeBlock(HIDDEN, replace(MOE, renormalize=False), ModelGroups()))
     assert isinstance(block, MoeBlock)
     weights = block.gate(torch.randn(20, HIDDEN)).weights
     assert (weights.sum(-1) < 0.999).any()
@@ -174,11 +173,11 @@ def test_weights_need_not_add_up_to_one() -> None:
 @settings(max_examples=50)
 def test_a_choice_is_made_for_any_lengths(shape: BlockShape) -> None:
     for lens in (None, [5] * shape.shards, [0] * shape.shards):
-        assert fewer_rows(shape, lens) is not MoeDispatch.AUTO
+        assert cheaper_dispatch(shape, lens) is not MoeDispatch.AUTO
 
 
 def test_wide_experts_are_sent_and_narrow_ones_gathered() -> None:
     wide = BlockShape(shards=8, tp=1, ep=8, moe_tp=1, top_k=2)
     narrow = BlockShape(shards=1, tp=4, ep=4, moe_tp=1, top_k=4)
-    assert fewer_rows(wide, [100] * 8) is MoeDispatch.ALL_TO_ALL
-    assert fewer_rows(narrow, [100]) is MoeDispatch.GATHER
+    assert cheaper_dispatch(wide, [100] * 8) is MoeDispatch.ALL_TO_ALL
+    assert cheaper_dispatch(narrow, [100]) is MoeDispatch.GATHER

@@ -74,7 +74,7 @@ def test_min_tokens_hold_as_far_as_something_else_can_come(grammars: Grammars) -
     assert text_of(state_of(grammars, asked('start: "ab"', min_tokens=3)), 9, EOS) == "ab."
 
 
-def test_a_handoff_or_a_retraction_goes_on_where_it_was(grammars: Grammars) -> None:
+def test_a_handoff_or_a_preemption_goes_on_where_it_was(grammars: Grammars) -> None:
     sampling = asked('start: "abcdef"')
     assert text_of(state_of(grammars, sampling, b"abcd"), 9, first=4) == "ef."
 

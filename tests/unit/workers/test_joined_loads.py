@@ -225,7 +225,7 @@ def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() 
     assert prefill.plan().rows[0].first_position == 0
 
 
-def test_who_still_waits_for_copies_is_not_retracted() -> None:
+def test_who_still_waits_for_copies_is_not_preempted() -> None:
     """Its pages could be written to when they are another's."""
     prefill = Prefill(depth=2)
     prefill.remember([*range(30, 30 + 2 * NUM_PAGES - 3)])
@@ -234,7 +234,7 @@ def test_who_still_waits_for_copies_is_not_retracted() -> None:
     assert first.fill is not None
     sequence.tokens += [9] * 4
     assert not prefill.steps._holders.grow(sequence, 6)
-    assert sequence.pages, "retracted"
+    assert sequence.pages, "preempted"
     prefill.check()
 
 
@@ -255,7 +255,7 @@ def test_a_load_joins_no_step_behind_another_load() -> None:
     prefill.answer(first)
 
 
-def test_what_came_from_below_before_a_retraction_is_not_told_afterwards() -> None:
+def test_what_came_from_below_before_a_preemption_is_not_told_afterwards() -> None:
     prefill = Prefill()
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)
@@ -263,7 +263,7 @@ def test_what_came_from_below_before_a_retraction_is_not_told_afterwards() -> No
     assert plan.fill is not None
     prefill.commit(plan)
     prefill.answer(plan.fill)
-    prefill.steps._holders._retract(sequence)
+    prefill.steps._holders._preempt(sequence)
     prefill.allocator.flush()
     prefill.tiers.flush()
     prefill.plan()

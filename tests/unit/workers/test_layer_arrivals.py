@@ -32,7 +32,7 @@ def test_layers_come_one_after_another(num_layers: int, *, is_staged: bool) -> N
     region, host = loopback.allocate(layout.pool_bytes), loopback.allocate(HOST_PAGES * layout.page_bytes)
     pool, source = make_pool(region, num_layers, is_staged=is_staged), make_pool(host, num_layers, is_staged=False)
     source.data.copy_(torch.rand(source.data.shape))
-    before = pool.group("kv").clone()
+    before = pool.group("full_attention").clone()
     device: DevicePages = RegionPages(region, host, layout)
     if is_staged:
         device = StagedPages(pool, Staging(pool, region.buffer), region, host, layout)
@@ -41,13 +41,13 @@ def test_layers_come_one_after_another(num_layers: int, *, is_staged: bool) -> N
     def look(num_there: int) -> None:
         told.append(num_there)
         for page, slot in PAIRS:
-            assert torch.equal(pool.group("kv")[page, :, :num_there], source.data[slot, :, :num_there])
-            assert torch.equal(pool.group("kv")[page, :, num_there:], before[page, :, num_there:])
+            assert torch.equal(pool.group("full_attention")[page, :, :num_there], source.data[slot, :, :num_there])
+            assert torch.equal(pool.group("full_attention")[page, :, num_there:], before[page, :, num_there:])
 
     device.fill(PAIRS, [], lambda _: None, device.mark(), WatchedArrivals(look))
     assert told[-1] == num_layers
     assert len(told) <= MOST_GROUPS
-    assert all(torch.equal(pool.group("kv")[page], before[page]) for page in (0, 2, 3))
+    assert all(torch.equal(pool.group("full_attention")[page], before[page]) for page in (0, 2, 3))
 
 
 def make_pool(region: Region, num_layers: int, *, is_staged: bool) -> PagePool:

@@ -157,7 +157,7 @@ def test_whoever_is_not_looked_at_again_could_not_have_had_pages(
 
 
 def tickets_of_many(seed: int, prefix_cache: bool, patch: pytest.MonkeyPatch) -> list[tuple[Room, list[int]]]:
-    """The rooms that got pages in decode, in order, and which; with retractions, choices and clients that leave."""
+    """The rooms that got pages in decode, in order, and which; with preemptions, choices and clients that leave."""
     world, tickets = decode_only(12, prefix_cache), []
     rng, decode = random.Random(seed), world.leaders["decode/0"]
     send = decode.send

@@ -90,7 +90,7 @@ def test_prompts_that_begin_alike_share_pages_and_nothing_else(
     turns: list[tuple[int, int, int, int, int]],
     cancels: list[int],
 ) -> None:
-    """Each prompt begins with part of an earlier prompt and its answer; requests overlap, wait and are retracted."""
+    """Each prompt begins with part of an earlier prompt and its answer; requests overlap, wait and are preempted."""
     ownership, mode, page_filter = sending
     num_pages -= num_pages % cp
     world = World(

@@ -9,10 +9,10 @@ from torch.nn import functional
 from tests.fakes.checkpoints import make_checkpoint
 from workers.engine.weights import load_model
 from workers.layers import matmul
-from workers.layers.cut import uncut
 from workers.layers.embedding import Embedding
 from workers.layers.linear import FusedLinear
 from workers.layers.matmul import multiply, packed
+from workers.layers.shard import replicated
 
 
 class Twin:
@@ -60,7 +60,7 @@ def test_fp32_stays_as_it_is() -> None:
 
 
 def test_parts_of_a_packed_projection_are_those_of_the_plain_one() -> None:
-    projection = FusedLinear(64, {"q": uncut(32), "k": uncut(16)}, bias=True)
+    projection = FusedLinear(64, {"q": replicated(32), "k": replicated(16)}, bias=True)
     projection.weight = torch.nn.Parameter(draw(48, 64), requires_grad=False)
     projection.bias = torch.nn.Parameter(draw(48), requires_grad=False)
     x, parts = draw(5, 64), (slice(32), slice(32, None), slice(32))

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cluster.spec.kv import KvGroup, KvPart
 from tests.fakes.checkpoints import DENSE, FAMILIES, make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.generation import generate
 from workers.engine.weights import load_model
-from workers.models.config import ModelConfig
 from workers.models.decoder import DecoderModel
-from workers.models.rope_config import UnsupportedModelError
+from workers.models.hf_config import UnsupportedModelError
+from workers.models.registry import parse_model_config, read_model_config
 
 PROMPT = torch.randint(0, 256, (96,), generator=torch.Generator().manual_seed(1))
 
@@ -34,6 +35,13 @@ ROPE_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
 
 Pair = tuple[DecoderModel, PreTrainedModel]
 
@@ -120,17 +128,20 @@ def test_optional_biases_equal_transformers(pair_of: Callable[..., Pair], family
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("family", "shape"),
     [
-        {"norm_topk_prob": False},
-        {"mlp_only_layers": (1,)},
-        {"num_hidden_layers": 4, "decoder_sparse_step": 2},
-        {"num_experts": 5, "num_experts_per_tok": 5},
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"mlp_only_layers": (1,)}),
+        ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2}),
+        ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 5}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
+        ("qwen2_moe", {"mlp_only_layers": (0,), "qkv_bias": False}),
+        ("qwen2_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 7}),
     ],
     ids=str,
 )
-def test_shapes_of_experts_equal_transformers(pair_of: Callable[..., Pair], shape: dict[str, Any]) -> None:
-    assert_same_logits(pair_of("qwen3_moe", **shape), PROMPT)
+def test_shapes_of_experts_equal_transformers(pair_of: Callable[..., Pair], family: str, shape: dict[str, Any]) -> None:
+    assert_same_logits(pair_of(family, **shape), PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +221,11 @@ def raw_config() -> dict[str, Any]:
         ({"architectures": ["GemmaForCausalLM"]}, ["GemmaForCausalLM", "LlamaForCausalLM"]),
         ({**MIXTRAL, "sliding_window": 4096}, ["sliding-window"]),
         ({**MIXTRAL, "num_experts_per_tok": 5}, ["num_experts_per_tok is 5", "at most 4"]),
+        ({**QWEN2_MOE, "num_experts_per_tok": 5}, ["num_experts_per_tok is 5", "at most 4"]),
+        ({**QWEN2_MOE, "use_sliding_window": True}, ["sliding-window"]),
+        ({**QWEN2_MOE, "shared_expert_intermediate_size": 0}, ["shared_expert_intermediate_size", "positive", "0"]),
         ({"architectures": None}, ["architectures", "Qwen3ForCausalLM"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers is 1000000000", "at most 4096"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantized", "fp8", "bfloat16"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, ["sliding-window"]),
@@ -227,14 +242,30 @@ def test_unsupported_configs_are_refused_in_words(
     raw_config: dict[str, Any], changes: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        ModelConfig.from_mapping({**raw_config, **changes}, {})
+        parse_model_config({**raw_config, **changes})
     assert all(word in str(caught.value) for word in words)
 
 
 def test_sliding_window_that_no_layer_uses_is_accepted(raw_config: dict[str, Any]) -> None:
     unused = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
-    assert ModelConfig.from_mapping({**raw_config, **unused}, {}).num_layers == 2
-    assert ModelConfig.from_mapping({**raw_config, "sliding_window": 8}, {}).num_layers == 2
+    assert parse_model_config({**raw_config, **unused}).num_layers == 2
+    assert parse_model_config({**raw_config, "sliding_window": 8}).num_layers == 2
+
+
+def test_what_a_layer_stores_is_declared_for_the_whole_model(raw_config: dict[str, Any]) -> None:
+    for family in (raw_config, raw_config | QWEN2_MOE, raw_config | MIXTRAL):
+        parts = (KvPart(name="k", dim=16, dtype="bfloat16"), KvPart(name="v", dim=16, dtype="bfloat16"))
+        group = KvGroup(name="full_attention", num_heads=2, layers=(0, 1), parts=parts)
+        assert parse_model_config(family).kv_groups("bfloat16") == (group,)
+
+
+def test_cost_is_that_of_an_average_layer(raw_config: dict[str, Any]) -> None:
+    config = parse_model_config(raw_config | QWEN2_MOE | {"mlp_only_layers": [0]})
+    projections = 64 * (4 * 16 + 2 * 2 * 16 + 4 * 16)
+    dense, experts = 3 * 64 * 96, 3 * 64 * (40 + 2 * 48)
+    cost = config.cost("float32")
+    assert cost.linear_flops == 2 * projections + dense + experts
+    assert (cost.kv_row_bytes, cost.attention_flops) == (2 * 2 * 16 * 4, 4 * 4 * 16)
 
 
 @pytest.mark.parametrize(
@@ -249,18 +280,18 @@ def test_sliding_window_that_no_layer_uses_is_accepted(raw_config: dict[str, Any
 def test_end_tokens_come_from_the_generation_config_first(
     raw_config: dict[str, Any], generation: dict[str, Any], own: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    assert ModelConfig.from_mapping({**raw_config, **own}, generation).eos_token_ids == expected
+    assert parse_model_config({**raw_config, **own}, generation).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(("key", "value"), [("dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")])
 def test_dtype_is_read_in_both_forms(raw_config: dict[str, Any], key: str, value: str) -> None:
-    assert ModelConfig.from_mapping(raw_config, {}).dtype == "float32"
-    assert ModelConfig.from_mapping({**raw_config, key: value}, {}).dtype == "bfloat16"
+    assert parse_model_config(raw_config).dtype == "float32"
+    assert parse_model_config({**raw_config, key: value}).dtype == "bfloat16"
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        read_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match="not valid JSON"):
-        ModelConfig.from_folder(tmp_path)
+        read_model_config(tmp_path)

@@ -54,7 +54,7 @@ class Pages:
     def __init__(self, lengths: list[int], kv_heads: int, head_dim: int, page_size: int, gap: int, seed: int) -> None:
         counts = [-(-length // page_size) for length in lengths]
         pool = kv_pool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, torch.bfloat16)
-        pool.group("kv").fill_(torch.nan)
+        pool.group("full_attention").fill_(torch.nan)
         self.views = tuple(view[..., :head_dim] for view in pool.layer_view(1))
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
         self.tables = torch.split(order, counts)

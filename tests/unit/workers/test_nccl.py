@@ -54,23 +54,6 @@ class Group:
         self.calls.append(("abort", 0))
 
 
-class Sums:
-    """Of up to four elements."""
-
-    def __init__(self, calls: list[tuple[str, int]]) -> None:
-        self.calls = calls
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() <= 4
-
-    def add_up(self, tensor: torch.Tensor) -> int:
-        self.calls.append(("add_up", tensor.numel()))
-        return 7
-
-    def leave(self) -> None:
-        self.calls.append(("leave", 0))
-
-
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     group = Group()
@@ -118,19 +101,7 @@ def test_a_shift_that_fails_leaves_no_call_open(group: Group, monkeypatch: pytes
     assert not group.is_open
 
 
-def test_small_sums_go_another_way_where_there_is_one(group: Group) -> None:
-    sums: Any = Sums(group.calls)
-    backend = NcclBackend(HashStore(), RANK, SIZE, timedelta(seconds=5), sums)
-    communicator = Communicator("ring", RANK, SIZE, backend)
-    communicator.all_reduce(torch.zeros(2, 2))
-    assert communicator.received_bytes == 7
-    communicator.all_reduce(torch.zeros(5))
-    assert communicator.received_bytes == 7 + 2 * 2 * 20 // SIZE
-    communicator.destroy()
-    assert group.calls == [("add_up", 4), ("allreduce", 5), ("abort", 0), ("leave", 0)]
-
-
-def test_without_one_all_sums_are_of_nccl(group: Group) -> None:
+def test_a_sum_is_one_call(group: Group) -> None:
     make_communicator().all_reduce(torch.zeros(4))
     assert group.calls == [("allreduce", 4)]
 

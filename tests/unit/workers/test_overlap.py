@@ -18,7 +18,7 @@ from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
 from workers.layers.attention import Attention
 from workers.layers.rotary import RotaryEmbedding
-from workers.models.config import ModelConfig
+from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
 HEADS, DIM, PAGE_SIZE, PREFIX_LEN, NEW_LEN = 2, 8, 4, 8, 12
@@ -157,8 +157,8 @@ def test_queries_are_projected_while_keys_and_values_travel_by_themselves(
         "vocab_size": 8,
         "max_position_embeddings": 64,
     }
-    config = ModelConfig.from_mapping(raw, {})
-    attention = Attention(config, 0, Communicator("tp"))
+    config = parse_model_config(raw)
+    attention = Attention(config.hidden_size, config.attention, config.rms_norm_eps, 0, Communicator("tp"))
     rotation = RotaryEmbedding(config.rope, DIM, torch.device("cpu"))(torch.arange(num_tokens), torch.float32)
     project = attention.qkv_proj.project
 

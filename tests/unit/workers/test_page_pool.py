@@ -31,7 +31,7 @@ def test_a_page_and_a_head_of_it_are_contiguous_spans_as_the_layout_says(dtype: 
     )
     assert pool.page_bytes == layout.page_bytes
     assert len(buffer) == layout.pool_bytes
-    pool.group("kv")[3, 1, 1] = 1.0
+    pool.group("full_attention")[3, 1, 1] = 1.0
     touched = buffer.nonzero().flatten()
     first = 3 * layout.page_bytes + layout.head_bytes + layout.layer_bytes
     assert first <= int(touched.min())
@@ -63,14 +63,14 @@ def test_what_is_written_is_read_and_nothing_else_changes(
         page, place = divmod(slot, PAGE_SIZE)
         assert torch.equal(keys[page, :, place], kv[row, 0])
         assert torch.equal(values[page, :, place], kv[row, 1])
-    assert int(pool.group("kv").count_nonzero()) == kv.numel()
+    assert int(pool.group("full_attention").count_nonzero()) == kv.numel()
 
 
 def test_padding_rows_may_share_the_trash_slot_and_touch_no_page() -> None:
     pool = make_pool()
     pool.write(0, torch.full((7,), pool.trash_slot), torch.ones(7, 2, HEADS, DIM))
-    assert not pool.group("kv")[:PAGES].any()
-    assert pool.group("kv")[PAGES].any()
+    assert not pool.group("full_attention")[:PAGES].any()
+    assert pool.group("full_attention")[PAGES].any()
 
 
 def test_views_share_memory_and_have_one_stride_for_pages_and_heads() -> None:
@@ -79,7 +79,7 @@ def test_views_share_memory_and_have_one_stride_for_pages_and_heads() -> None:
     assert keys.shape == values.shape == (PAGES + 1, HEADS, PAGE_SIZE, DIM)
     assert keys.stride(0) == HEADS * keys.stride(1)
     keys[2, 0, 0] = 5.0
-    assert torch.equal(pool.group("kv")[2, 0, 1, 0, 0], torch.full((DIM,), 5.0))
+    assert torch.equal(pool.group("full_attention")[2, 0, 1, 0, 0], torch.full((DIM,), 5.0))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import StrategyChooser
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.engine.weights import load_model, stored_parts
+from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
@@ -55,8 +55,8 @@ def test_stages_one_after_another_are_the_whole_model(tmp_path: Path, family: st
             hidden = stage(TOKENS, TOKENS, DenseAttention(), hidden)
         assert hidden is not None
         assert torch.equal(stages[-1].logits(hidden), whole.logits(whole(TOKENS, TOKENS, DenseAttention())))
-    held = [stored_parts(stage).keys() for stage in stages]
-    assert held[0] | held[1] == stored_parts(whole).keys()
+    held = [stage.weights().keys() for stage in stages]
+    assert held[0] | held[1] == whole.weights().keys()
     assert held[0] & held[1] == ({"model.embed_tokens.weight"} if tied else set())
 
 

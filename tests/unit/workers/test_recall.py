@@ -19,10 +19,10 @@ from tests.fakes.kinds import all_of
 from tests.fakes.recall_prompts import LINK_LEN, chain_prompt, needle_prompt, recall_oracle
 from workers.engine.weights import load_model
 from workers.layers.experts import Experts
-from workers.models.config import ModelConfig
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT, VERSION_KEY, build_recall_checkpoint
 from workers.models.recall_tokenizer import EOS_TOKEN_IDS, FIRST_WORD_ID, NEWLINE_ID, build_tokenizer
 from workers.models.recall_weights import BEGIN_ID, END_ID, MAX_LEN, VOCAB_SIZE, token_codes
+from workers.models.registry import read_model_config
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOKENIZER = build_tokenizer()
@@ -208,7 +208,7 @@ def test_the_tokenizer_is_the_same_every_time() -> None:
 
 
 def test_config_is_one_we_and_transformers_read(folder: Path, models: dict[torch.dtype, PreTrainedModel]) -> None:
-    config = ModelConfig.from_folder(folder)
+    config = read_model_config(folder)
     assert config.max_position_embeddings == MAX_LEN == models[torch.float32].config.max_position_embeddings
     assert config.eos_token_ids == EOS_TOKEN_IDS == (END_ID, NEWLINE_ID)
     assert config.rope.theta == 1e12

@@ -53,7 +53,7 @@ def backend_of(protocol: TransferProtocol = TransferProtocol.RDMA) -> TransferBa
 
 def opened(backend: TransferBackend, verify: Verify = Verify.COUNTS) -> OpenPool:
     made = open_apart(LAYOUT, torch.float32, HERE, backend, verify)
-    made.pool.group("kv").copy_(torch.randn(made.pool.group("kv").shape))
+    made.pool.group("full_attention").copy_(torch.randn(made.pool.group("full_attention").shape))
     return made
 
 
@@ -63,23 +63,25 @@ def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptur
     ours, theirs = map(opened, backends)
     for made in (ours, theirs):
         assert isinstance(made.staging, RegisteredPages)
-        assert made.region.endpoint.base_address == made.pool.group("kv").data_ptr()
+        assert made.region.endpoint.base_address == made.pool.group("full_attention").data_ptr()
         assert made.region.endpoint.num_bytes == LAYOUT.pool_bytes
         assert not made.region.buffer
     assert [record.message for record in caplog.records] == ["pages go from GPU to GPU, whose memory is registered"] * 2
     assert [list(engine.registered) for engine in fabric.engines.values()] == [
-        [made.pool.group("kv").data_ptr()] for made in (ours, theirs)
+        [made.pool.group("full_attention").data_ptr()] for made in (ours, theirs)
     ], "host memory in between"
-    before = theirs.pool.group("kv").clone()
+    before = theirs.pool.group("full_attention").clone()
     assert ours.staging is not None
     ours.staging.put_out([1, 2], slice(None), ours.staging.mark())
     backends[0].write(ours.region, theirs.region.endpoint, [Span(PAGE, 3 * PAGE, 2 * PAGE)])
-    assert fabric.moved == [(ours.pool.group("kv")[1].data_ptr(), theirs.pool.group("kv")[3].data_ptr(), 2 * PAGE)]
-    assert torch.equal(theirs.pool.group("kv")[3:5], ours.pool.group("kv")[1:3])
-    assert torch.equal(theirs.pool.group("kv")[:3], before[:3])
+    assert fabric.moved == [
+        (ours.pool.group("full_attention")[1].data_ptr(), theirs.pool.group("full_attention")[3].data_ptr(), 2 * PAGE)
+    ]
+    assert torch.equal(theirs.pool.group("full_attention")[3:5], ours.pool.group("full_attention")[1:3])
+    assert torch.equal(theirs.pool.group("full_attention")[:3], before[:3])
     assert theirs.staging is not None
     theirs.staging.take_in([3, 4])
-    assert torch.equal(theirs.pool.group("kv")[3:5], ours.pool.group("kv")[1:3])
+    assert torch.equal(theirs.pool.group("full_attention")[3:5], ours.pool.group("full_attention")[1:3])
 
 
 def test_nothing_is_sent_before_it_is_written() -> None:
@@ -125,9 +127,9 @@ def test_pages_go_by_way_of_the_host_and_why(
     assert record.message.startswith(f"pages go through host memory as large as the pool: {why}")
     (engine,) = fabric.engines.values()
     assert engine.registered == {made.region.endpoint.base_address: LAYOUT.pool_bytes}
-    assert made.region.endpoint.base_address != made.pool.group("kv").data_ptr()
+    assert made.region.endpoint.base_address != made.pool.group("full_attention").data_ptr()
     made.staging.put_out([2], slice(None), made.staging.mark())
-    assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.group("kv")[2].numpy().tobytes()
+    assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.group("full_attention")[2].numpy().tobytes()
 
 
 def test_a_gpu_that_may_see_writes_late_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,20 +173,20 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
         assert one.staging is not None
         device = StagedPages(one.pool, one.staging, one.region, host, LAYOUT)
         copiers.append(Copier(rows, rank, device, one.region, host, backend))
-    made[1].pool.group("kv").copy_(made[0].pool.group("kv"))
-    before = made[0].pool.group("kv").clone()
+    made[1].pool.group("full_attention").copy_(made[0].pool.group("full_attention"))
+    before = made[0].pool.group("full_attention").clone()
     pages = [TierPage(key=bytes([place]), place=place, device=place, host=place) for place in range(4)]
     for copier in copiers:
         copier.save(pages, copier.mark())
     for one in made:
-        one.pool.group("kv").zero_()
+        one.pool.group("full_attention").zero_()
     fabric.moved.clear()
     for copier in copiers:
         copier.load(pages, copier.mark())
     assert len(fabric.moved) == 4
     for one in made:
-        assert torch.equal(one.pool.group("kv")[:4], before[:4])
-        assert not one.pool.group("kv")[4:].any()
+        assert torch.equal(one.pool.group("full_attention")[:4], before[:4])
+        assert not one.pool.group("full_attention")[4:].any()
 
 
 def test_rdma_without_a_card_is_refused(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> None:

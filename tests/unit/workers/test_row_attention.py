@@ -123,7 +123,7 @@ def test_all_queries_see_the_first_keys_in_the_pages(
     key_lens = data.draw(st.lists(st.integers(0, 9), min_size=num_requests, max_size=num_requests))
     page_counts = [-(-length // page_size) for length in key_lens]
     pool = kv_pool(sum(page_counts), KV_HEADS, 2, page_size, DIM, torch.float32)
-    pool.group("kv").fill_(torch.nan)
+    pool.group("full_attention").fill_(torch.nan)
     tables = torch.split(torch.randperm(sum(page_counts)), page_counts)
     key_request = np.repeat(np.arange(num_requests), key_lens)
     query, key, value = tensors(len(places(runs)), len(key_request), torch.float32)

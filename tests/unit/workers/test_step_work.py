@@ -18,7 +18,7 @@ def model_of(parallel: ParallelConfig, rank: int, num_layers: int = 2) -> tuple[
 
 
 def compute(model: nn.Module, *tokens: int) -> None:
-    """As if each seat of every layer had computed so many more."""
+    """Count tokens of each local expert, in every layer."""
     for block in model.children():
         assert isinstance(block, MoeBlock)
         block.experts.loads += torch.tensor(tokens)

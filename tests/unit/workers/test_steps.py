@@ -1,6 +1,6 @@
 """The step scheduler against a model whose next token is a function of the whole sequence so far."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 
 import pytest
@@ -13,7 +13,6 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import fixed
-from workers.scheduler.keeping import HostKeeper
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -52,9 +51,6 @@ class Ranks:
     def __init__(self) -> None:
         self.tokens: dict[Room, list[int]] = {}
         self.pages: dict[Room, list[int]] = {}
-        self.memory: dict[int, list[int]] = defaultdict(list)
-        """Of every page, the tokens whose KV it has; so of every slot of the host."""
-        self.host: dict[int, list[int]] = {}
         self.drawn: dict[Room, int] = {}
         """In the newest step."""
 
@@ -64,37 +60,20 @@ class Ranks:
         for admit in plan.admits:
             assert admit.room not in self.tokens
             self.tokens[admit.room], self.pages[admit.room] = [], []
-        for save in plan.saves:
-            self.host |= {slot: [*self.memory[page]] for page, slot in zip(save.pages, save.slots, strict=True)}
-        for load in plan.loads:
-            self.memory |= {page: [*self.host[slot]] for page, slot in zip(load.pages, load.slots, strict=True)}
         sampled: dict[Room, Sampled] = {}
         for row in plan.rows:
             self.pages[row.room] += row.new_pages
             assert row.token_ids, "a row without tokens"
-            if not self.tokens[row.room]:
-                self.tokens[row.room] = self._read(row.room, row.first_position)
             known = self.tokens[row.room]
             assert row.first_position == len(known)
             known += [self.drawn[row.room]] if row.follows else row.token_ids
             assert len(self.pages[row.room]) * PAGE_SIZE >= len(known)
-            self._write(row.room, row.first_position)
             if row.samples:
                 sampled[row.room] = Sampled(token_id=next_token(known))
         self.drawn = {room: drawn.token_id for room, drawn in sampled.items()}
         in_step = [page for row in plan.rows for page in self.pages[row.room]]
         assert len(in_step) == len(set(in_step)), "two rows of a step share a page"
         return sampled
-
-    def _read(self, room: Room, num_tokens: int) -> list[int]:
-        """What came back from the host."""
-        found = [token for page in self.pages[room] for token in self.memory[page][:PAGE_SIZE]] if num_tokens else []
-        return found[:num_tokens]
-
-    def _write(self, room: Room, first_position: int) -> None:
-        for place in range(first_position // PAGE_SIZE, -(-len(self.tokens[room]) // PAGE_SIZE)):
-            held = self.tokens[room][place * PAGE_SIZE : (place + 1) * PAGE_SIZE]
-            self.memory[self.pages[room][place]] = held
 
 
 @given(
@@ -106,12 +85,11 @@ class Ranks:
     num_owners=st.integers(1, 3),
     depth=st.integers(1, 3),
     runs_ahead=st.booleans(),
-    num_slots=st.integers(0, 12),
     stops=st.sampled_from([range(0), range(0, 1009, 5)]),
     penalty=st.sampled_from([0.0, 0.0, 1.0]),
     most_seen=st.sampled_from([None, 12]),
 )
-def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
+def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     prompts: list[list[int]],
     max_tokens: int,
     num_pages: int,
@@ -120,7 +98,6 @@ def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     num_owners: int,
     depth: int,
     runs_ahead: bool,
-    num_slots: int,
     stops: range,
     penalty: float,
     most_seen: int | None,
@@ -129,9 +106,7 @@ def test_outputs_do_not_depend_on_chunks_batches_retractions_or_steps_under_way(
     depth = 2 if runs_ahead else depth
     allocator = PageAllocator(-(-num_pages // num_owners), num_owners=num_owners)
     limits = StepLimits(PAGE_SIZE, chunk_tokens, max_requests, depth=depth, runs_ahead=runs_ahead, most_seen=most_seen)
-    # Several stages, which have no order of copies among each other, keep nothing.
-    keeper = HostKeeper(num_slots if runs_ahead or depth == 1 else 0)
-    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE), keeper=keeper)
+    steps = StepScheduler(allocator, limits, fixed(Strategy.NONE))
     ranks = Ranks()
     under_way: deque[tuple[StepPlan, dict[Room, Sampled]]] = deque()
     for room, prompt in enumerate(prompts):
@@ -186,7 +161,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     ranks = Ranks()
     for room in range(2):
         steps.add(sequence(room, [room] * 7, 8))
-    while steps.num_retractions == 0:
+    while steps.num_preemptions == 0:
         plan = steps.next_plan()
         assert plan is not None
         steps.commit(plan, ranks.execute(plan))
@@ -196,7 +171,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     assert [row.room for row in plan.rows] == [0]
 
 
-def test_the_last_to_come_of_the_least_urgent_is_retracted_though_others_got_their_pages_later() -> None:
+def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_their_pages_later() -> None:
     """Room 0 is the oldest and starts again, behind the others; room 2 came before room 3 and is less urgent."""
     steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 64, 8), fixed(Strategy.NONE))
     holders = steps._holders
@@ -205,15 +180,15 @@ def test_the_last_to_come_of_the_least_urgent_is_retracted_though_others_got_the
         steps.add(sequence(room, [room] * 7, 8, priority=priority))
         assert holders.start(next(iter(holders.waiting)))
     oldest = holders.running[Room(0)]
-    holders._retract(oldest)
+    holders._preempt(oldest)
     assert holders.start(oldest)
     assert list(holders.running)[-1] == oldest.room
-    retracted = []
+    preempted = []
     for _ in range(3):
         assert holders.grow(oldest, len(oldest.pages) * PAGE_SIZE - oldest.planned_len + 1)
         oldest.planned_len = len(oldest.pages) * PAGE_SIZE
-        retracted += [waiting.room for waiting in holders.waiting if waiting.room not in retracted]
-    assert retracted == [2, 3]
+        preempted += [waiting.room for waiting in holders.waiting if waiting.room not in preempted]
+    assert preempted == [2, 3]
     assert not holders.grow(holders.running[Room(1)], 8 * PAGE_SIZE), "it goes before one that is older"
     assert list(holders.running) == [oldest.room]
 

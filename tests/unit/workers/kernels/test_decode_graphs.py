@@ -70,7 +70,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     config = model.config
     pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
-    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
+    pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     steps = [
         [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)],
         [BatchRow([6], 7, [4, 1], True)],
@@ -78,14 +78,14 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     with torch.inference_mode():
         monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
         graphs = DecodeGraphs(model, pool, 3, record)
-        before = pool.group("kv").clone()
+        before = pool.group("full_attention").clone()
         replayed = []
         for rows in steps:
             hidden = graphs.run(rows)
             assert hidden is not None
             replayed.append(hidden.clone())
         monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
-        after, pool.group("kv")[:] = pool.group("kv").clone(), before
+        after, pool.group("full_attention")[:] = pool.group("full_attention").clone(), before
         for rows, found in zip(steps, replayed, strict=True):
             torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
         monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
@@ -95,7 +95,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
         assert hidden is not None
         torch.testing.assert_close(hidden, replayed[0])
         monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
-    torch.testing.assert_close(after[:-1], pool.group("kv")[:-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(after[:-1], pool.group("full_attention")[:-1], atol=1e-4, rtol=1e-4)
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
     assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than recorded": 1}
@@ -128,7 +128,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
     config = model.config
     assert config.moe is not None
     pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
-    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
+    pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     rows = [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)]
     experts = [module for module in model.modules() if isinstance(module, Experts)]
 
@@ -145,7 +145,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
         assert hidden is not None
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     assert loads() == by_usual
-    assert sum(by_usual[0]) == 3 * config.moe.num_chosen
+    assert sum(by_usual[0]) == 3 * config.moe.top_k
     assert graphs.counts == {REPLAYED: 1}
 
 
@@ -207,7 +207,9 @@ def test_dp_ranks_replay_steps_of_one_size(
             7, config.num_kv_heads * tp.size, config.num_layers, 2, 4, config.head_dim, generator=generator
         )
         pool = kv_pool(6, config.num_kv_heads, config.num_layers, 4, config.head_dim, torch.float32)
-        pool.group("kv").copy_(whole.chunk(tp.size, dim=1)[tp.rank].reshape(pool.group("kv").shape))
+        pool.group("full_attention").copy_(
+            whole.chunk(tp.size, dim=1)[tp.rank].reshape(pool.group("full_attention").shape)
+        )
         return pool
 
     def replay(groups: ModelGroups) -> list[Tensor]:
@@ -264,7 +266,7 @@ def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: in
     torch.manual_seed(0)
     pages = [-(-length // page_size) for length in lens]
     pool = kv_pool(sum(pages), 2, 1, page_size, 64, torch.float32)
-    pool.group("kv").copy_(torch.randn(pool.group("kv").shape))
+    pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     tables = torch.split(torch.randperm(pool.num_pages), pages)
     query = torch.randn(len(lens), 2 * groups, 64)
     attention = DecodeAttention(len(lens), max(pages), page_size, 2, query[:1], query.device)

@@ -1,4 +1,4 @@
-"""Experts with all seats at once answer as with one after another, whoever counts their rows."""
+"""Experts answer all at once as they do one after another, whoever counts their rows."""
 
 import pytest
 import torch
@@ -6,21 +6,21 @@ import torch
 from cluster.spec.config import ParallelConfig
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE, moe
 from workers import kernel_devices
-from workers.expert_parallel.routed import NO_EXPERT, Routed
+from workers.expert_parallel.routed_tokens import NO_EXPERT, RoutedTokens
 from workers.layers import experts
 from workers.parallel.model_groups import ModelGroups
 
 
 @pytest.mark.parametrize("few_choices", [0, 1000], ids=["counted by the host", "counted by the GPU"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 40])
-def test_seats_of_a_rank(monkeypatch: pytest.MonkeyPatch, few_choices: int, num_tokens: int) -> None:
+def test_experts_of_a_rank(monkeypatch: pytest.MonkeyPatch, few_choices: int, num_tokens: int) -> None:
     monkeypatch.setattr(experts, "FEW_CHOICES", few_choices)
     torch.manual_seed(num_tokens)
     held = moe(ModelGroups(parallel=ParallelConfig(tp=2, ep=2), global_rank=1)).experts
     assert isinstance(held, experts.Experts)
-    chosen = torch.rand(num_tokens, MOE.num_experts).argsort(1)[:, : MOE.num_chosen].to(torch.int32)
+    chosen = torch.rand(num_tokens, MOE.num_experts).argsort(1)[:, : MOE.top_k].to(torch.int32)
     chosen[::7] = NO_EXPERT
-    routed = Routed(torch.randn(num_tokens, HIDDEN), chosen, torch.rand(num_tokens, MOE.num_chosen))
+    routed = RoutedTokens(torch.randn(num_tokens, HIDDEN), chosen, torch.rand(num_tokens, MOE.top_k))
     with torch.inference_mode():
         expected = held(routed)
         loads = held.loads.tolist()

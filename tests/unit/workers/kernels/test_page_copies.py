@@ -75,21 +75,21 @@ def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Cou
     sizes = (LAYOUT.num_pages, LAYOUT.num_heads, LAYOUT.num_layers, LAYOUT.page_size, LAYOUT.head_dim)
     pool = kv_pool(*sizes, torch.bfloat16)
     region, host = loopback.allocate(LAYOUT.pool_bytes), loopback.allocate(4 * LAYOUT.page_bytes)
-    kept = torch.frombuffer(host.buffer, dtype=torch.bfloat16).view(4, *pool.group("kv").shape[1:])
+    kept = torch.frombuffer(host.buffer, dtype=torch.bfloat16).view(4, *pool.group("full_attention").shape[1:])
     kept.copy_(torch.randn(kept.shape))
     pages = StagedPages(pool, Staging(pool, region.buffer), region, host, LAYOUT)
     pages.fill([(1, 3), (2, 0), (0, 1)], [], lambda _: None, pages.mark(), LayerArrivals())
     assert launches == [3] * MOST_GROUPS
-    assert torch.equal(pool.group("kv")[[1, 2, 0]], kept[[3, 0, 1]])
-    assert not pool.group("kv")[3:].any()
+    assert torch.equal(pool.group("full_attention")[[1, 2, 0]], kept[[3, 0, 1]])
+    assert not pool.group("full_attention")[3:].any()
 
 
 def test_what_copies_is_there_before_the_first_request(launches: _Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = kv_pool(*(3, 2, 1, 4, 8), torch.bfloat16)
-    before = pool.group("kv").normal_().clone()
-    warm_up_copies(pool.group("kv"))
+    before = pool.group("full_attention").normal_().clone()
+    warm_up_copies(pool.group("full_attention"))
     assert launches == [1]
-    assert torch.equal(pool.group("kv"), before)
+    assert torch.equal(pool.group("full_attention"), before)
     monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
-    warm_up_copies(pool.group("kv"))
+    warm_up_copies(pool.group("full_attention"))
     assert launches == [1]

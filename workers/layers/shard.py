@@ -1,15 +1,17 @@
-"""Which part of a weight one tensor parallel rank holds, and where in the checkpoint it is."""
+"""The part of a weight that one rank holds, and where in the stored tensor it is."""
 
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster.spec.ranks import kv_heads_of
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Shard:
     """A part of one dimension: ``size`` numbers from ``start`` on, of which those beyond ``whole`` are zeros."""
 
     whole: int
@@ -18,7 +20,7 @@ class Cut:
 
     @property
     def stored(self) -> slice:
-        """What the checkpoint holds of it."""
+        """The part that the checkpoint holds."""
         return slice(min(self.start, self.whole), min(self.start + self.size, self.whole))
 
     @property
@@ -49,43 +51,51 @@ class TpGroup(Protocol):
         """See Communicator."""
 
 
-def uncut(whole: int) -> Cut:
+def replicated(whole: int) -> Shard:
     """All of it, on every rank."""
-    return Cut(whole, 0, whole)
+    return Shard(whole, 0, whole)
 
 
-def even_cut(whole: int, share: Share) -> Cut:
+def even_shard(whole: int, share: Share) -> Shard:
     """Equal parts; where they do not come out even, the last ones end in zeros."""
     size = -(-whole // share.size)
-    return Cut(whole, share.rank * size, size)
+    return Shard(whole, share.rank * size, size)
 
 
-def kv_head_cut(num_kv_heads: int, head_dim: int, group: TpGroup) -> Cut:
+def kv_head_shard(num_kv_heads: int, head_dim: int, group: TpGroup) -> Shard:
     """This rank's KV heads; neighbours hold the same one where there are more ranks than heads."""
     heads = kv_heads_of(num_kv_heads, group.size, group.rank)
-    return Cut(num_kv_heads * head_dim, heads.start * head_dim, len(heads) * head_dim)
+    return Shard(num_kv_heads * head_dim, heads.start * head_dim, len(heads) * head_dim)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPart:
-    """A tensor of the model, and the part of a tensor of the checkpoint that goes into it."""
+class WeightShard:
+    """A tensor of the model, and the part of a stored tensor that goes into it."""
 
     target: Tensor
-    cuts: tuple[Cut, ...]
+    shards: tuple[Shard, ...]
     """By dimension."""
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Shape of the tensor in the checkpoint."""
-        return tuple(cut.whole for cut in self.cuts)
+        """Shape of the stored tensor."""
+        return tuple(shard.whole for shard in self.shards)
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What to read of it."""
-        return tuple(cut.stored for cut in self.cuts)
+        """The part of it to read."""
+        return tuple(shard.stored for shard in self.shards)
 
     def fill(self, stored: Tensor) -> None:
-        """Take what was read; the rest is zeros."""
+        """Take the part that was read; the rest is zeros."""
         if stored.shape != self.target.shape:
             self.target.zero_()
-        self.target[tuple(slice(cut.num_stored) for cut in self.cuts)].copy_(stored)
+        self.target[tuple(slice(shard.num_stored) for shard in self.shards)].copy_(stored)
+
+
+class ShardedLayer(nn.Module):
+    """A layer with weights of its own."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, WeightShard]]:
+        """Yield every weight as it is stored, under its name in this layer."""

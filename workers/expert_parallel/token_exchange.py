@@ -1,4 +1,4 @@
-"""Attention shards whose tokens meet in one feed-forward block, of which every rank computes a part."""
+"""Exchange of tokens between attention shards that share one feed-forward block."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.exchanges import gather_exact, reduce_scatter_exact
 
 Lens = tuple[int, ...] | None
-"""Tokens of every attention shard of the stage in one step, by dp * cp_size + cp; None where all have the same ones."""
+"""Tokens of every attention shard of the stage in one step, by dp * cp_size + cp; None if all have the same ones."""
 
 
-class TokenSharing:
-    """An attention shard is the TP ranks of one (dp, cp): they have the same tokens, and different parts of a block."""
+class TokenExchange:
+    """Gathers tokens over attention shards; a shard is the TP ranks of one (dp, cp), which have the same tokens."""
 
     def __init__(self, group: Communicator, shards: Sequence[int], tp: Communicator) -> None:
-        """``group``: the ranks of this tp_rank, one for each of ``shards`` (numbered as in Lens); ``tp``: its shard."""
+        """``group`` is the ranks of this tp_rank, one for each of ``shards`` (numbers in Lens); ``tp`` is its shard."""
         assert group.size == len(shards), f"{group.size} ranks for the shards {shards}"
         self.group, self.tp, self._shards = group, tp, tuple(shards)
 
     def gather(self, rows: Tensor, lens: Lens) -> Tensor:
-        """The rows of all shards, one after another. Lengths that are equal take one collective, others no padding."""
+        """Gather the rows of all shards, one after another: one collective for equal lengths, no padding for others."""
         if lens is None or self.group.size == 1:
             return rows
         own = [lens[shard] for shard in self._shards]
@@ -30,8 +30,8 @@ class TokenSharing:
         self.group.all_gather(out, rows)
         return out
 
-    def sum_home(self, terms: Tensor, lens: Lens) -> Tensor:
-        """``terms [all tokens, hidden]`` of every rank, added up; returns the rows of this rank's shard."""
+    def scatter_sums(self, terms: Tensor, lens: Lens) -> Tensor:
+        """Add up ``terms [all tokens, hidden]`` of every rank; return the rows of this rank's shard."""
         if lens is None:
             terms = self.group.all_reduce(terms)
         elif self.group.size > 1:

@@ -1,4 +1,4 @@
-"""What a model refuses about the way a replica is cut. Pure arithmetic."""
+"""Parallel sizes that a model allows. Pure arithmetic."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from cluster.spec.errors import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divisible:
-    """What of a model is divided over ranks."""
+class ModelLimits:
+    """Numbers of a model that ranks must be able to share."""
 
     num_heads: int
     """Query heads."""
     num_kv_heads: int
     num_layers: int
     num_experts: int | None
-    """Of each layer; None in dense models."""
+    """Experts of a layer; None in dense models."""
 
 
-def cut_problems(parallel: ParallelConfig, path: str, model: Divisible) -> list[Problem]:
-    """Axes that are legal, but not for this model; ``path`` is where they stand in the file."""
+def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> list[Problem]:
+    """Axes that are legal in themselves, but not for this model; ``path`` is where they stand in the file."""
     tp, pp = parallel.tp, parallel.pp
     problems = []
     if model.num_heads % tp:
@@ -35,11 +35,10 @@ def cut_problems(parallel: ParallelConfig, path: str, model: Divisible) -> list[
 
 
 def _expert_problems(parallel: ParallelConfig, path: str, num_experts: int | None) -> list[Problem]:
-    sizes = {"ep": parallel.ep, "moe_dp": parallel.moe_dp}
     if num_experts is None:
         return [
             Problem(f"{path}.{axis}", f"got {size}; allowed: 1, since the model has no experts")
-            for axis, size in sizes.items()
+            for axis, size in (("ep", parallel.ep), ("moe_dp", parallel.moe_dp))
             if size > 1
         ]
     if num_experts % parallel.ep:

@@ -1,0 +1,61 @@
+"""Chunks of one prompt that are divided over CP ranks in different ways give the tokens of the whole prompt."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.spec.config import DeployConfig
+from cluster.spec.lifecycle import Role
+from cluster.spec.strategy import CpMode, Passing, Strategy
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_engine import NUM_LOGPROBS, LocalEngine, Oracle, asked
+from tests.integration.test_engine_matrix import prompts_of
+
+pytestmark = pytest.mark.integration
+
+NUM_TOKENS = 24
+CHUNK_TOKENS = 17
+LONG, *OTHERS = prompts_of((203, 90, 33, 1))
+"""The first has twelve chunks, in which every strategy meets every passing and every other strategy."""
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param, seed=11)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine("tests.fakes.choosing_worker:WorkerTakingTurns")
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", CpMode)
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
+def test_a_prompt_may_change_its_strategy_from_chunk_to_chunk(
+    cp: int, mode: CpMode, folder: Path, oracle: Oracle, engine: LocalEngine
+) -> None:
+    config = DeployConfig.model_validate(
+        {
+            "kv": {"page_size": 16, "memory_gib": 0.01},
+            "prefill": {"parallel": {"cp": cp}, "mode": mode, "chunk_tokens": CHUNK_TOKENS},
+        }
+    )
+    with engine.running(folder, config) as cluster:
+        (alone,) = cluster.answer(asked([LONG], NUM_TOKENS, NUM_LOGPROBS), timeout_s=120)
+    steps = engine.ask(Role.PREFILL, "told_load")[0].steps
+    assert {step.strategy for step in steps} == set(Strategy)
+    assert {step.passing for step in steps} == (set(Passing) if mode is CpMode.RING else {None})
+    oracle.check(LONG, alone)
+    with engine.running(folder, config) as cluster:
+        prompts = [*OTHERS, LONG]
+        answers = cluster.answer(asked(prompts, NUM_TOKENS, NUM_LOGPROBS), timeout_s=120)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            oracle.check(prompt, answer, f"{len(prompt)} tokens together with others")

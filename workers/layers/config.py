@@ -1,0 +1,105 @@
+"""Shapes of layers as plain data, with what they cost. Loads no torch, so that a planner can read them too."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions."""
+
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    """Normalize each head of the queries and keys before rotation."""
+
+    @property
+    def q_size(self) -> int:
+        """Elements of one token's queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of one token's keys, and of its values."""
+        return self.num_kv_heads * self.head_dim
+
+    def of_rank(self, tp_size: int) -> "AttentionConfig":
+        """Return the shape of one TP rank's heads."""
+        return replace(self, num_heads=self.num_heads // tp_size, num_kv_heads=max(1, self.num_kv_heads // tp_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpConfig:
+    """One gated MLP that every token goes through."""
+
+    intermediate_size: int
+    bias: bool = False
+
+    @property
+    def dense_size(self) -> int:
+        """Width that every token goes through."""
+        return self.intermediate_size
+
+    def of_rank(self, tp_size: int) -> "MlpConfig":
+        """Return the shape of one TP rank's part."""
+        return replace(self, intermediate_size=-(-self.intermediate_size // tp_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Experts, of which a router picks a few for each token."""
+
+    num_experts: int
+    top_k: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Width of one expert."""
+    renormalize: bool
+    """Scale the weights of a token's experts to a sum of 1."""
+    shared_size: int = 0
+    """Width of the expert that all tokens share, scaled by a sigmoid gate; 0 for none."""
+
+    @property
+    def dense_size(self) -> int:
+        """Width that every token goes through."""
+        return self.shared_size
+
+    def of_rank(self, tp_size: int) -> "MoeConfig":
+        """Return the shape of one TP rank's part."""
+        return replace(
+            self,
+            intermediate_size=-(-self.intermediate_size // tp_size),
+            shared_size=-(-self.shared_size // tp_size),
+        )
+
+
+FeedForwardConfig = MlpConfig | MoeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. A field that the type does not use keeps its default."""
+
+    rope_type: RopeType
+    theta: float
+    """Base of the frequencies: frequency i of d/2 is theta ** (-2i/d) before scaling."""
+    max_position_embeddings: int
+    """Length (tokens) beyond which `dynamic` starts to scale."""
+    original_max_position_embeddings: int
+    """Length (tokens) seen in pre-training, for `llama3` and `yarn`."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    """Scale of cos and sin for `yarn`; None: derived from factor, mscale and mscale_all_dim."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True

@@ -1,0 +1,89 @@
+"""Parts of a config.json that several families spell alike."""
+
+from collections.abc import Mapping, Sequence
+
+from workers.layers.config import AttentionConfig, FeedForwardConfig, MlpConfig, MoeConfig
+from workers.models.hf_config import HfConfig, UnsupportedModelError
+from workers.models.interface import DecoderConfig
+from workers.models.rope_config import read_rope_config
+
+
+def read_decoder(
+    hf: HfConfig,
+    attention: AttentionConfig,
+    feed_forward: Sequence[FeedForwardConfig],
+    renamed: Mapping[str, str] | None = None,
+) -> DecoderConfig:
+    """Read what no family spells differently."""
+    _refuse_unsupported(hf)
+    max_len = hf.positive("max_position_embeddings")
+    return DecoderConfig(
+        vocab_size=hf.positive("vocab_size"),
+        hidden_size=hf.positive("hidden_size"),
+        attention=attention,
+        feed_forward=tuple(feed_forward),
+        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope=read_rope_config(hf.raw, max_len),
+        max_position_embeddings=max_len,
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
+        dtype=hf.dtype,
+        eos_token_ids=hf.eos_token_ids,
+        renamed=renamed or {},
+    )
+
+
+def read_attention(hf: HfConfig, *, head_dim: int | None = None, **flags: bool) -> AttentionConfig:
+    """Read numbers and size of heads; ``head_dim`` is what a family means that leaves it out."""
+    num_heads = hf.positive("num_attention_heads")
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=hf.positive("num_key_value_heads", num_heads),
+        head_dim=hf.positive("head_dim", head_dim or hf.positive("hidden_size") // num_heads),
+        **flags,
+    )
+
+
+def read_experts(hf: HfConfig, *, renormalize: bool, intermediate_size: str, shared_size: int = 0) -> MoeConfig:
+    """Read numbers and size of experts; ``intermediate_size`` is the key of their width."""
+    num_experts = hf.positive("num_experts" if "num_experts" in hf.raw else "num_local_experts")
+    top_k = hf.positive("num_experts_per_tok")
+    if top_k > num_experts:
+        raise UnsupportedModelError(f"num_experts_per_tok is {top_k}; allowed: at most {num_experts}")
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=hf.positive(intermediate_size),
+        renormalize=renormalize,
+        shared_size=shared_size,
+    )
+
+
+def sparse_layers(hf: HfConfig, moe: MoeConfig) -> list[FeedForwardConfig]:
+    """Layers of experts, but for those that a Qwen checkpoint gives one MLP."""
+    every, dense = hf.positive("decoder_sparse_step", 1), set(hf.get("mlp_only_layers") or ())
+    mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"))
+    num_layers = hf.num_layers
+    return [mlp if (layer + 1) % every or layer in dense else moe for layer in range(num_layers)]
+
+
+def refuse_sliding_window(hf: HfConfig, *, is_used: bool) -> None:
+    """Refuse windows in any layer; ``is_used`` is what a checkpoint without `layer_types` means."""
+    layer_types = hf.get("layer_types")
+    if layer_types is not None:
+        is_used = any(layer_type != "full_attention" for layer_type in layer_types)
+    if is_used:
+        raise UnsupportedModelError("the model uses sliding-window attention; only full attention is supported")
+
+
+def uses_sliding_window(hf: HfConfig) -> bool:
+    """Return whether Qwen's switches turn windows on."""
+    return hf.flag("use_sliding_window") and hf.get("sliding_window", 4096) is not None
+
+
+def _refuse_unsupported(hf: HfConfig) -> None:
+    if quantization := hf.get("quantization_config"):
+        method = quantization.get("quant_method", "unnamed")
+        raise UnsupportedModelError(f"the checkpoint is quantized ({method}); allowed are float32, bfloat16, float16")
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act is {activation!r}; allowed is 'silu'")

@@ -1,0 +1,14 @@
+"""Llama: grouped-query attention and one gated MLP a layer, any of them with biases."""
+
+from workers.layers.config import MlpConfig
+from workers.models.fields import read_attention, read_decoder
+from workers.models.hf_config import HfConfig
+from workers.models.interface import DecoderConfig
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """Read a config.json of the family."""
+    has_bias = hf.flag("attention_bias")
+    attention = read_attention(hf, qkv_bias=has_bias, output_bias=has_bias)
+    mlp = MlpConfig(intermediate_size=hf.positive("intermediate_size"), bias=hf.flag("mlp_bias"))
+    return read_decoder(hf, attention, [mlp] * hf.num_layers)

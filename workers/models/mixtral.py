@@ -1,0 +1,17 @@
+"""Mixtral: experts in every layer, whose weights are renormalized."""
+
+from workers.models.fields import read_attention, read_decoder, read_experts, refuse_sliding_window
+from workers.models.hf_config import HfConfig
+from workers.models.interface import DecoderConfig
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """Read a config.json of the family."""
+    refuse_sliding_window(hf, is_used=hf.get("sliding_window") is not None)
+    moe = read_experts(hf, renormalize=True, intermediate_size="intermediate_size")
+    return read_decoder(
+        hf,
+        read_attention(hf),
+        [moe] * hf.num_layers,
+        renamed={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    )

@@ -1,0 +1,42 @@
+"""The families that the engine can run, and the way from a folder to its model's configuration. Loads no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.models import llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from workers.models.hf_config import HfConfig, UnsupportedModelError
+from workers.models.interface import DecoderConfig, Family
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": llama.read,
+    "Qwen2ForCausalLM": qwen2.read,
+    "Qwen3ForCausalLM": qwen3.read,
+    "Qwen2MoeForCausalLM": qwen2_moe.read,
+    "Qwen3MoeForCausalLM": qwen3_moe.read,
+    "MixtralForCausalLM": mixtral.read,
+}
+"""By the name that config.json gives under `architectures`."""
+
+
+def read_model_config(folder: Path) -> DecoderConfig:
+    """Read config.json and, for the end tokens, generation_config.json.
+
+    Raises UnsupportedModelError when the model is not one this engine can run, or has no config.json.
+    """
+    hf = HfConfig.from_folder(folder)
+    try:
+        return parse_model_config(hf.raw, hf.generation)
+    except UnsupportedModelError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UnsupportedModelError(f"{folder}: config.json holds a value of a wrong kind: {error}") from error
+
+
+def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> DecoderConfig:
+    """Do as `read_model_config` does, from the parsed contents of the two files."""
+    given = list(config.get("architectures") or [])
+    family = FAMILIES.get(given[0]) if len(given) == 1 else None
+    if family is None:
+        raise UnsupportedModelError(f"architectures is {given!r}; allowed is one of {', '.join(FAMILIES)}")
+    return family(HfConfig(config, generation or {}))
