@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cluster.spec.kv import GroupLayout, PoolLayout
 
@@ -15,15 +15,8 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-class PageBytes(Protocol):
-    """A tensor or array of bytes whose first axis is the page; torch and numpy have it."""
-
-    def __getitem__(self, key: tuple[slice, slice]) -> Self: ...
-    def reshape(self, *shape: int) -> Self: ...
-    def __len__(self) -> int: ...
-
-
-Bytes = TypeVar("Bytes", bound=PageBytes)
+Memory = TypeVar("Memory")
+"""A tensor or array of bytes ``[page, byte]``, of torch or numpy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +33,8 @@ class PageRange:
     @property
     def is_whole(self) -> bool:
         """Whether every byte of the pages is meant."""
-        return all(len(layers) == len(group.layers) for group, _, layers in self._shards()) and (
-            self.groups is None or len(self.groups) == len(self.layout.groups)
-        )
+        whole = [group for group, _, layers in self._shards() if len(layers) == len(group.layers)]
+        return len(whole) == len(self.layout.groups)
 
     @property
     def num_bytes(self) -> int:
@@ -72,19 +64,19 @@ class PageRange:
             )
         )
 
-    def views(self, memory: Bytes) -> list[Bytes]:
-        """Return views ``[page, head, layer, byte]`` of memory ``[page, byte]`` in the order of bytes, one per group.
+    def views(self, memory: Memory) -> list[Memory]:
+        """Return views ``[page, head, layer, byte]`` of all pages of a memory, one for each KV group.
 
         Whole pages are one view ``[page, 1, 1, byte]``.
         """
+        pages: Any = memory
         if self.is_whole:
-            return [memory.reshape(len(memory), 1, 1, self.layout.page_bytes)]
-        return [
-            memory[:, start : start + group.num_bytes].reshape(
-                len(memory), group.num_heads, len(group.layers), group.layer_bytes
-            )[:, :, layers.start : layers.stop]  # type: ignore[index]
-            for group, start, layers in self._shards()
-        ]
+            return [pages.reshape(len(pages), 1, 1, self.layout.page_bytes)]
+        found = []
+        for group, start, layers in self._shards():
+            shape = (len(pages), group.num_heads, len(group.layers), group.layer_bytes)
+            found.append(pages[:, start : start + group.num_bytes].reshape(shape)[:, :, layers.start : layers.stop])
+        return found
 
     def _page_spans(self, target: "PageRange") -> Iterator[Span]:
         """Spans that copy page 0 to page 0."""

@@ -4,11 +4,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from workers.cache.layer_arrivals import LayerArrivals
-
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import RankRow
 from cluster.spec.step_messages import StepPlan
+from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored
 from workers.worker import Worker
 
@@ -42,9 +41,9 @@ class _AsynchronousRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def begin(self, plan: StepPlan, arrivals: LayerArrivals | None, on_stored: OnStored | None) -> _FutureStep:
+    def begin(self, plan: StepPlan, load: LayerwiseLoad | None, on_stored: OnStored | None) -> _FutureStep:
         self.num_following += sum(row.follows for row in plan.rows)
-        return _FutureStep(self._stream.submit(self._runner.begin, plan, arrivals, on_stored))
+        return _FutureStep(self._stream.submit(self._runner.begin, plan, load, on_stored))
 
 
 class AsynchronousWorker(Worker):

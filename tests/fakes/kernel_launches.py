@@ -61,7 +61,7 @@ def _copy() -> None:
         pool.group("full_attention"), torch.zeros_like(pool.group("full_attention")), torch.arange(6).view(2, 3) % 4
     )
     # Other heads, and some layers.
-    one_head = kv_pool(4, 1, 9, 64, 128, torch.bfloat16).data
+    one_head = kv_pool(4, 1, 9, 64, 128, torch.bfloat16).group("full_attention")
     for layers in (slice(0, 4), slice(8, 9)):
         copy_pages(
             one_head[:, :, layers], torch.zeros_like(one_head)[:, :, layers], torch.zeros(2, 1, dtype=torch.int64)

@@ -38,9 +38,9 @@ def check_store(data: st.DataObject, device: str) -> None:
     slots = torch.randperm(4 * page_size)[:num_rows]
     kv = torch.randn(num_rows, heads, 2, dim).to(dtype).transpose(1, 2)
     pools[0].write(1, slots, kv)
-    written = pools[1].data.to(device)
+    written = pools[1].group("full_attention").to(device)
     store_kv(written[:, :, 1], slots.to(device), kv.to(device))
-    assert torch.equal(written.cpu(), pools[0].data)
+    assert torch.equal(written.cpu(), pools[0].group("full_attention"))
 
 
 def check_copy(data: st.DataObject, device: str) -> None:

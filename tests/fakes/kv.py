@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout, key_value_group
+from cluster.spec.kv import GroupLayout, KvGeometry, KvGroup, KvPart, PoolLayout, key_value_group
 from transfer.page_range import PageRange, Span
 from transfer.plan import PagePair
 from workers.memory.page_pool import PagePool
@@ -90,3 +90,11 @@ def make_spans(
     layers = range(first_layer, source.layers.stop if last_layer is None else last_layer)
     pages = PageRange(source, [page for page, _ in pairs], layers)
     return pages.spans_to(PageRange(target, [page for _, page in pairs]))
+
+
+def two_groups(num_layers: int = 4, num_heads: int = 2, page_size: int = 4) -> KvGeometry:
+    """A model that stores K and V in every layer, and one head of two unlike parts in every second one."""
+    parts = (KvPart(name="latent", dim=6, dtype="bfloat16"), KvPart(name="keys", dim=2, dtype="float32"))
+    extra = KvGroup(name="extra", num_heads=1, layers=tuple(range(1, num_layers, 2)), parts=parts)
+    groups = (key_value_group(range(num_layers), num_heads, 4, "float32"), extra)
+    return KvGeometry(model="two-groups", num_layers=num_layers, groups=groups, page_size=page_size)

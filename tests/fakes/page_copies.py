@@ -1,28 +1,48 @@
-"""Copies of pages, of all layers or some, against the same by an index; on any device, also from and to host memory."""
+"""Copies of pages, whole or of some layers, against the spans that a transfer would write; on any device."""
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from workers.cache.page_copies import PageCopies
 
+from cluster.spec.kv import KvGeometry, PoolLayout
+from cluster.spec.pool import page_layout
+from cluster.spec.registry import RankCoords
+from tests.fakes.kv import kv_geometry, two_groups
 from workers.device import synchronize
+from workers.memory.copy import PageMemory, copy
+
+_ONE, _FIRST = RankCoords(dp=1, cp=1, tp=1, pp=1), RankCoords(dp=0, cp=0, tp=0, pp=0)
+
+
+def layout_of(geometry: KvGeometry, num_pages: int) -> PoolLayout:
+    """A rank that holds all of a model."""
+    return page_layout(geometry, _ONE, _FIRST, num_pages)
 
 
 def check_copies(data: st.DataObject, device: torch.device) -> None:
-    num_heads, num_layers, num_pages = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5)), 6
+    num_pages, num_heads, num_layers = 6, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    makes = [
+        lambda: two_groups(num_layers, num_heads),
+        lambda: kv_geometry(num_layers=num_layers, num_kv_heads=num_heads, head_dim=8),
+    ]
+    layout = layout_of(data.draw(st.sampled_from(makes))(), num_pages - 1)
     first, last = data.draw(st.integers(0, num_layers)), data.draw(st.integers(0, num_layers))
+    layers = data.draw(st.sampled_from([None, range(first, last)]))
     of = data.draw(st.lists(st.integers(0, num_pages - 1), max_size=num_pages))
     to = data.draw(st.permutations(range(num_pages)))[: len(of)]
-    source = torch.randint(256, (num_pages, num_heads, num_layers, 64), dtype=torch.uint8)
-    expected = torch.zeros_like(source)
-    expected[to, :, first:last] = source[of, :, first:last]
+    content = torch.randint(256, (layout.pool_bytes,), dtype=torch.uint8)
+    expected = np.zeros(layout.pool_bytes, dtype=np.uint8)
+    pages = PageMemory(content, layout).at(of, layers).range
+    for start, end, num_bytes in pages.spans_to(PageMemory(content, layout).at(to, layers).range):
+        expected[end : end + num_bytes] = content[start : start + num_bytes]
     for is_from_host, is_to_host in data.draw(st.permutations([(False, False), (True, False), (False, True)])):
-        there = _put(source, None if is_from_host else device)
-        target = _put(torch.zeros_like(source), None if is_to_host else device)
-        PageCopies(there, of, target, to).layers(slice(first, last)).start()
+        there = PageMemory(_put(content, None if is_from_host else device), layout)
+        target = PageMemory(_put(torch.zeros_like(content), None if is_to_host else device), layout)
+        copy(there.at(of, layers), target.at(to, layers))
         # A copy to the host is waited for by whoever reads it.
         synchronize(device)
-        assert torch.equal(target.cpu(), expected)
+        assert torch.equal(target.bytes.cpu().flatten(), torch.from_numpy(expected))
 
 
 def _put(x: Tensor, device: torch.device | None) -> Tensor:

@@ -47,15 +47,16 @@ def page_of(number: int) -> TierPage:
 
 def kv_of(page: TierPage) -> np.ndarray:
     """The KV of a page over the whole model, ``[head, layer, k_or_v, slot, head_dim]``."""
-    shape = (GEOMETRY.num_kv_heads, GEOMETRY.num_layers, 2, GEOMETRY.page_size, GEOMETRY.head_dim)
+    (group,) = GEOMETRY.groups
+    shape = (group.num_heads, GEOMETRY.num_layers, 2, GEOMETRY.page_size, group.parts[0].dim)
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1000 * page.key[0]
 
 
 def part_of(page: TierPage, row: RankRow) -> np.ndarray:
     """What a rank holds of it."""
-    layout = row.layout
-    heads = slice(layout.first_head, layout.first_head + layout.num_heads)
-    layers = slice(layout.first_layer, layout.first_layer + layout.num_layers)
+    (group,) = row.layout.groups
+    heads = slice(group.heads.start, group.heads.stop)
+    layers = slice(row.layout.layers.start, row.layout.layers.stop)
     return np.ascontiguousarray(kv_of(page)[heads, layers])
 
 

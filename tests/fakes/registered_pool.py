@@ -6,12 +6,10 @@ Mooncake over TCP moves its bytes, which it can since the pool is the CPU's afte
 from typing import Any
 from unittest.mock import patch
 
-from workers.cache.open_pool import open_apart
-from workers.cache.registered_pages import RegisteredPages
-
 from cluster.spec.config import TransferBackendName, TransferProtocol
 from transfer.backends.interface import TransferBackend, make_backend
 from workers import rank
+from workers.memory.peer_memory import open_apart
 from workers.worker import Worker
 
 
@@ -22,8 +20,8 @@ class WorkerWithRegisteredPool(Worker):
         """See Worker."""
         row = super().load(store_address)
         assert self._rank is not None
-        assert isinstance(self._rank.staging, RegisteredPages), "pages are copied"
-        assert row.endpoint.base_address == self._rank.pool.data.data_ptr()
+        assert self._rank.memory.host is None, "pages are copied"
+        assert row.endpoint.base_address == self._rank.memory.pool.bytes.data_ptr()
         return row
 
 
@@ -36,5 +34,5 @@ def _make(name: TransferBackendName, host: str, _: TransferProtocol) -> Transfer
     return backend
 
 
-patch.object(rank, "open_pool", open_apart).start()
+patch.object(rank, "open_peer_memory", open_apart).start()
 patch.object(rank, "make_backend", _make).start()

@@ -2,9 +2,8 @@
 
 from unittest.mock import patch
 
-from workers.cache.open_pool import open_apart
-
 from workers import rank
+from workers.memory.peer_memory import open_apart
 from workers.worker import Worker
 
 
@@ -12,4 +11,4 @@ class WorkerWithStagedPool(Worker):
     """Its module, which only its process imports, puts the pool in place."""
 
 
-patch.object(rank, "open_pool", open_apart).start()
+patch.object(rank, "open_peer_memory", open_apart).start()

@@ -30,7 +30,8 @@ from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.messages import Message, Output, Submit
 from cluster.spec.peer import Peer
-from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
+from cluster.spec.pool import page_layout
+from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
@@ -162,12 +163,15 @@ def _pages() -> list[bytes]:
 # ---- names in storage
 
 
+_ONE, _FIRST = RankCoords(dp=1, cp=1, tp=1, pp=1), RankCoords(dp=0, cp=0, tp=0, pp=0)
+
+
 def _feed_mark(data: bytes) -> None:
     naming = Naming(GEOMETRY, "weights")
     cut = naming.cut_of(data)
     if cut is not None:
         assert naming.mark_of(cut).rstrip(b"\0") == data.rstrip(b"\0")
-        assert len(list(naming.parts(cut, b"key", 3, range(4), range(2)))) <= cut.tp * cut.pp
+        assert len(list(naming.parts(cut, b"key", 3, page_layout(GEOMETRY, _ONE, _FIRST)))) <= cut.tp * cut.pp
 
 
 # ---- bodies of the bootstrap service

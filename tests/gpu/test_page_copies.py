@@ -1,30 +1,32 @@
 """Pages between a GPU and pinned host memory, and tokens that are drawn on one: `pytest -m gpu tests/gpu`."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.staging import Staging
-from workers.hicache.device_pages import StagedPages
 
-from cluster.spec.ids import Room
+from cluster.spec.lifecycle import Role
 from cluster.spec.registry import Endpoint
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import HostCopy
-from tests.fakes.kv import kv_layout, kv_pool
+from cluster.spec.tiers import TierPage
+from tests.fakes.kv import kv_layout
+from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies
+from tests.fakes.paged_ranks import row
 from transfer.backends.interface import Region
-from workers.cache import page_copies
-from workers.cache.gpu_host_pages import GpuHostPages
 from workers.engine import sampler
+from workers.hicache.copier import Copier
+from workers.memory import copy as memory_copy
+from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import PagePool
+from workers.memory.peer_memory import PeerMemory
 from workers.memory.pinned import PinnedMemory
 
 pytestmark = pytest.mark.gpu
@@ -41,9 +43,9 @@ class World(NamedTuple):
     """A pool, and host memory of both kinds."""
 
     pool: PagePool
-    staging: Staging
+    memory: PeerMemory
     staged: Tensor
-    pages: StagedPages
+    copier: Copier
     host: Tensor
 
     def write_late(self, pages: list[int]) -> Tensor:
@@ -68,38 +70,43 @@ def make_region(num_bytes: int) -> Region:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are small here: those of models are copied in one way or the other."""
     if request.param == "engine":
-        monkeypatch.setattr(page_copies, "LEAST_PIECE_BYTES", 0)
+        monkeypatch.setattr(memory_copy, "LEAST_PIECE_BYTES", 0)
 
 
 @pytest.fixture
 def world(way: None) -> Iterator[World]:  # noqa: ARG001 - it is asked while pages are copied
-    sizes = (LAYOUT.num_pages, LAYOUT.num_heads, LAYOUT.num_layers, LAYOUT.page_size, LAYOUT.head_dim)
-    pool = kv_pool(*sizes, torch.bfloat16, device=torch.device(DEVICE))
+    pool = PagePool(LAYOUT, device=torch.device(DEVICE))
     region, host = make_region(LAYOUT.pool_bytes), make_region(4 * LAYOUT.page_bytes)
     pinned = PinnedMemory([region.buffer, host.buffer] if DEVICE == "cuda" else [])
-    staging = Staging(pool, region.buffer)
+    memory = PeerMemory(pool, region)
+    rows = [msgspec.structs.replace(row(Role.PREFILL, 0, 1, LAYOUT.num_pages), layout=LAYOUT)]
     staged, kept = (
         torch.frombuffer(each.buffer, dtype=torch.bfloat16).view(-1, *pool.group("full_attention").shape[1:])
         for each in (region, host)
     )
-    yield World(pool, staging, staged, StagedPages(pool, staging, region, host, LAYOUT), kept)
+    yield World(pool, memory, staged, Copier(rows, 0, memory, host, Loopback()), kept)
     pinned.close()
+
+
+def pages_of(pairs: Sequence[tuple[int, int]]) -> list[TierPage]:
+    """Pages on the device, with their slots on the host."""
+    return [TierPage(key=b"", place=0, device=page, host=slot) for page, slot in pairs]
 
 
 def test_pages_leave_when_they_are_written(world: World) -> None:
     expected = world.write_late([5, 1, 3])
-    moment = world.staging.mark()
+    event = world.memory.event()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(world.staging.put_out, [5, 1, 3], slice(None), moment).result()
+        thread.submit(world.memory.publish, [5, 1, 3], LAYOUT.layers, event).result()
     assert torch.equal(world.staged[[5, 1, 3]], expected)
     assert not world.staged[[0, 2, 4, 6, 7]].any()
 
 
 def test_layers_leave_when_they_are_written(world: World) -> None:
     expected = world.write_late([5, 1])
-    moment = world.staging.mark()
+    event = world.memory.event()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(world.staging.put_out, [5, 1], slice(2, 6), moment).result()
+        thread.submit(world.memory.publish, [5, 1], range(2, 6), event).result()
     assert torch.equal(world.staged[[5, 1], :, 2:6], expected[:, :, 2:6])
     assert not world.staged[:, :, :2].any()
     assert not world.staged[:, :, 6:].any()
@@ -108,31 +115,29 @@ def test_layers_leave_when_they_are_written(world: World) -> None:
 def test_pages_are_there_for_what_is_started_next(world: World) -> None:
     expected = torch.randn(2, *world.pool.group("full_attention").shape[1:]).to(torch.bfloat16)
     world.staged[[6, 2]] = expected
-    world.staging.take_in([6, 2])
+    world.memory.receive([6, 2])
     assert torch.equal(world.pool.group("full_attention")[[6, 2]].cpu(), expected)
 
 
 def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
     expected = world.write_late([1, 2, 3])
-    moment = world.pages.mark()
+    event = world.copier.event()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(world.pages.save, [(1, 2), (2, 0), (3, 3)], moment).result()
+        thread.submit(world.copier.save, pages_of([(1, 2), (2, 0), (3, 3)]), event).result()
         assert torch.equal(world.host[[2, 0, 3]], expected)
         world.write_late([4, 5, 6])
-        thread.submit(world.pages.load, [(4, 2), (5, 0), (6, 3)], world.pages.mark()).result()
+        thread.submit(world.copier.load, pages_of([(4, 2), (5, 0), (6, 3)]), world.copier.event()).result()
     assert torch.equal(world.pool.group("full_attention")[4:7].cpu(), expected)
 
 
 def test_layers_are_read_while_others_come(world: World) -> None:
     world.host.copy_(torch.randn(world.host.shape))
-    world.staged[7] = 3.0
-    arrivals, moment = LayerArrivals(), world.pages.mark()
-    with ThreadPoolExecutor(1) as thread, world.pool.in_step(arrivals):
-        filled = thread.submit(world.pages.fill, [(0, 1), (4, 3)], [7], lambda _: None, moment, arrivals)
-        seen = [torch.stack(world.pool.layer_view(layer), dim=2)[[0, 4, 7]].cpu() for layer in range(LAYOUT.num_layers)]
-        filled.result()
-    expected = torch.cat([world.host[[1, 3]], world.staged[[7]]])
-    assert torch.equal(torch.stack(seen, dim=2), expected)
+    load, event = LayerwiseLoad(), world.copier.event()
+    with ThreadPoolExecutor(1) as thread, world.pool.in_step(load):
+        loaded = thread.submit(world.copier.load_layerwise, pages_of([(0, 1), (4, 3)]), event, load)
+        seen = [torch.stack(world.pool.layer_view(layer), dim=2)[[0, 4]].cpu() for layer in range(LAYOUT.num_layers)]
+        loaded.result()
+    assert torch.equal(torch.stack(seen, dim=2), world.host[[1, 3]])
 
 
 @settings(max_examples=50)

@@ -18,6 +18,7 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import RankRow, Verify
 from cluster.spec.step_messages import Admit, SendReport, StepPlan
 from cluster.spec.transfer_messages import Done, SendState
+from tests.fakes.kv import kv_geometry, kv_layout
 from tests.fakes.loopback import Loopback
 from tests.fakes.paged_ranks import PAGE_SIZE, row
 from tests.integration.test_kv_sender import (
@@ -45,12 +46,16 @@ ENDS = [2, 4, 6]
 
 def deep(of: RankRow) -> RankRow:
     """The same with several layers and heads."""
-    return replace(of, layout=replace(of.layout, num_layers=NUM_LAYERS, num_heads=NUM_HEADS))
+    num_pages, page_size = of.layout.num_pages, of.layout.page_size
+    layout = kv_layout(num_pages=num_pages, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, page_size=page_size)
+    geometry = kv_geometry(num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, page_size=page_size)
+    return replace(of, layout=layout, geometry=geometry)
 
 
 def pages_of(region: Region, layout: PoolLayout) -> npt.NDArray[np.uint8]:
     """``[page, head, layer, byte]``."""
-    shape = (-1, layout.num_heads, layout.num_layers, layout.layer_bytes)
+    (group,) = layout.groups
+    shape = (-1, group.num_heads, layout.num_layers, group.layer_bytes)
     return np.frombuffer(region.buffer, dtype=np.uint8).reshape(shape)
 
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.hicache.device_pages import Mark, Pair, ReadLayers, RegionPages
 
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
-from cluster.spec.tiers import FlushCache, Tier
+from cluster.spec.tiers import FlushCache, Tier, TierPage
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.held_engine import HeldEngine
 from tests.fakes.model_folder import write_model_folder
+from workers.device import Event
+from workers.hicache.copier import Copier
+from workers.memory.layerwise_load import LayerwiseLoad
 
 pytestmark = pytest.mark.integration
 
@@ -26,15 +27,15 @@ LATE_S = 0.05
 """By which each group of layers comes later than the step could read it."""
 
 
-class LateArrivals(LayerArrivals):
+class LateLoad(LayerwiseLoad):
     """Passes on what has come after a while."""
 
-    def __init__(self, arrivals: LayerArrivals) -> None:
+    def __init__(self, load: LayerwiseLoad) -> None:
         super().__init__()
-        self._arrivals = arrivals
+        self._load = load
 
-    def note(self, num_layers: int, moment: Mark) -> None:
-        self._arrivals.note(num_layers, moment)
+    def add(self, num_layers: int, event: Event | None) -> None:
+        self._load.add(num_layers, event)
         time.sleep(LATE_S)
 
 
@@ -61,24 +62,18 @@ def ask(http: httpx.Client) -> dict[str, Any]:
 
 def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fills: list[int] = []
-    fill = RegionPages.fill
+    load_layerwise = Copier.load_layerwise
 
-    def fill_late(
-        self: RegionPages,
-        pairs: Sequence[Pair],
-        elsewhere: Sequence[int],
-        read: ReadLayers,
-        after: Mark,
-        arrivals: LayerArrivals,
-    ) -> None:
-        """From pages that hold nonsense."""
-        for page in (*elsewhere, *(page for page, _ in pairs)):
-            self._pages[page] = 0xFF
+    def load_late(self: Copier, pages: Sequence[TierPage], after: Event | None, load: LayerwiseLoad) -> int:
+        """Into pages that hold nonsense."""
+        for page in pages:
+            self._memory.pool.bytes[page.device] = 0xFF
         time.sleep(LATE_S)
-        fill(self, pairs, elsewhere, read, after, LateArrivals(arrivals))
-        fills.append(len(elsewhere) + len(pairs))
+        num_bytes = load_layerwise(self, pages, after, LateLoad(load))
+        fills.append(len(pages))
+        return num_bytes
 
-    monkeypatch.setattr(RegionPages, "fill", fill_late)
+    monkeypatch.setattr(Copier, "load_layerwise", load_late)
     config = config_of(tmp_path)
     with HeldEngine(config, tmp_path).running() as engine, engine.served(config, tmp_path) as http:
         (expected,) = ask(http)["choices"]

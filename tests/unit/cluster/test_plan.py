@@ -13,11 +13,11 @@ from cluster.planner.model import UnknownModel, facts_of, read_model
 from cluster.planner.plan import Plan, make_plan
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import ConfigError
-from cluster.spec.kv import KvGeometry
 from cluster.spec.lifecycle import Role
 from cluster.spec.loader import load_config, parse_config
 from cluster.spec.pool import GIB, pool_layout
 from cluster.spec.ranks import positions, sizes_of
+from tests.fakes.kv import kv_geometry
 
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -143,7 +143,7 @@ def test_kv_of_the_built_in_model() -> None:
 def test_kv_of_a_model_folder(model_folder: Path) -> None:
     kv = plan_of(f"model: {{path: {model_folder}}}\nprefill: {{parallel: {{tp: 4, pp: 3}}}}").kv
     assert kv is not None
-    assert (kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.dtype) == (28, 8, 128, "bfloat16")
+    assert kv.groups == ("full_attention (28 layers of 8 heads x k 128 bfloat16 + v 128 bfloat16)",)
     assert kv.bytes_per_token == 2 * 28 * 8 * 128 * 2
     prefill = kv.roles[Role.PREFILL]
     assert prefill.page_bytes == 64 * 2 * 10 * 2 * 128 * 2
@@ -281,16 +281,13 @@ def test_heads_and_ranks_that_do_not_divide_are_a_bad_file(tmp_path: Path) -> No
 def test_pools_hold_the_whole_model_and_stay_within_their_memory(
     num_kv_heads: int, tp: int, pp: int, num_layers: int, page_size: int, memory_gib: float
 ) -> None:
-    geometry = KvGeometry(
+    geometry = kv_geometry(
         model="m", num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=8, dtype="bfloat16", page_size=page_size
     )
     parallel = DeployConfig().prefill.parallel.model_copy(update={"tp": tp, "pp": pp})
     layouts = [pool_layout(geometry, sizes_of(parallel), rank.coords, memory_gib) for rank in positions(parallel)]
     held = {
-        (layer, head)
-        for pool in layouts
-        for layer in range(pool.first_layer, pool.first_layer + pool.num_layers)
-        for head in range(pool.first_head, pool.first_head + pool.num_heads)
+        (layer, head) for pool in layouts for group in pool.groups for layer in group.layers for head in group.heads
     }
     assert held == {(layer, head) for layer in range(num_layers) for head in range(num_kv_heads)}
     assert all(pool.pool_bytes <= memory_gib * GIB < pool.pool_bytes + pool.page_bytes for pool in layouts)

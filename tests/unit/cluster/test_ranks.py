@@ -251,7 +251,7 @@ def test_groups_of_head_copies_hold_the_same_heads_of_the_same_tokens_and_layers
         coords = coords_of(rank, sizes_of(parallel))
         heads = kv_heads_of(num_heads, parallel.tp, coords.tp)
         held.setdefault((coords.pp, coords.dp, coords.cp, *heads), []).append(rank)
-    assert head_copy_groups(positions(parallel), num_heads) == sorted(held.values())
+    assert head_copy_groups(positions(parallel), [num_heads]) == sorted(held.values())
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

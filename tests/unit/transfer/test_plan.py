@@ -1,6 +1,7 @@
 """Page filters are disjoint and complete; spans copy what an element-for-element copy copies."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def test_unequal_layers_give_one_span_per_head() -> None:
 
 def test_views_have_the_bytes_of_the_tensor() -> None:
     part = pool(5, range(1, 3), range(2, 5))
-    memory = np.arange(part.pool_bytes).reshape(6, -1)
+    memory: Any = np.arange(part.pool_bytes).reshape(6, -1)
     (some,) = PageRange(part, [], range(3, 5)).views(memory)
     np.testing.assert_array_equal(some, _index(part)[:, :, 1:3].reshape(6, 2, 2, -1))
     (whole,) = PageRange(part, []).views(memory)

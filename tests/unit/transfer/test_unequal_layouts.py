@@ -140,8 +140,8 @@ def check_handoff(pair: Pair) -> None:
                 if PageShare.of([target]).has(places[position])
             ]
             groups = sent_groups(row.coords, row.sizes, target)
-            sent = PageRange(row.layout, [page for page, _ in page_pairs], groups=groups)
-            spans = sent.spans_to(PageRange(target.layout, [page for _, page in page_pairs]))
+            ours = PageRange(row.layout, [page for page, _ in page_pairs], groups=groups)
+            spans = ours.spans_to(PageRange(target.layout, [page for _, page in page_pairs]))
             shared = sum(group.num_heads for group in row.layout.groups if group.name in groups)
             assert len(spans) <= len(page_pairs) * shared, "never more than one span a page and head"
             if row.layout.layers == target.layout.layers:

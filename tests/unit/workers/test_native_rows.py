@@ -92,10 +92,10 @@ def test_rows_of_kv_go_to_their_slots_alone(
     found, expected = (kv_pool(6, heads, 2, page_size, dim, torch.bfloat16) for _ in range(2))
     slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(seed))[:num_rows]
     kv = draw(seed, len(slots), 3, heads, dim, gap=gap)[:, 1:]
-    library.store_kv(found.data[:, :, 1], slots, kv)
+    library.store_kv(found.group("full_attention")[:, :, 1], slots, kv)
     for row, slot in enumerate(slots.tolist()):
-        expected.data[slot // page_size, :, 1, :, slot % page_size] = kv[row].transpose(0, 1)
-    assert same_bits(found.data, expected.data)
+        expected.group("full_attention")[slot // page_size, :, 1, :, slot % page_size] = kv[row].transpose(0, 1)
+    assert same_bits(found.group("full_attention"), expected.group("full_attention"))
 
 
 def test_numbers_at_the_edge(library: NativeRows) -> None:

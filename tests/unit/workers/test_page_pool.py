@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kv import kv_layout, kv_pool
+from tests.fakes.kv import kv_layout, kv_pool, two_groups
+from tests.fakes.page_copies import layout_of
 from workers.memory.page_pool import PagePool
 
 PAGES, HEADS, LAYERS, PAGE_SIZE, DIM = 5, 3, 2, 4, 8
@@ -17,8 +18,6 @@ def make_pool(dtype: torch.dtype = torch.float32, buffer: torch.Tensor | None = 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_page_and_a_head_of_it_are_contiguous_spans_as_the_layout_says(dtype: torch.dtype) -> None:
-    buffer = torch.zeros(PagePool.page_bytes_for(HEADS, LAYERS, PAGE_SIZE, DIM, dtype) * (PAGES + 1), dtype=torch.uint8)
-    pool = make_pool(dtype, buffer)
     layout = kv_layout(
         num_pages=PAGES,
         first_head=0,
@@ -29,13 +28,15 @@ def test_a_page_and_a_head_of_it_are_contiguous_spans_as_the_layout_says(dtype: 
         head_dim=DIM,
         itemsize=dtype.itemsize,
     )
+    buffer = torch.zeros(layout.pool_bytes, dtype=torch.uint8)
+    pool = make_pool(dtype, buffer)
     assert pool.page_bytes == layout.page_bytes
     assert len(buffer) == layout.pool_bytes
     pool.group("full_attention")[3, 1, 1] = 1.0
     touched = buffer.nonzero().flatten()
-    first = 3 * layout.page_bytes + layout.head_bytes + layout.layer_bytes
+    first = 3 * layout.page_bytes + layout.groups[0].head_bytes + layout.groups[0].layer_bytes
     assert first <= int(touched.min())
-    assert int(touched.max()) == first + layout.layer_bytes - 1
+    assert int(touched.max()) == first + layout.groups[0].layer_bytes - 1
 
 
 def test_the_pool_lives_in_the_buffer_it_is_given() -> None:
@@ -88,3 +89,20 @@ def test_views_share_memory_and_have_one_stride_for_pages_and_heads() -> None:
 def test_a_buffer_that_does_not_fit_is_our_own_bug(buffer: torch.Tensor) -> None:
     with pytest.raises(AssertionError):
         make_pool(buffer=buffer)
+
+
+def test_groups_of_unlike_parts_lie_behind_each_other_in_a_page() -> None:
+    pool = PagePool(layout_of(two_groups(num_layers=4, num_heads=HEADS), PAGES))
+    assert pool.group("full_attention").shape == (PAGES + 1, HEADS, 4, 2, 4, 4)
+    assert pool.group("extra").shape == (PAGES + 1, 1, 2, 4 * (6 * 2 + 2 * 4))
+    slots, kv = torch.tensor([3, 9]), torch.randn(2, 2, HEADS, 4)
+    for layer in range(4):
+        pool.write(layer, slots, kv + layer)
+    pool.group("extra").fill_(7)
+    for layer in range(4):
+        keys, values = pool.layer_view(layer)
+        for row, slot in enumerate((3, 9)):
+            assert torch.equal(
+                torch.stack((keys[slot // 4, :, slot % 4], values[slot // 4, :, slot % 4])), kv[row] + layer
+            )
+    assert int((pool.bytes[PAGES] != 0).sum()) == pool.group("extra")[PAGES].numel()

@@ -86,7 +86,9 @@ def worker(text: dict[str, Any]) -> Any:
 def ask(spec: Any, model: DecoderModel, make_record: Callable[[], Record] | None) -> float:
     groups = RankGroups(Communicator("cp"), ModelGroups(), Pipeline())
     store: Any = HashStore()
-    return pool_memory_gib(spec, store, model, TorchAttention(), groups, make_record)
+    return pool_memory_gib(
+        spec, store, model, TorchAttention(), groups, model.config.kv_geometry("m", "float32", 4), make_record
+    )
 
 
 @pytest.fixture
@@ -218,7 +220,7 @@ def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch
     assert loaded.runner.graph_bytes == len(SIZES) * GRAPH
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE + len(SIZES) * GRAPH
     graphs: Any = loaded.runner._graphs
-    assert graphs._pool is loaded.pool
+    assert graphs._pool is loaded.memory.pool
     loaded.close()
 
 

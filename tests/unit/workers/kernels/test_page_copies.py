@@ -2,28 +2,33 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from workers.cache.layer_arrivals import LayerArrivals
-from workers.cache.page_copies import PageCopies, warm_up_copies
-from workers.cache.staging import Staging
-from workers.hicache.device_pages import MOST_GROUPS, StagedPages
 
-from tests.fakes.kv import kv_layout, kv_pool
+from cluster.spec.lifecycle import Role
+from cluster.spec.tiers import TierPage
+from tests.fakes.kv import kv_geometry, kv_layout, kv_pool
 from tests.fakes.loopback import Loopback
-from tests.fakes.page_copies import check_copies
+from tests.fakes.page_copies import check_copies, layout_of
+from tests.fakes.paged_ranks import row
 from workers import kernel_devices
-from workers.cache import page_copies
+from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.kernels import copy_pages as kernel
+from workers.memory import copy as memory_copy
+from workers.memory.copy import PageMemory, copy, warm_up_copies
+from workers.memory.layerwise_load import LayerwiseLoad
+from workers.memory.page_pool import PagePool
+from workers.memory.peer_memory import PeerMemory
 
 LAYOUT = kv_layout(
     num_pages=4,
     first_head=0,
     num_heads=2,
     first_layer=0,
-    num_layers=2 * MOST_GROUPS,
+    num_layers=2 * MOST_LAYER_GROUPS,
     page_size=4,
     head_dim=8,
     itemsize=2,
@@ -60,36 +65,38 @@ def test_large_pieces_are_left_to_the_copy_engine(
     least: int, launches: _Counted, monkeypatch: pytest.MonkeyPatch, *, by_a_kernel: bool
 ) -> None:
     """Whole pages of four heads; some layers of them are pieces a head."""
-    monkeypatch.setattr(page_copies, "LEAST_PIECE_BYTES", least)
-    source = torch.randint(256, (3, 4, 2, 32), dtype=torch.uint8)
-    copies = PageCopies(source, [2, 0], torch.zeros_like(source), [0, 1])
-    copies.start()
+    monkeypatch.setattr(memory_copy, "LEAST_PIECE_BYTES", least)
+    layout = layout_of(kv_geometry(num_layers=2, num_kv_heads=4), 2)
+    source = PageMemory(torch.randint(256, (layout.pool_bytes,), dtype=torch.uint8), layout)
+    target = PageMemory(torch.zeros(layout.pool_bytes, dtype=torch.uint8), layout)
+    copy(source.at([2, 0]), target.at([0, 1]))
     assert launches == ([2] if by_a_kernel else [])
-    assert torch.equal(copies.target[:2], source[[2, 0]])
-    copies.layers(slice(0, 1)).start()
+    assert torch.equal(target.bytes[:2], source.bytes[[2, 0]])
+    copy(source.at([2, 0], range(1)), target.at([0, 1], range(1)))
     assert len(launches) == by_a_kernel + (least > 32)
 
 
 def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Counted) -> None:
     loopback = Loopback()
-    sizes = (LAYOUT.num_pages, LAYOUT.num_heads, LAYOUT.num_layers, LAYOUT.page_size, LAYOUT.head_dim)
-    pool = kv_pool(*sizes, torch.bfloat16)
+    pool = PagePool(LAYOUT)
     region, host = loopback.allocate(LAYOUT.pool_bytes), loopback.allocate(4 * LAYOUT.page_bytes)
-    kept = torch.frombuffer(host.buffer, dtype=torch.bfloat16).view(4, *pool.group("full_attention").shape[1:])
-    kept.copy_(torch.randn(kept.shape))
-    pages = StagedPages(pool, Staging(pool, region.buffer), region, host, LAYOUT)
-    pages.fill([(1, 3), (2, 0), (0, 1)], [], lambda _: None, pages.mark(), LayerArrivals())
-    assert launches == [3] * MOST_GROUPS
-    assert torch.equal(pool.group("full_attention")[[1, 2, 0]], kept[[3, 0, 1]])
-    assert not pool.group("full_attention")[3:].any()
+    kept = torch.frombuffer(host.buffer, dtype=torch.uint8).view(4, -1)
+    kept.copy_(torch.randint(1, 256, kept.shape))
+    rows = [msgspec.structs.replace(row(Role.PREFILL, 0, 1, 4), layout=LAYOUT)]
+    copier = Copier(rows, 0, PeerMemory(pool, region), host, loopback)
+    pages = [TierPage(key=b"", place=0, device=page, host=slot) for page, slot in [(1, 3), (2, 0), (0, 1)]]
+    copier.load_layerwise(pages, copier.event(), LayerwiseLoad())
+    assert launches == [3] * MOST_LAYER_GROUPS
+    assert torch.equal(pool.bytes[[1, 2, 0]], kept[[3, 0, 1]])
+    assert not pool.bytes[3:].any()
 
 
 def test_what_copies_is_there_before_the_first_request(launches: _Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = kv_pool(*(3, 2, 1, 4, 8), torch.bfloat16)
     before = pool.group("full_attention").normal_().clone()
-    warm_up_copies(pool.group("full_attention"))
+    warm_up_copies(pool)
     assert launches == [1]
     assert torch.equal(pool.group("full_attention"), before)
     monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
-    warm_up_copies(pool.group("full_attention"))
+    warm_up_copies(pool)
     assert launches == [1]

@@ -9,10 +9,6 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from workers.cache.open_pool import OpenPool, _check_reachable, open_apart
-from workers.cache.registered_pages import RegisteredPages
-from workers.cache.staging import Staging
-from workers.hicache.device_pages import StagedPages
 
 from cluster.spec.checks import config_problems
 from cluster.spec.config import DeployConfig, TransferBackendName, TransferProtocol
@@ -26,6 +22,7 @@ from tests.fakes.paged_ranks import row
 from transfer.backends.interface import TransferBackend, make_backend
 from transfer.page_range import Span
 from workers.hicache.copier import Copier
+from workers.memory.peer_memory import PeerMemory, _check_reachable, open_apart
 
 LAYOUT = row(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes
@@ -51,8 +48,8 @@ def backend_of(protocol: TransferProtocol = TransferProtocol.RDMA) -> TransferBa
     return make_backend(TransferBackendName.MOONCAKE, "127.0.0.1", protocol)
 
 
-def opened(backend: TransferBackend, verify: Verify = Verify.COUNTS) -> OpenPool:
-    made = open_apart(LAYOUT, torch.float32, HERE, backend, verify)
+def opened(backend: TransferBackend, verify: Verify = Verify.COUNTS) -> PeerMemory:
+    made = open_apart(LAYOUT, HERE, backend, verify)
     made.pool.group("full_attention").copy_(torch.randn(made.pool.group("full_attention").shape))
     return made
 
@@ -62,33 +59,34 @@ def test_pages_go_from_pool_to_pool(fabric: FakeFabric, caplog: pytest.LogCaptur
     backends = [backend_of(), backend_of()]
     ours, theirs = map(opened, backends)
     for made in (ours, theirs):
-        assert isinstance(made.staging, RegisteredPages)
+        assert made.host is None
         assert made.region.endpoint.base_address == made.pool.group("full_attention").data_ptr()
         assert made.region.endpoint.num_bytes == LAYOUT.pool_bytes
         assert not made.region.buffer
-    assert [record.message for record in caplog.records] == ["pages go from GPU to GPU, whose memory is registered"] * 2
+    assert [record.message for record in caplog.records] == [
+        "KV transfer goes from GPU to GPU; the pool is registered"
+    ] * 2
     assert [list(engine.registered) for engine in fabric.engines.values()] == [
         [made.pool.group("full_attention").data_ptr()] for made in (ours, theirs)
     ], "host memory in between"
     before = theirs.pool.group("full_attention").clone()
-    assert ours.staging is not None
-    ours.staging.put_out([1, 2], slice(None), ours.staging.mark())
+    ours.publish([1, 2], LAYOUT.layers, ours.event())
     backends[0].write(ours.region, theirs.region.endpoint, [Span(PAGE, 3 * PAGE, 2 * PAGE)])
     assert fabric.moved == [
         (ours.pool.group("full_attention")[1].data_ptr(), theirs.pool.group("full_attention")[3].data_ptr(), 2 * PAGE)
     ]
     assert torch.equal(theirs.pool.group("full_attention")[3:5], ours.pool.group("full_attention")[1:3])
     assert torch.equal(theirs.pool.group("full_attention")[:3], before[:3])
-    assert theirs.staging is not None
-    theirs.staging.take_in([3, 4])
+    theirs.receive([3, 4])
     assert torch.equal(theirs.pool.group("full_attention")[3:5], ours.pool.group("full_attention")[1:3])
 
 
+@pytest.mark.usefixtures("fabric")
 def test_nothing_is_sent_before_it_is_written() -> None:
     events = []
     written: Any = SimpleNamespace(synchronize=lambda: events.append("written"))
-    pool: Any = SimpleNamespace(data=torch.zeros(1))
-    RegisteredPages(pool).put_out([0], slice(None), written)
+    backend = backend_of()
+    opened(backend).publish([0], LAYOUT.layers, written)
     assert events == ["written"]
 
 
@@ -122,13 +120,13 @@ def test_pages_go_by_way_of_the_host_and_why(
     monkeypatch.setattr(torch, "zeros", noted_zeros)
     fabric.refuses = lambda address: refused and address in pools
     made = opened(backend_of(protocol), verify)
-    assert isinstance(made.staging, Staging)
+    assert made.host is not None
     (record,) = caplog.records
-    assert record.message.startswith(f"pages go through host memory as large as the pool: {why}")
+    assert record.message.startswith(f"KV transfer goes through host memory as large as the pool: {why}")
     (engine,) = fabric.engines.values()
     assert engine.registered == {made.region.endpoint.base_address: LAYOUT.pool_bytes}
     assert made.region.endpoint.base_address != made.pool.group("full_attention").data_ptr()
-    made.staging.put_out([2], slice(None), made.staging.mark())
+    made.publish([2], LAYOUT.layers, made.event())
     assert bytes(made.region.buffer[2 * PAGE : 3 * PAGE]) == made.pool.group("full_attention")[2].numpy().tobytes()
 
 
@@ -142,7 +140,7 @@ def test_a_gpu_that_may_see_writes_late_is_not_written_to(monkeypatch: pytest.Mo
 
 def test_other_backends_reach_the_host_only() -> None:
     for backend in (make_backend(TransferBackendName.SHARED_MEMORY, ""), Loopback()):
-        assert isinstance(opened(backend).staging, Staging)
+        assert opened(backend).host is not None
         backend.close()
 
 
@@ -168,21 +166,20 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
         )
         for rank, host in enumerate(hosts)
     ]
-    copiers = []
-    for rank, (one, host, backend) in enumerate(zip(made, hosts, backends, strict=True)):
-        assert one.staging is not None
-        device = StagedPages(one.pool, one.staging, one.region, host, LAYOUT)
-        copiers.append(Copier(rows, rank, device, one.region, host, backend))
+    copiers = [
+        Copier(rows, rank, one, host, backend)
+        for rank, (one, host, backend) in enumerate(zip(made, hosts, backends, strict=True))
+    ]
     made[1].pool.group("full_attention").copy_(made[0].pool.group("full_attention"))
     before = made[0].pool.group("full_attention").clone()
     pages = [TierPage(key=bytes([place]), place=place, device=place, host=place) for place in range(4)]
     for copier in copiers:
-        copier.save(pages, copier.mark())
+        copier.save(pages, copier.event())
     for one in made:
         one.pool.group("full_attention").zero_()
     fabric.moved.clear()
     for copier in copiers:
-        copier.load(pages, copier.mark())
+        copier.load(pages, copier.event())
     assert len(fabric.moved) == 4
     for one in made:
         assert torch.equal(one.pool.group("full_attention")[:4], before[:4])

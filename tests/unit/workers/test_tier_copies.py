@@ -1,0 +1,151 @@
+"""Pages between a device and host memory: each in its place, no other touched, whether they are staged or not."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from cluster.spec.kv import KvGeometry
+from cluster.spec.lifecycle import Role
+from cluster.spec.registry import KvOwnership
+from cluster.spec.tiers import TierPage
+from tests.fakes.kv import kv_geometry, two_groups
+from tests.fakes.loopback import Loopback
+from tests.fakes.page_copies import layout_of
+from tests.fakes.paged_ranks import row
+from tests.fakes.watched_load import WatchedLoad
+from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
+from workers.memory.page_pool import PagePool
+from workers.memory.peer_memory import PeerMemory
+
+NUM_PAGES, HOST_PAGES = 7, 4
+ONE_GROUP = kv_geometry()
+
+
+class Replica:
+    """Ranks whose pages are full of different bytes."""
+
+    def __init__(self, cp: int, ownership: KvOwnership, *, is_staged: bool, geometry: KvGeometry = ONE_GROUP) -> None:
+        self.loopback = Loopback()
+        layout = layout_of(geometry, NUM_PAGES)
+        self.regions = [self.loopback.allocate(layout.pool_bytes) for _ in range(cp)]
+        hosts = [self.loopback.allocate(HOST_PAGES * layout.page_bytes) for _ in range(cp)]
+        rows = [
+            msgspec.structs.replace(
+                row(Role.PREFILL, rank, cp, NUM_PAGES, ownership=ownership), host_endpoint=host.endpoint, layout=layout
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        self.pools = []
+        self.copiers = []
+        torch.manual_seed(1)
+        for rank, (region, host) in enumerate(zip(self.regions, hosts, strict=True)):
+            memory = torch.frombuffer(region.buffer, dtype=torch.uint8)
+            pool = PagePool(layout, torch.zeros_like(memory) if is_staged else memory)
+            pool.bytes.copy_(torch.randint(1, 256, pool.bytes.shape))
+            self.pools.append(pool)
+            self.copiers.append(Copier(rows, rank, PeerMemory(pool, region), host, self.loopback))
+
+    def order(self, kind: str, pages: Sequence[TierPage]) -> None:
+        for copier in self.copiers:
+            getattr(copier, kind)(pages, copier.event())
+
+    def page(self, rank: int, page: int) -> bytes:
+        return self.pools[rank].bytes[page].numpy().tobytes()
+
+
+def page_of(place: int, device: int, host: int) -> TierPage:
+    return TierPage(key=bytes([place]), place=place, device=device, host=host)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_replicated_pages_come_back_on_every_rank(cp: int, *, is_staged: bool) -> None:
+    replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged)
+    for pool in replica.pools[1:]:
+        pool.bytes.copy_(replica.pools[0].bytes)
+    before = [replica.page(0, page) for page in range(NUM_PAGES)]
+    hosts = {0: 2, 1: 5, 2: 0} if cp == 2 else {0: 2, 1: 3, 2: 0}
+    replica.order("save", [page_of(place, place + 1, host) for place, host in hosts.items()])
+    for place, host in hosts.items():
+        owner = replica.copiers[place % cp]
+        assert bytes(owner.host_page(page_of(place, 0, host))) == before[place + 1]
+    for pool in replica.pools:
+        pool.bytes[1:4].zero_()
+    replica.order("load", [page_of(place, 6 - place, host) for place, host in hosts.items()])
+    zeros = bytes(len(before[0]))
+    for rank in range(cp):
+        expected = [before[0], zeros, zeros, zeros, before[3], before[2], before[1]]
+        assert [replica.page(rank, page) for page in range(NUM_PAGES)] == expected
+
+
+@pytest.mark.parametrize("num_layers", [2, MOST_LAYER_GROUPS, MOST_LAYER_GROUPS + 3])
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+@pytest.mark.parametrize("make", [two_groups, kv_geometry])
+def test_layers_come_one_after_another(
+    cp: int, num_layers: int, make: Callable[..., KvGeometry], *, is_staged: bool
+) -> None:
+    replica = Replica(cp, KvOwnership.REPLICATED, is_staged=is_staged, geometry=make(num_layers=num_layers))
+    for pool in replica.pools[1:]:
+        pool.bytes.copy_(replica.pools[0].bytes)
+    before = replica.pools[0].bytes.clone()
+    # The host page of a place is one of its owner's.
+    saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
+    replica.order("save", saved)
+    wanted = [page_of(page.place, 6 - page.place, page.host or 0) for page in saved]
+    for rank, copier in enumerate(replica.copiers):
+        pool = replica.pools[rank]
+        pool.bytes[4:].zero_()
+        reported: list[int] = []
+
+        def look(num_there: int, pool: PagePool = pool, reported: list[int] = reported) -> None:
+            reported.append(num_there)
+            for layers, is_there in ((range(num_there), True), (range(num_there, num_layers), False)):
+                pages = pool.at([], layers).range
+                for now, then in zip(pages.views(pool.bytes), pages.views(before), strict=True):
+                    for place in range(3):
+                        assert torch.equal(now[6 - place], then[place + 1] if is_there else torch.zeros_like(now[0]))
+
+        load = WatchedLoad(look)
+        assert copier.load_layerwise(wanted, copier.event(), load) == 3 * copier.page_bytes
+        assert reported[-1] == num_layers
+        assert len(reported) <= MOST_LAYER_GROUPS
+        assert torch.equal(pool.bytes[:4], before[:4])
+
+
+@pytest.mark.parametrize("of_peers", [False, True])
+def test_pages_of_peers_are_read_once_their_pages_in_the_region_are_free(*, of_peers: bool) -> None:
+    """What arrived there before may be on its way to the GPU yet."""
+    replica = Replica(2, KvOwnership.REPLICATED, is_staged=True, geometry=kv_geometry(num_layers=2))
+    calls: list[str] = []
+    event: Any = SimpleNamespace(synchronize=lambda: calls.append("what was there is on the GPU"))
+    load = WatchedLoad(lambda num_layers: calls.append(f"{num_layers} layers are there"))
+    replica.copiers[0].load_layerwise([page_of(int(of_peers), 1, int(of_peers))], event, load)
+    waits = ["what was there is on the GPU"] if of_peers else []
+    assert calls == [*waits, "1 layers are there", "2 layers are there"]
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_sharded_pages_come_back_on_their_owners(*, is_staged: bool) -> None:
+    replica = Replica(2, KvOwnership.SHARDED, is_staged=is_staged)
+    before = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
+    replica.order("save", [page_of(place, place, place) for place in range(4)])
+    for pool in replica.pools:
+        pool.bytes[:2].zero_()
+    replica.order("load", [page_of(place, place + 8, place) for place in range(4)])
+    after = [replica.page(rank, page) for page in range(NUM_PAGES) for rank in range(2)]
+    zeros = bytes(len(before[0]))
+    assert after == [zeros] * 4 + before[4:8] + before[:4] + before[12:]
+
+
+def test_a_page_that_is_saved_leaves_its_place_in_the_region_alone() -> None:
+    """A peer may be writing there, for whoever has the page by now."""
+    replica = Replica(1, KvOwnership.REPLICATED, is_staged=True)
+    before = bytes(replica.regions[0].buffer)
+    replica.order("save", [page_of(0, 3, 1)])
+    replica.order("load", [page_of(0, 2, 1)])
+    assert bytes(replica.regions[0].buffer) == before
