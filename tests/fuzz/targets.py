@@ -47,7 +47,6 @@ from router.board import PAGE_BYTES, Board
 from router.key_ring import read_keys
 from router.policies.candidate import Load
 from router.siblings import Account, Figures, Now, Siblings
-from tests.fakes.page_stores import GEOMETRY
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fakes.supervised import Run
 from tests.fuzz.http_surface import HTTP, requests, surface
@@ -56,7 +55,6 @@ from tests.fuzz.samples import messages
 from tests.readme import ROOT
 from tests.unit.transfer.samples import PREFILL, ticket
 from workers.engine.weights import CheckpointError, stored_tensors
-from workers.hicache.storage.objects import Naming
 from workers.models.hf_config import UnsupportedModelError
 from workers.models.registry import read_model_config
 
@@ -157,17 +155,6 @@ def _pages() -> list[bytes]:
     now = Now(num_open=2, loads={key: Load(num_requests=1, num_tokens=9)}, accounts={"a": Account(num_open=1)})
     figures = Figures(told={"requests": {("a",): [1.0, 2.0]}}, recent=[{"ended": 1.0}])
     return [msgspec.msgpack.encode(now), msgspec.msgpack.encode(figures)]
-
-
-# ---- names in storage
-
-
-def _feed_mark(data: bytes) -> None:
-    naming = Naming(GEOMETRY, "weights")
-    cut = naming.cut_of(data)
-    if cut is not None:
-        assert naming.mark_of(cut).rstrip(b"\0") == data.rstrip(b"\0")
-        assert len(list(naming.parts(cut, b"key", 3, range(4), range(2)))) <= cut.tp * cut.pp
 
 
 # ---- bodies of the bootstrap service
@@ -333,7 +320,6 @@ def _feed_sse(data: bytes) -> None:
 TARGETS: dict[str, Target] = {
     "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
     "board": Target(_pages, lambda data: _shared().feed(data), MSGPACK),
-    "marks": Target(lambda: [b"replicated-cp2-tp1-pp1".ljust(64, b"\0")], _feed_mark),
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),

@@ -108,19 +108,19 @@ def test_pages_are_there_for_what_is_started_next(world: World) -> None:
 
 def test_tiers_keep_pages_and_bring_them_back(world: World) -> None:
     expected = world.write_late([1, 2, 3])
-    moment = world.pages.mark()
+    moment = world.pages.record_event()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(world.pages.save, [(1, 2), (2, 0), (3, 3)], moment).result()
         assert torch.equal(world.host[[2, 0, 3]], expected)
         world.write_late([4, 5, 6])
-        thread.submit(world.pages.load, [(4, 2), (5, 0), (6, 3)], world.pages.mark()).result()
+        thread.submit(world.pages.load, [(4, 2), (5, 0), (6, 3)], world.pages.record_event()).result()
     assert torch.equal(world.pool.data[4:7].cpu(), expected)
 
 
 def test_layers_are_read_while_others_come(world: World) -> None:
     world.host.copy_(torch.randn(world.host.shape))
     world.staged[7] = 3.0
-    arrivals, moment = LayerArrivals(), world.pages.mark()
+    arrivals, moment = LayerArrivals(), world.pages.record_event()
     with ThreadPoolExecutor(1) as thread, world.pool.in_step(arrivals):
         filled = thread.submit(world.pages.fill, [(0, 1), (4, 3)], [7], lambda _: None, moment, arrivals)
         seen = [torch.stack(world.pool.layer_view(layer), dim=2)[[0, 4, 7]].cpu() for layer in range(LAYOUT.num_layers)]

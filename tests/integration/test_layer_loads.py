@@ -16,7 +16,7 @@ from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.held_engine import HeldEngine
 from tests.fakes.model_folder import write_model_folder
 from workers.cache.layer_arrivals import LayerArrivals
-from workers.hicache.device_pages import Mark, Pair, ReadLayers, RegionPages
+from workers.hicache.device_pages import Event, Pair, ReadLayers, RegionPages
 
 pytestmark = pytest.mark.integration
 
@@ -33,8 +33,8 @@ class LateArrivals(LayerArrivals):
         super().__init__()
         self._arrivals = arrivals
 
-    def note(self, num_layers: int, moment: Mark) -> None:
-        self._arrivals.note(num_layers, moment)
+    def note(self, num_layers: int, event: Event) -> None:
+        self._arrivals.note(num_layers, event)
         time.sleep(LATE_S)
 
 
@@ -60,25 +60,25 @@ def ask(http: httpx.Client) -> dict[str, Any]:
 
 
 def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fills: list[int] = []
-    fill = RegionPages.fill
+    loads: list[int] = []
+    load = RegionPages.load_layerwise
 
-    def fill_late(
+    def load_late(
         self: RegionPages,
         pairs: Sequence[Pair],
         elsewhere: Sequence[int],
         read: ReadLayers,
-        after: Mark,
+        after: Event,
         arrivals: LayerArrivals,
     ) -> None:
         """From pages that hold nonsense."""
         for page in (*elsewhere, *(page for page, _ in pairs)):
             self._pages[page] = 0xFF
         time.sleep(LATE_S)
-        fill(self, pairs, elsewhere, read, after, LateArrivals(arrivals))
-        fills.append(len(elsewhere) + len(pairs))
+        load(self, pairs, elsewhere, read, after, LateArrivals(arrivals))
+        loads.append(len(elsewhere) + len(pairs))
 
-    monkeypatch.setattr(RegionPages, "fill", fill_late)
+    monkeypatch.setattr(RegionPages, "load_layerwise", load_late)
     config = config_of(tmp_path)
     with HeldEngine(config, tmp_path).running() as engine, engine.served(config, tmp_path) as http:
         (expected,) = ask(http)["choices"]
@@ -91,11 +91,11 @@ def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(
                 expected["logprobs"]["token_logprobs"], abs=1e-4
             )
-            if fills:
+            if loads:
                 break
-        assert set(fills) == {len(PROMPT) // PAGE_SIZE}
+        assert set(loads) == {len(PROMPT) // PAGE_SIZE}
         details = answer["usage"]["prompt_tokens_details"]
-        assert details["cached_tokens"] == fills[0] * PAGE_SIZE
+        assert details["cached_tokens"] == loads[0] * PAGE_SIZE
         engine.check_integrity()
 
 

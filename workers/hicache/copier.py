@@ -1,4 +1,4 @@
-"""Copies between the device pool and the host pools of a replica. Moves bytes, knows no keys."""
+"""Copies between the device pool and the host pools of a replica: bytes, no keys."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from cluster.spec.tiers import TierPage
 from transfer.backends.interface import Region, TransferBackend
 from transfer.plan import Span, local_page
 from workers.cache.layer_arrivals import LayerArrivals
-from workers.hicache.device_pages import DevicePages, Mark, Pair
+from workers.hicache.device_pages import DevicePages, Event, Pair
 
 READ_SPANS = 64
-"""Most pieces read from a peer in one call."""
+"""Most spans read from a peer in one call."""
 
 
 class Copier:
-    """One rank's. A host page belongs to one CP rank; where KV is replicated, the others read it from there."""
+    """Copies of one rank. A host page belongs to one CP rank; where KV is replicated, the others read it from there."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Copier:
         host: Region,
         backend: TransferBackend,
     ) -> None:
-        """``rows`` are those of all ranks of the replica; ``device``, ``region`` and ``host`` are this one's.
+        """``rows`` are all ranks of the replica; ``device``, ``region`` and ``host`` belong to this one.
 
         Peers' memory is read into the region.
         """
@@ -39,41 +39,42 @@ class Copier:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page on this rank."""
         return self._page_bytes
 
     def owns(self, page: TierPage) -> bool:
-        """Whether the page's copy in host memory is this rank's."""
-        return page.place % self._row.sizes.cp == self._row.coords.cp
+        """Return whether the page's host copy belongs to this rank."""
+        return page.index % self._row.sizes.cp == self._row.coords.cp
 
     def host_page(self, page: TierPage) -> memoryview:
-        """The bytes of a host page that this rank owns."""
+        """Return the bytes of a host page that this rank owns."""
         start = self._slot(page) * self._page_bytes
         return self._host[start : start + self._page_bytes]
 
-    def mark(self) -> Mark:
-        """On the computing thread, when an order comes: the moment after which its copies begin."""
-        return self._device.mark()
+    def record_event(self) -> Event:
+        """Return the event after which the copies of a new job begin; called on the computing thread."""
+        return self._device.record_event()
 
-    def save(self, pages: Sequence[TierPage], after: Mark) -> int:
-        """Copy the owned ones of these pages to host memory; the bytes copied."""
+    def save(self, pages: Sequence[TierPage], after: Event) -> int:
+        """Copy the pages that this rank owns to host memory; return the bytes copied."""
         pairs = self._owned(pages)
         self._device.save(pairs, after)
         return len(pairs) * self._page_bytes
 
-    def fill(self, pages: Sequence[TierPage], after: Mark, arrivals: LayerArrivals) -> int:
-        """The same as ``load``, layer after layer."""
+    def load_layerwise(self, pages: Sequence[TierPage], after: Event, arrivals: LayerArrivals) -> int:
+        """Load pages layer by layer, and report each; return the bytes copied."""
         pages = self._kept(pages)
         elsewhere = [page for page in pages if not self.owns(page)]
 
         def read(layers: slice) -> None:
             self._read([(page, span) for page in elsewhere for span in self._spans(page, layers)])
 
-        self._device.fill(self._owned(pages), [self._local(page) for page in elsewhere], read, after, arrivals)
+        self._device.load_layerwise(
+            self._owned(pages), [self._local(page) for page in elsewhere], read, after, arrivals
+        )
         return len(pages) * self._page_bytes
 
-    def load(self, pages: Sequence[TierPage], after: Mark) -> int:
-        """Fill the device pages that this rank has of these; the bytes copied.
+    def load(self, pages: Sequence[TierPage], after: Event) -> int:
+        """Fill the device pages that this rank has of these; return the bytes copied.
 
         Raises:
             TransferError: a peer's memory cannot be read.
@@ -82,11 +83,11 @@ class Copier:
         self._device.load(self._owned(pages), after)
         elsewhere = [page for page in pages if not self.owns(page)]
         self._read([(page, self._span(page)) for page in elsewhere])
-        self._device.take_in([self._local(page) for page in elsewhere], after)
+        self._device.load_from_region([self._local(page) for page in elsewhere], after)
         return len(pages) * self._page_bytes
 
     def _kept(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
-        """Those of which this rank has a device page."""
+        """Return the pages of which this rank has a device page."""
         is_sharded = self._row.ownership is KvOwnership.SHARDED
         return [page for page in pages if self.owns(page)] if is_sharded else pages
 
@@ -94,18 +95,18 @@ class Copier:
         return [(self._local(page), self._slot(page)) for page in pages if self.owns(page)]
 
     def _local(self, page: TierPage) -> int:
-        assert page.device is not None, "an order without device pages"
+        assert page.device is not None, "a tier job without device pages"
         return local_page(self._row, page.device)
 
     def _slot(self, page: TierPage) -> int:
-        assert page.host is not None, "an order without host pages"
+        assert page.host is not None, "a tier job without host pages"
         return page.host // self._row.sizes.cp
 
     def _span(self, page: TierPage) -> Span:
         return Span(self._slot(page) * self._page_bytes, self._local(page) * self._page_bytes, self._page_bytes)
 
     def _spans(self, page: TierPage, layers: slice) -> list[Span]:
-        """The same of some layers: a piece of each head."""
+        """Return the spans of some layers, one for each head."""
         layout, whole = self._row.layout, self._span(page)
         num_bytes = (layers.stop - layers.start) * layout.layer_bytes
         firsts = range(layers.start, layout.num_heads * layout.num_layers, layout.num_layers)
@@ -113,10 +114,10 @@ class Copier:
         return [Span(whole.source_offset + at, whole.target_offset + at, num_bytes) for at in offsets]
 
     def _read(self, wanted: Sequence[tuple[TierPage, Span]]) -> None:
-        """From the host memory of the ranks that own the pages."""
+        """Read spans from the host memory of the ranks that own the pages."""
         by_rank: dict[int, list[Span]] = {}
         for page, span in wanted:
-            by_rank.setdefault(page.place % self._row.sizes.cp, []).append(span)
+            by_rank.setdefault(page.index % self._row.sizes.cp, []).append(span)
         for cp_rank, spans in by_rank.items():
             source = self._peers[cp_rank].host_endpoint
             assert source is not None, f"CP rank {cp_rank} has no host memory"
@@ -125,6 +126,6 @@ class Copier:
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:
-    """Whether a rank holds the same heads and layers of other pages."""
+    """Return whether a rank holds the same heads and layers of other pages."""
     here, there = mine.coords, row.coords
     return (here.dp, here.tp, here.pp) == (there.dp, there.tp, there.pp)

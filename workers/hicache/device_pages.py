@@ -1,4 +1,4 @@
-"""A rank's pages on its device, for copies from and to pages of host memory."""
+"""A rank's device pages, for copies to and from pages of host memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -17,84 +17,81 @@ from workers.cache.staging import Staging
 from workers.device import Moment
 
 MOST_GROUPS = 8
-"""Of layers, one after another. More would begin a step sooner, and end it later: each needs copies of its own."""
-Mark = Moment
+"""Most groups of layers of a layerwise load. More would start a step sooner and end it later: each costs copies."""
+Event = Moment
 Pair = tuple[int, int]
-"""A page on the device, and one in host memory."""
+"""A device page and a host page."""
 ReadLayers = Callable[[slice], None]
-"""Reads some layers of pages that peers have into the region."""
+"""Reads some layers of peers' pages into the region."""
 
 
 class DevicePages(Protocol):
-    """Copies are there on return."""
+    """Copies between device and host pages; they are complete on return."""
 
-    def mark(self) -> Mark:
-        """On the computing thread: a moment after everything that was started so far."""
+    def record_event(self) -> Event:
+        """Return an event after everything started so far; called on the computing thread."""
         ...
 
-    def save(self, pairs: Sequence[Pair], after: Mark) -> None:
-        """From the device, once the moment has come."""
+    def save(self, pairs: Sequence[Pair], after: Event) -> None:
+        """Copy device pages to the host, after the event."""
         ...
 
-    def load(self, pairs: Sequence[Pair], after: Mark) -> None:
-        """To the device."""
+    def load(self, pairs: Sequence[Pair], after: Event) -> None:
+        """Copy host pages to the device, after the event."""
         ...
 
-    def fill(
-        self, pairs: Sequence[Pair], elsewhere: Sequence[int], read: ReadLayers, after: Mark, arrivals: LayerArrivals
+    def load_layerwise(
+        self, pairs: Sequence[Pair], elsewhere: Sequence[int], read: ReadLayers, after: Event, arrivals: LayerArrivals
     ) -> None:
-        """The same, and the pages that are elsewhere; some layers of all before the next ones, telling of each."""
+        """Load pages, and those that peers have, a group of layers at a time; report each group."""
         ...
 
-    def take_in(self, pages: Sequence[int], after: Mark) -> None:
-        """What was read from peers into the region."""
+    def load_from_region(self, pages: Sequence[int], after: Event) -> None:
+        """Copy pages that were read from peers into the region to the device."""
         ...
 
 
 class RegionPages:
-    """Those of a CPU, which are in the region itself."""
+    """Pages of a CPU, which lie in the region itself."""
 
     def __init__(self, region: Region, host: Region, layout: PoolLayout) -> None:
         self._pages = _pages(region, layout)
         self._host = _pages(host, layout)
 
-    def mark(self) -> Mark:
-        """Whatever was started is done."""
+    def record_event(self) -> Event:
+        """Return nothing: on a CPU everything that was started is done."""
 
-    def save(self, pairs: Sequence[Pair], after: Mark) -> None:  # noqa: ARG002 - see ``mark``
-        """From the region."""
+    def save(self, pairs: Sequence[Pair], after: Event) -> None:  # noqa: ARG002 - see ``record_event``
         for page, slot in pairs:
             np.copyto(self._host[slot], self._pages[page])
 
-    def load(self, pairs: Sequence[Pair], after: Mark) -> None:  # noqa: ARG002 - see ``mark``
-        """To the region."""
+    def load(self, pairs: Sequence[Pair], after: Event) -> None:  # noqa: ARG002 - see ``record_event``
         for page, slot in pairs:
             np.copyto(self._pages[page], self._host[slot])
 
-    def fill(
+    def load_layerwise(
         self,
         pairs: Sequence[Pair],
-        elsewhere: Sequence[int],  # noqa: ARG002 - they are where they are read to
+        elsewhere: Sequence[int],  # noqa: ARG002 - they are read to where they belong
         read: ReadLayers,
-        after: Mark,  # noqa: ARG002 - see ``mark``
+        after: Event,  # noqa: ARG002 - see ``record_event``
         arrivals: LayerArrivals,
     ) -> None:
-        """To the region, too."""
         for layers in _groups(self._pages.shape[2]):
             for page, slot in pairs:
                 np.copyto(self._pages[page, :, layers], self._host[slot, :, layers])
             read(layers)
             arrivals.note(layers.stop - layers.start, None)
 
-    def take_in(self, pages: Sequence[int], after: Mark) -> None:
-        """They are there."""
+    def load_from_region(self, pages: Sequence[int], after: Event) -> None:
+        """Do nothing: they were read to where they belong."""
 
 
 class StagedPages:
-    """Those of a GPU, which copies between them and pinned host memory by itself, on a stream of its own.
+    """Pages of a GPU, which copies them to and from pinned host memory on streams of its own.
 
-    Only what is read from peers passes through the region, where that is apart; a page that is saved does not, since
-    others may be writing to its place there.
+    Only pages read from peers pass through the region, if that is apart. Saved pages do not, since peers may be writing
+    to them there.
     """
 
     def __init__(
@@ -106,37 +103,34 @@ class StagedPages:
         self._host = torch.from_numpy(_pages(host, layout))
         self._inward, self._outward = copy_stream(self._pages.device), copy_stream(self._pages.device)
 
-    def mark(self) -> Mark:
-        """What has arrived was taken in by a step before: leaders order no copy in between."""
+    def record_event(self) -> Event:
+        """Return an event after which all received pages are on the GPU: no job comes between arrival and a step."""
         return self._staging.mark()
 
-    def save(self, pairs: Sequence[Pair], after: Mark) -> None:
-        """From the GPU."""
+    def save(self, pairs: Sequence[Pair], after: Event) -> None:
         pages, slots = _unzipped(pairs)
         self._copy(PageCopies(self._pages, pages, self._host, slots), self._outward, after)
 
-    def load(self, pairs: Sequence[Pair], after: Mark) -> None:
-        """To the GPU."""
+    def load(self, pairs: Sequence[Pair], after: Event) -> None:
         self._copy(self._from_host(pairs), self._inward, after)
 
-    def fill(
-        self, pairs: Sequence[Pair], elsewhere: Sequence[int], read: ReadLayers, after: Mark, arrivals: LayerArrivals
+    def load_layerwise(
+        self, pairs: Sequence[Pair], elsewhere: Sequence[int], read: ReadLayers, after: Event, arrivals: LayerArrivals
     ) -> None:
-        """To the GPU, too."""
         if elsewhere and after is not None:
-            # What arrived in their places before has to be on the GPU.
+            # Pages that arrived in the same part of the region before must have left it.
             after.synchronize()
         own, taken_in = self._from_host(pairs), self._from_region(elsewhere)
         for layers in _groups(self._pages.shape[2]):
             self._start(own.layers(layers), self._inward, after)
             read(layers)
-            moment = self._start(taken_in.layers(layers), self._inward, after)
-            arrivals.note(layers.stop - layers.start, moment)
+            event = self._start(taken_in.layers(layers), self._inward, after)
+            arrivals.note(layers.stop - layers.start, event)
         if self._inward is not None:
             self._inward.synchronize()
 
-    def take_in(self, pages: Sequence[int], after: Mark) -> None:
-        """To the GPU as well, where it was not read right there; ``load`` has waited for the moment before that."""
+    def load_from_region(self, pages: Sequence[int], after: Event) -> None:
+        """Copy pages to the GPU unless they were read right there; ``load`` has waited for the event."""
         self._copy(self._from_region(pages), self._inward, after)
 
     def _from_host(self, pairs: Sequence[Pair]) -> PageCopies:
@@ -144,27 +138,27 @@ class StagedPages:
         return PageCopies(self._host, slots, self._pages, pages)
 
     def _from_region(self, pages: Sequence[int]) -> PageCopies:
-        """None where peers' pages are read right into a registered pool."""
+        """Return the copies from the region, none where peers' pages are read right into a registered pool."""
         apart = pages if len(self._region) else []
         return PageCopies(self._region, apart, self._pages, apart)
 
-    def _copy(self, copies: PageCopies, stream: torch.cuda.Stream | None, after: Mark) -> None:
+    def _copy(self, copies: PageCopies, stream: torch.cuda.Stream | None, after: Event) -> None:
         self._start(copies, stream, after)
         if stream is not None:
             stream.synchronize()
 
     @staticmethod
-    def _start(copies: PageCopies, stream: torch.cuda.Stream | None, after: Mark) -> Moment:
-        """The moment in which they will be there."""
+    def _start(copies: PageCopies, stream: torch.cuda.Stream | None, after: Event) -> Event:
+        """Start copies; return the event of their end."""
         if stream is None:
             copies.start()
             return None
-        assert after is not None, "a GPU's pages without the moment from which on they may be copied"
+        assert after is not None, "a copy on a GPU without an event to wait for"
         with torch.cuda.stream(stream):
             stream.wait_event(after)
             copies.start()
-            moment: Moment = stream.record_event()
-        return moment
+            event: Event = stream.record_event()
+        return event
 
 
 def _unzipped(pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
@@ -172,13 +166,13 @@ def _unzipped(pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
 
 
 def _groups(num_layers: int) -> Iterator[slice]:
-    """Of like size."""
+    """Split layers into groups of equal size."""
     size = -(-num_layers // MOST_GROUPS)
     return (slice(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
 
 
 def _pages(region: Region, layout: PoolLayout) -> npt.NDArray[np.uint8]:
-    """``[page, head, layer, byte]``."""
+    """Return a view ``[page, head, layer, byte]``."""
     flat = np.frombuffer(region.buffer, dtype=np.uint8)
     num_pages = len(flat) // layout.page_bytes
     shape = (num_pages, layout.num_heads, layout.num_layers, layout.layer_bytes)

@@ -54,7 +54,7 @@ class Replica:
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:
-            getattr(copier, kind)(pages, copier.mark())
+            getattr(copier, kind)(pages, copier.record_event())
 
     def page(self, rank: int, page: int) -> bytes:
         return self.pools[rank].data[page].numpy().tobytes()
@@ -66,8 +66,8 @@ class Replica:
         return PagePool(*sizes, torch.float32, torch.zeros_like(memory) if is_staged else memory)
 
 
-def page_of(place: int, device: int, host: int) -> TierPage:
-    return TierPage(key=bytes([place]), place=place, device=device, host=host)
+def page_of(index: int, device: int, host: int) -> TierPage:
+    return TierPage(key=bytes([index]), index=index, device=device, host=host)
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -102,7 +102,7 @@ def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *
     # The host page of a place is one of its owner's.
     saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
     replica.order("save", saved)
-    wanted = [page_of(page.place, 6 - page.place, page.host or 0) for page in saved]
+    wanted = [page_of(page.index, 6 - page.index, page.host or 0) for page in saved]
     for rank, copier in enumerate(replica.copiers):
         pool = replica.pools[rank]
         pool.data[4:].zero_()
@@ -113,7 +113,7 @@ def test_what_peers_have_comes_layer_after_layer_too(cp: int, num_layers: int, *
                 assert not pool.data[6 - place, :, num_there:].any()
 
         arrivals = WatchedArrivals(look)
-        assert copier.fill(wanted, copier.mark(), arrivals) == 3 * copier.page_bytes
+        assert copier.load_layerwise(wanted, copier.record_event(), arrivals) == 3 * copier.page_bytes
         assert arrivals.num_layers == num_layers
         assert torch.equal(pool.data[:4], before[:4])
 
@@ -125,7 +125,9 @@ def test_what_peers_have_is_read_once_their_places_in_the_region_are_free(elsewh
     calls: list[str] = []
     moment: Any = SimpleNamespace(synchronize=lambda: calls.append("what was there is on the GPU"))
     arrivals = WatchedArrivals(lambda num_layers: calls.append(f"{num_layers} layers are there"))
-    replica.devices[0].fill([(1, 0)], elsewhere, lambda layers: calls.append(f"read {layers.start}"), moment, arrivals)
+    replica.devices[0].load_layerwise(
+        [(1, 0)], elsewhere, lambda layers: calls.append(f"read {layers.start}"), moment, arrivals
+    )
     waits = ["what was there is on the GPU"] if elsewhere else []
     layers = [call for first in range(MOST_GROUPS) for call in (f"read {first}", f"{first + 1} layers are there")]
     assert calls == waits + layers

@@ -43,7 +43,7 @@ def test_layers_come_one_after_another(num_layers: int, *, is_staged: bool) -> N
             assert torch.equal(pool.data[page, :, :num_there], source.data[slot, :, :num_there])
             assert torch.equal(pool.data[page, :, num_there:], before[page, :, num_there:])
 
-    device.fill(PAIRS, [], lambda _: None, device.mark(), WatchedArrivals(look))
+    device.load_layerwise(PAIRS, [], lambda _: None, device.record_event(), WatchedArrivals(look))
     assert told[-1] == num_layers
     assert len(told) <= MOST_GROUPS
     assert all(torch.equal(pool.data[page], before[page]) for page in (0, 2, 3))

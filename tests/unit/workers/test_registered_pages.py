@@ -173,14 +173,14 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
         copiers.append(Copier(rows, rank, device, one.region, host, backend))
     made[1].pool.data.copy_(made[0].pool.data)
     before = made[0].pool.data.clone()
-    pages = [TierPage(key=bytes([place]), place=place, device=place, host=place) for place in range(4)]
+    pages = [TierPage(key=bytes([number]), index=number, device=number, host=number) for number in range(4)]
     for copier in copiers:
-        copier.save(pages, copier.mark())
+        copier.save(pages, copier.record_event())
     for one in made:
         one.pool.data.zero_()
     fabric.moved.clear()
     for copier in copiers:
-        copier.load(pages, copier.mark())
+        copier.load(pages, copier.record_event())
     assert len(fabric.moved) == 4
     for one in made:
         assert torch.equal(one.pool.data[:4], before[:4])

@@ -79,7 +79,7 @@ def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Cou
     kept = torch.frombuffer(host.buffer, dtype=torch.bfloat16).view(4, *pool.data.shape[1:])
     kept.copy_(torch.randn(kept.shape))
     pages = StagedPages(pool, Staging(pool, region.buffer), region, host, LAYOUT)
-    pages.fill([(1, 3), (2, 0), (0, 1)], [], lambda _: None, pages.mark(), LayerArrivals())
+    pages.load_layerwise([(1, 3), (2, 0), (0, 1)], [], lambda _: None, pages.record_event(), LayerArrivals())
     assert launches == [3] * MOST_GROUPS
     assert torch.equal(pool.data[[1, 2, 0]], kept[[3, 0, 1]])
     assert not pool.data[3:].any()
