@@ -20,11 +20,11 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
 from workers.hicache.copier import Copier
-from workers.hicache.mover import Mover, NoMover, PageMover
-from workers.hicache.storage.objects import Naming
+from workers.hicache.storage.objects import ObjectFormat
 from workers.hicache.storage.page_store import PageStore
+from workers.hicache.storage.rate_limit import RateLimit
 from workers.hicache.storage.registry import make_storage
-from workers.hicache.storage.throttle import Throttle
+from workers.hicache.tier_worker import NoTierWorker, PageTierWorker, TierWorker
 from workers.hicache.tiers import Tiers
 from workers.kv_sender import KvSender
 from workers.page_checker import PageChecker
@@ -150,32 +150,34 @@ def _make_prefill_leader(
     return PrefillLeader(settings, steps, allocator, rank.step_recorder.recorder, tiers)
 
 
-def make_mover(spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]) -> Mover:
-    """What carries out the leader's orders on this rank."""
+def make_tier_worker(
+    spec: WorkerSpec, rank: Rank, rows: list[RankRow], open_outbox: Callable[[], Outbox]
+) -> TierWorker:
+    """Return what does this rank's part of tier jobs."""
     if rank.host_region is None:
-        return NoMover()
+        return NoTierWorker()
     copier = Copier(rows, spec.global_rank, rank.memory, rank.host_region, rank.backend)
     store = make_page_store(spec, rank, rows[spec.global_rank])
-    return PageMover(copier, store, spec.global_rank, rows[0].address, open_outbox)
+    return PageTierWorker(copier, store, spec.global_rank, rows[0].address, open_outbox)
 
 
 def make_page_store(spec: WorkerSpec, rank: Rank, row: RankRow) -> PageStore | None:
-    """This rank's pages in storage, if there is any."""
+    """Return this rank's page store, if there is storage."""
     config = spec.config.hicache.storage
     backend = make_storage(config, spec.host)
     if backend is None:
         return None
     return PageStore(
         backend,
-        Naming(rank.geometry, rank.weights),
-        row,
-        reads=Throttle(config.read_mib_s and config.read_mib_s * (1 << 20)),
-        writes=Throttle(config.write_mib_s and config.write_mib_s * (1 << 20)),
+        ObjectFormat(row, rank.weights),
+        row.layout.page_bytes,
+        reads=RateLimit(config.read_mib_s and config.read_mib_s * (1 << 20)),
+        writes=RateLimit(config.write_mib_s and config.write_mib_s * (1 << 20)),
     )
 
 
 def make_tiers(config: HicacheConfig, tree: PrefixTree, rows: list[RankRow]) -> Tiers | None:
-    """The tiers below the device cache, if there is host memory for them; as much as the poorest rank has."""
+    """Return the tiers below the device cache, if every rank has host memory; the least of them counts."""
     host_pages = min(row.host_endpoint.num_bytes // row.layout.page_bytes if row.host_endpoint else 0 for row in rows)
     return Tiers(config, tree, host_pages, rows) if host_pages else None
 

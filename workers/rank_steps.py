@@ -10,7 +10,7 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.engine.begun_step import BegunStep
-from workers.hicache.mover import Mover
+from workers.hicache.tier_worker import TierWorker
 from workers.kv_sender import KvSender
 from workers.loop_watch import BETWEEN_STEPS, Turns
 from workers.rank import Rank
@@ -31,8 +31,8 @@ class EndedStep(NamedTuple):
 class RankSteps:
     """Steps end in the order in which they were begun."""
 
-    def __init__(self, rank: Rank, sender: KvSender, mover: Mover, clock: Clock, turns: Turns) -> None:
-        self._rank, self._sender, self._mover, self._clock, self._turns = rank, sender, mover, clock, turns
+    def __init__(self, rank: Rank, sender: KvSender, tiers: TierWorker, clock: Clock, turns: Turns) -> None:
+        self._rank, self._sender, self._tiers, self._clock, self._turns = rank, sender, tiers, clock, turns
         self._begun: deque[tuple[StepPlan, BegunStep, float]] = deque()
         self._ended_s = -math.inf
 
@@ -54,7 +54,7 @@ class RankSteps:
         start_s = self._clock.now_s()
         self._turns.at(f"in step {plan.step}")
         self._sender.before_step(plan)
-        arrivals = self._mover.fill(plan.fill) if plan.fill is not None else None
+        arrivals = self._tiers.submit_layerwise(plan.fill) if plan.fill is not None else None
         with self._rank.step_recorder.step(plan):
             runner = self._rank.runner
             on_stored = self._sender.during_step(plan, runner.requests)

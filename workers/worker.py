@@ -24,13 +24,21 @@ from cluster.spec.errors import QuarantineError
 from cluster.spec.messages import Drain, Message, Submit, TableUpdate
 from cluster.spec.registry import RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.step_messages import DropSend, ForgetPeer, GiveTimeline, Shutdown, StepPlan, StepResult
-from cluster.spec.tiers import MovePages
+from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages
 from cluster.spec.worker_spec import Rendezvous, WorkerSpec
-from workers.build import make_kv_sender, make_leader, make_mover, make_page_checker, make_row, make_timeline, num_ahead
+from workers.build import (
+    make_kv_sender,
+    make_leader,
+    make_page_checker,
+    make_row,
+    make_tier_worker,
+    make_timeline,
+    num_ahead,
+)
 from workers.cpu import use_cpu
 from workers.engine.step_work import StepReports
-from workers.hicache.mover import Mover
+from workers.hicache.tier_worker import TierWorker
 from workers.kv_sender import KvSender
 from workers.loop_watch import BETWEEN_STEPS, Turns
 from workers.page_checker import PageChecker
@@ -97,13 +105,13 @@ class Worker:
         outbox = Outbox(self._key)
         sender = make_kv_sender(self.spec, self._rank, rows, Outbox(self._key), self._fail)
         self._checker = make_page_checker(self.spec, self._rank, rows, Outbox(self._key), self._fail)
-        mover = make_mover(self.spec, self._rank, rows, partial(Outbox, self._key))
+        tiers = make_tier_worker(self.spec, self._rank, rows, partial(Outbox, self._key))
         try:
             if self.spec.is_leader:
-                self._lead(rows, self._rank, sender, mover, outbox)
+                self._lead(rows, self._rank, sender, tiers, outbox)
             else:
                 with self._showing_life(rows[self.spec.global_rank]):
-                    self._follow(self._rank, sender, mover, outbox, rows[0].address)
+                    self._follow(self._rank, sender, tiers, outbox, rows[0].address)
                 if self._failure is not None:
                     raise self._failure
         except BaseException:
@@ -114,7 +122,7 @@ class Worker:
         finally:
             sender.close()
             self._checker.close()
-            mover.close()
+            tiers.close()
             outbox.close()
             self._num_sent_bytes += sender.num_sent_bytes
 
@@ -137,7 +145,7 @@ class Worker:
         if self._rank is not None:
             self._rank.close()
 
-    def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox) -> None:
+    def _lead(self, rows: list[RankRow], rank: Rank, sender: KvSender, tiers: TierWorker, outbox: Outbox) -> None:
         leader = make_leader(self.spec, rank, rows)
         followers = [
             [row.address for row in rows[1:] if row.coords.dp == dp_rank] for dp_rank in range(self.spec.sizes.dp)
@@ -146,12 +154,12 @@ class Worker:
         meter = StepMeter()
         work = self._step_reports(rank)
         load_due_s = 0.0
-        steps = RankSteps(rank, sender, mover, self._clock, self.turns)
+        steps = RankSteps(rank, sender, tiers, self._clock, self.turns)
         try:
             while self._take_in(leader, sender, outbox, is_busy=steps.num_begun > 0):
                 plans = leader.next_plans()
                 # First tokens, tickets and pages that are loaded do not wait for the step.
-                self._emit(leader, mover, outbox)
+                self._emit(leader, tiers, outbox)
                 if leader.must_end:
                     raise QuarantineError(leader.must_end)
                 if plans:
@@ -174,7 +182,7 @@ class Worker:
                     if lease is not None and self._load.draining != was_draining:
                         lease.hurry()  # routers go on sending until they know
                     load_due_s = self._clock.now_s() + LOAD_EVERY_S
-                self._emit(leader, mover, outbox)
+                self._emit(leader, tiers, outbox)
         finally:
             if lease is not None:
                 lease.stop(unregister=True)
@@ -226,17 +234,17 @@ class Worker:
         if submit.sampling.grammar and self._rank.grammars is not None:
             self._rank.grammars.prepare(submit.sampling.grammar)
 
-    def _emit(self, leader: ReplicaLeader, mover: Mover, outbox: Outbox) -> None:
+    def _emit(self, leader: ReplicaLeader, tiers: TierWorker, outbox: Outbox) -> None:
         """Send what the leader has to say."""
         for address, message in outputs_together(leader.take_outgoing()):
-            if isinstance(message, MovePages) and address == self._inbox.address:
-                mover.take(message)
+            if isinstance(message, TierJob) and address == self._inbox.address:
+                tiers.submit(message)
             else:
                 send_if_heard(outbox, address, message)
 
-    def _follow(self, rank: Rank, sender: KvSender, mover: Mover, outbox: Outbox, leader_address: str) -> None:
+    def _follow(self, rank: Rank, sender: KvSender, tiers: TierWorker, outbox: Outbox, leader_address: str) -> None:
         work = self._step_reports(rank)
-        steps = RankSteps(rank, sender, mover, self._clock, self.turns)
+        steps = RankSteps(rank, sender, tiers, self._clock, self.turns)
         ahead = num_ahead(self.spec, rank)
 
         def end_step() -> None:
@@ -262,8 +270,8 @@ class Worker:
                     steps.begin(message)
                     if steps.num_begun > ahead:
                         end_step()
-                elif isinstance(message, MovePages):
-                    mover.take(message)
+                elif isinstance(message, TierJob):
+                    tiers.submit(message)
                 elif isinstance(message, DropSend):
                     sender.drop(message)
                 elif isinstance(message, ForgetPeer):

@@ -18,7 +18,7 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.tiers import MovePages
+from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import Ticket
 from workers.cache.page_allocator import PageAllocator
 from workers.scheduler.leader import Leader
@@ -133,7 +133,7 @@ class LeaderProcess(RankProcess):
         self._show_new()
         outgoing, self._outgoing = self._outgoing, []
         for address, message in outgoing:
-            if isinstance(message, MovePages) and address == self.address:
+            if isinstance(message, TierJob) and address == self.address:
                 self.mover.take(message)
             else:
                 self.send(address, message)

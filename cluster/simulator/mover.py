@@ -1,4 +1,4 @@
-"""One rank's half of the tiers, as ``workers.hicache.mover`` does it: orders are carried out beside the steps.
+"""One rank's part of the tiers, as ``workers.hicache.tier_worker`` does it: jobs are done beside the steps.
 
 Host memory dies with its process; storage, which all replicas share, does not.
 """
@@ -11,22 +11,22 @@ from cluster.simulator.memory import Memory, Violation
 from cluster.simulator.process import Process
 from cluster.simulator.scenario import PAGE_SIZE
 from cluster.spec.registry import KvOwnership, RankRow
-from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierPage
+from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from transfer.plan import local_page
 
-_LANES = {
-    MoveKind.SAVE: "saves",
-    MoveKind.LOAD: "loads",
-    MoveKind.LOOK_UP: "reads",
-    MoveKind.FETCH: "reads",
-    MoveKind.STORE: "writes",
+_QUEUES = {
+    TierJobKind.SAVE: "saves",
+    TierJobKind.LOAD: "loads",
+    TierJobKind.LOOK_UP: "reads",
+    TierJobKind.FETCH: "reads",
+    TierJobKind.STORE: "writes",
 }
 _TORN = b"\xff" * PAGE_SIZE
 """What is left where a copy failed."""
 
 
 class VirtualMover:
-    """Each lane does one order after another."""
+    """Queues that do one job after another."""
 
     def __init__(
         self, process: Process, leader_address: str, rows: Sequence[RankRow], cp_rank: int, memory: Memory
@@ -34,70 +34,70 @@ class VirtualMover:
         """``rows`` are those of all ranks of the DP rank."""
         self._process, self._around, self._leader_address = process, process.around, leader_address
         self._rows, self._row, self._memory = rows, rows[cp_rank], memory
-        self._lanes: dict[str, deque[MovePages]] = {lane: deque() for lane in _LANES.values()}
+        self._queues: dict[str, deque[TierJob]] = {name: deque() for name in _QUEUES.values()}
         self._num_filling = 0
 
     @property
     def is_idle(self) -> bool:
-        """No order is open."""
-        return not self._num_filling and not any(self._lanes.values())
+        """Whether no job is open."""
+        return not self._num_filling and not any(self._queues.values())
 
-    def take(self, order: MovePages) -> None:
-        """Carry out an order, after those that came before it."""
-        lane = self._lanes[_LANES[order.kind]]
-        lane.append(order)
-        if len(lane) == 1:
-            self._begin(lane)
+    def take(self, job: TierJob) -> None:
+        """Queue a job."""
+        jobs = self._queues[_QUEUES[job.kind]]
+        jobs.append(job)
+        if len(jobs) == 1:
+            self._begin(jobs)
 
-    def fill(self, order: MovePages) -> float:
-        """Load pages that a step waits for; how long that takes. Such copies do not fail."""
+    def fill(self, job: TierJob) -> float:
+        """Load pages that a step waits for; return how long that takes. Such copies do not fail."""
         seconds = self._around.random.uniform(1e-3, 0.1)
         self._num_filling += 1
-        self._process.after(seconds, partial(self._end_fill, order))
+        self._process.after(seconds, partial(self._end_fill, job))
         return seconds
 
-    def _end_fill(self, order: MovePages) -> None:
+    def _end_fill(self, job: TierJob) -> None:
         self._num_filling -= 1
-        self._around.moved["fill"] += len(order.pages)
-        self._answer(order, fails=False)
+        self._around.moved["fill"] += len(job.pages)
+        self._report(job, fails=False)
 
-    def _begin(self, lane: deque[MovePages]) -> None:
+    def _begin(self, jobs: deque[TierJob]) -> None:
         longest_s = self._around.random.choice([0.01, 0.1, 3.0 if self._around.hazards.slow_move else 0.1])
-        self._process.after(self._around.random.uniform(1e-3, longest_s), partial(self._end, lane))
+        self._process.after(self._around.random.uniform(1e-3, longest_s), partial(self._end, jobs))
 
-    def _end(self, lane: deque[MovePages]) -> None:
-        order = lane.popleft()
+    def _end(self, jobs: deque[TierJob]) -> None:
+        job = jobs.popleft()
         fails = self._around.random.random() < self._around.hazards.fail_move
         self._around.happened["fail_move"] += fails
-        self._answer(order, fails=fails)
-        if lane:
-            self._begin(lane)
+        self._report(job, fails=fails)
+        if jobs:
+            self._begin(jobs)
 
-    def _answer(self, order: MovePages, *, fails: bool) -> None:
-        self._around.moved[order.kind] += len(order.pages)
-        done = [self._move(order.kind, page, fails=fails) for page in order.pages]
-        answer = PagesMoved(
-            number=order.number,
+    def _report(self, job: TierJob, *, fails: bool) -> None:
+        self._around.moved[job.kind] += len(job.pages)
+        done = [self._move(job.kind, page, fails=fails) for page in job.pages]
+        result = TierJobResult(
+            job_id=job.job_id,
             global_rank=self._row.global_rank,
             done=done,
             failures={"error": len(done)} if fails else {},
         )
-        self._process.send(self._leader_address, answer)
+        self._process.send(self._leader_address, result)
 
-    def _move(self, kind: MoveKind, page: TierPage, *, fails: bool) -> bool:
-        """This rank's part of one page; true where it has none."""
-        is_owner = page.place % self._row.sizes.cp == self._row.coords.cp
-        if kind is MoveKind.LOAD:
+    def _move(self, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
+        """Do this rank's part of one page; true where it has none."""
+        is_owner = page.index % self._row.sizes.cp == self._row.coords.cp
+        if kind is TierJobKind.LOAD:
             return self._load(page, fails=fails) if is_owner or self._row.ownership is KvOwnership.REPLICATED else True
         if not is_owner:
             return True
-        if kind is MoveKind.LOOK_UP:
+        if kind is TierJobKind.LOOK_UP:
             return page.key in self._around.storage and not fails
         assert page.host is not None
         slot = page.host // self._row.sizes.cp
-        if kind is MoveKind.STORE:
+        if kind is TierJobKind.STORE:
             return not fails and self._store(page.key, _filled(self._memory, slot))
-        source = self._around.storage.get(page.key) if kind is MoveKind.FETCH else self._on_device(page)
+        source = self._around.storage.get(page.key) if kind is TierJobKind.FETCH else self._on_device(page)
         self._memory.host[slot] = _TORN if fails or source is None else source
         return not fails and source is not None
 

@@ -20,7 +20,7 @@ from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import DropSend, ForgetPeer, StepPlan, StepResult
 from cluster.spec.strategy import Strategy
-from cluster.spec.tiers import MovePages
+from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
 from workers.cache.page_allocator import PageAllocator
@@ -66,7 +66,7 @@ class RankProcess(Process):
     def obey(self, message: Message) -> bool:
         """Do what every rank does when its leader says so; False where it is nothing of the kind."""
         match message:
-            case MovePages():
+            case TierJob():
                 self.mover.take(message)
             case DropSend():
                 self.sender.drop(message)

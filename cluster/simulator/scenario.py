@@ -77,9 +77,9 @@ class Hazards:
     flip: float = 0.0
     """A page arrives with one bit changed; only where pages are verified."""
     fail_move: float = 0.0
-    """An order of a tier fails on one rank."""
+    """A tier job fails on one rank."""
     slow_move: bool = False
-    """Some orders of tiers take seconds."""
+    """Some tier jobs take seconds."""
     slowness: float = 1.0
     """Factor on the time of steps and writes."""
 

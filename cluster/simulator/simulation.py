@@ -31,7 +31,7 @@ class Outcome:
     happened: Counter[str]
     """Faults and hazards that came true, by kind."""
     moved: Counter[str]
-    """Pages of the tiers' orders, by kind."""
+    """Pages of tier jobs, by kind."""
     trace: list[str]
     virtual_s: float
 

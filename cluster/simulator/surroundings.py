@@ -34,7 +34,7 @@ class Surroundings:
     was_quarantined: bool = False
     """A replica took no requests for a while, since too many of its pages were not proven free."""
     moved: Counter[str] = field(default_factory=Counter)
-    """Pages of the tiers' orders, by what became of them, once for each rank."""
+    """Pages of tier jobs, by kind, once for each rank."""
 
     @property
     def shape(self) -> Shape:

@@ -20,7 +20,7 @@ from cluster.spec.step_messages import (
     StepResult,
     StepWork,
 )
-from cluster.spec.tiers import CachedTokens, FlushCache, MovePages, PagesMoved, PinPages, Tier, UseStorage
+from cluster.spec.tiers import CachedTokens, FlushCache, PinPages, Tier, TierJob, TierJobResult, UseStorage
 from cluster.spec.timeline import ClockReading, Interval
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
@@ -252,12 +252,12 @@ Message = (
     | ForgetPeer
     | CheckPages
     | GiveTimeline
-    | MovePages
+    | TierJob
     | StepResult
     | StepWork
     | SendReport
     | PagesChecked
-    | PagesMoved
+    | TierJobResult
     | Shutdown
     | Drain
     | Resume

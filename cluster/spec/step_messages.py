@@ -7,7 +7,7 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled, Sampling
 from cluster.spec.strategy import Passing, Strategy
-from cluster.spec.tiers import MovePages
+from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import SendState
 from cluster.spec.wire import Struct, Tagged
 
@@ -71,7 +71,7 @@ class StepPlan(Tagged, frozen=True):
     arrived: list[int] = []
     """Pages that prefill has written since the last plan. Before anything else they come to where they are read: on a
     GPU, and to all ranks that hold the same heads."""
-    fill: MovePages | None = None
+    fill: TierJob | None = None
     """Cached pages that the step's one row reads, and that come from host memory meanwhile, layer after layer."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""

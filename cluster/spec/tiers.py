@@ -1,4 +1,4 @@
-"""Where cached pages are, and what leaders are told and tell their ranks of them."""
+"""Tiers of cached pages, and the messages by which a leader has its ranks move pages between them."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Tier(StrEnum):
-    """Where a cached page is."""
+    """A kind of memory that holds cached pages."""
 
     DEVICE = "device"
     HOST = "host"
@@ -19,9 +19,9 @@ class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     total: int = 0
     host: int = 0
-    """Those of them that came from host memory."""
+    """Tokens among them that came from host memory."""
     storage: int = 0
-    """Those of them that came from storage."""
+    """Tokens among them that came from storage."""
 
     def __add__(self, other: "CachedTokens") -> "CachedTokens":
         return CachedTokens(
@@ -29,50 +29,91 @@ class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class MoveKind(StrEnum):
-    """What becomes of the pages of an order."""
+class TierJobKind(StrEnum):
+    """What a tier job does with its pages."""
 
     SAVE = "save"
-    """From device to host memory."""
+    """Copy them from device to host memory."""
     LOAD = "load"
-    """From host to device memory."""
+    """Copy them from host to device memory."""
     LOOK_UP = "look_up"
-    """Nothing: which of them are in storage?"""
+    """Ask which of them are in storage."""
     FETCH = "fetch"
-    """From storage to host memory."""
+    """Read them from storage into host memory."""
     STORE = "store"
-    """From host memory to storage."""
+    """Write them from host memory to storage."""
 
 
-ORDER_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
-"""Ends of the ranges in which the times of orders are counted; a last one has none."""
+class TierPage(msgspec.Struct, frozen=True, kw_only=True):
+    """One page of a tier job, by the leader's page numbers, which span all ranks."""
+
+    key: bytes
+    index: int
+    """Its number under the owner rule of ``cluster.spec.page_key``: of n parts, part ``index % n`` owns the page."""
+    depth: int = 0
+    """Pages before it in its prompt, without which it is useless."""
+    device: int | None = None
+    """Page in the device pools; given where device memory is read or written."""
+    host: int | None = None
+    """Page h is page h // cp in the host pool of CP rank h % cp; given unless pages are only looked up."""
 
 
-class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has made of all orders of one kind since it started."""
+class TierJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Work that the leader gives every rank: each does its part, and reports a result whatever comes of it."""
 
-    kind: MoveKind
-    global_rank: int
-    num_orders: int = 0
-    num_bytes: int = 0
-    busy_s: float = 0.0
-    """Without waiting for their turns."""
-    waited_s: float = 0.0
-    """For their turns."""
-    num_within: tuple[int, ...] = (0,) * (len(ORDER_BOUNDS_S) + 1)
-    """Orders by their time, waiting and work together."""
-    failures: dict[str, int] = {}
-    """By why."""
+    job_id: int
+    kind: TierJobKind
+    pages: list[TierPage]
+    timeout_s: float | None = None
+    """Seconds after which storage is not called any more; counts from the job's arrival at the rank."""
 
 
 class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank knows of storage as a whole, which it may share with others."""
+    """What one rank knows of storage as a whole, which it may share with others."""
 
     used_bytes: int
-    """As it last saw them, and what it has written since."""
+    """Bytes that it last saw, and bytes that it has written since."""
     num_evicted: int
-    """Objects that this rank gave up since its start, because there were too many."""
+    """Objects that this rank has evicted since its start."""
     evicted_bytes: int
+
+
+class TierJobResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One rank's result of a tier job."""
+
+    job_id: int
+    global_rank: int
+    done: list[bool]
+    """For each page, whether this rank has done its part; true where it has none."""
+    num_bytes: int = 0
+    """Bytes that this rank has moved."""
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    """Time in the queue."""
+    storage: StorageFigures | None = None
+    """Present if the storage backend knows them."""
+    failures: dict[str, int] = {}
+    """Failed pages by reason. A page that storage never had is no failure."""
+
+
+JOB_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+"""Upper bounds of the histogram of job times; the last bucket has none."""
+
+
+class RankWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has done in all jobs of one kind since its start."""
+
+    kind: TierJobKind
+    global_rank: int
+    num_jobs: int = 0
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    """Time in the queue."""
+    num_within: tuple[int, ...] = (0,) * (len(JOB_BOUNDS_S) + 1)
+    """Jobs by their time, queue and work together."""
+    failures: dict[str, int] = {}
+    """Failed pages by reason."""
 
 
 class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,107 +123,63 @@ class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     used_host_pages: int
     num_evicted: int
-    """Host pages that had to make room."""
-    num_open: dict[MoveKind, int]
-    """Orders that it has not answered yet."""
+    """Evicted host pages."""
+    num_open: dict[TierJobKind, int]
+    """Jobs without a result from this rank."""
     storage: StorageFigures | None
-    """As the rank last told; None where its backend knows nothing."""
+    """As last reported; None if the backend knows nothing."""
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers below the device of one replica."""
 
     host_pages: int
-    """Over all CP ranks."""
+    """Host pages of all CP ranks."""
     used_host_pages: int
     num_pinned: int
-    """Host pages that are never given up."""
+    """Host pages that are never evicted."""
     num_evicted: int
-    """Host pages that had to make room."""
+    """Evicted host pages."""
     num_lost: int
-    """Pages that were to be copied to a tier below, and were not."""
+    """Pages that were due to be copied to a tier below and were not."""
     num_late: int
-    """Requests that went on without pages that storage had not given in time."""
+    """Requests that started without pages that storage did not deliver in time."""
     num_stuck: int
-    """Host pages that storage reads or writes and does not come back from; nobody else gets them before it has."""
+    """Host pages of storage calls that hang; they are not reused until the calls return."""
     num_waiting: int
-    """Pages that wait to be copied."""
+    """Pages that wait to be copied to a tier below."""
     is_attached: bool
-    """Storage is used."""
+    """Whether storage is used."""
     is_storing: bool
-    """Pages are on their way to storage, or wait for their turn; not while it is left alone."""
+    """Whether pages are on their way to storage, or wait for it; false while the breaker is open."""
     num_opened: int
-    """Times that storage was left alone, because it failed or was late."""
+    """Times that a breaker opened, because storage failed or was late."""
     work: tuple[RankWork, ...]
     ranks: tuple[RankTiers, ...]
 
 
-class TierPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of an order. Pages are named as the leader names them, over all ranks."""
-
-    key: bytes
-    place: int
-    """Says which part owns the page (``cluster.spec.page_key``)."""
-    depth: int = 0
-    """Pages before it in its prompt, without which it is of no use."""
-    device: int | None = None
-    """Page in the pools of the ranks; given where device memory is read or written."""
-    host: int | None = None
-    """Page h is the page h // cp of the host pool of CP rank h modulo cp; given unless pages are only looked up."""
-
-
-class MovePages(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The leader's order to every rank: do your part, and answer, whatever comes of it."""
-
-    number: int
-    """Names the order in the answers."""
-    kind: MoveKind
-    pages: list[TierPage]
-    patience_s: float | None = None
-    """Storage is not asked any more when the order has waited so long."""
-
-
-class PagesMoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One rank's answer to an order."""
-
-    number: int
-    global_rank: int
-    done: list[bool]
-    """For each page, whether nothing of it is missing here; true where this rank had nothing to do."""
-    num_bytes: int = 0
-    """Moved by this rank."""
-    busy_s: float = 0.0
-    """How long it took, without waiting for its turn."""
-    waited_s: float = 0.0
-    """How long that took."""
-    storage: StorageFigures | None = None
-    """Where the order was about storage whose backend knows them."""
-    failures: dict[str, int] = {}
-    """Pages that could not be had or kept, by why; that storage never had them is no failure."""
-
-
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Forget the cached pages that nobody holds."""
+    """Drop the cached pages that nothing holds."""
 
     tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST)
-    """Where; storage is shared and outlives replicas, so that nothing is forgotten there."""
+    """Storage is not flushed, since replicas share it."""
 
 
 class PinPages(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Never give up the host copies of these pages, or give them up as any others."""
+    """Pin the host copies of these pages, so that they are never evicted, or unpin them."""
 
     keys: list[bytes]
     is_pinned: bool
 
 
 class UseStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read and write storage from now on, or leave it alone."""
+    """Attach storage, or detach it."""
 
     is_attached: bool
 
 
 def joined(states: Sequence[TierState]) -> TierState:
-    """The tiers of several DP ranks as those of one replica."""
+    """Add up the tiers of the DP ranks of one replica."""
     counts = (
         "host_pages",
         "used_host_pages",

@@ -14,9 +14,9 @@ from cluster.spec.tiers import TierPage
 from tests.fakes.kv import kv_geometry
 from tests.fakes.paged_ranks import row
 from workers.hicache.storage.interface import StorageBackend, StorageObject
-from workers.hicache.storage.objects import Naming
+from workers.hicache.storage.objects import ObjectFormat
 from workers.hicache.storage.page_store import PageStore
-from workers.hicache.storage.throttle import Throttle
+from workers.hicache.storage.rate_limit import RateLimit
 
 GEOMETRY = kv_geometry(model="m", num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32", page_size=2)
 FOREVER_S = float("inf")
@@ -27,7 +27,7 @@ def sizes(cp: int = 1, tp: int = 1, pp: int = 1) -> RankCoords:
 
 
 def rows_of(of: RankCoords, ownership: KvOwnership = KvOwnership.REPLICATED) -> list[RankRow]:
-    """The ranks of a replica of GEOMETRY."""
+    """Return the ranks of a replica of GEOMETRY."""
     ranks = range(world_size(of))
     return [
         msgspec.structs.replace(
@@ -42,7 +42,7 @@ def rows_of(of: RankCoords, ownership: KvOwnership = KvOwnership.REPLICATED) -> 
 
 
 def page_of(number: int) -> TierPage:
-    return TierPage(key=bytes([number]) * 16, place=number, host=number)
+    return TierPage(key=bytes([number]) * 16, index=number, host=number)
 
 
 def kv_of(page: TierPage) -> np.ndarray:
@@ -60,8 +60,15 @@ def part_of(page: TierPage, row: RankRow) -> np.ndarray:
     return np.ascontiguousarray(kv_of(page)[heads, layers])
 
 
+def write_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) -> None:
+    """Write one object; raise its error, if any."""
+    (error,) = backend.write([StorageObject(name, parts)])
+    if error is not None:
+        raise error
+
+
 def read_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) -> bool:
-    """One object; raises what came of it otherwise."""
+    """Read one object; raise its error, if any."""
     (outcome,) = backend.read([StorageObject(name, parts)])
     if isinstance(outcome, Exception):
         raise outcome
@@ -69,7 +76,7 @@ def read_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) ->
 
 
 class RankStore:
-    """One rank's store and host memory."""
+    """The page store of one rank, and its host memory."""
 
     def __init__(
         self,
@@ -77,18 +84,18 @@ class RankStore:
         row: RankRow,
         weights: str = "w",
         *,
-        reads: Throttle | None = None,
-        writes: Throttle | None = None,
+        reads: RateLimit | None = None,
+        writes: RateLimit | None = None,
     ) -> None:
         self.row = row
-        naming = Naming(GEOMETRY, weights)
-        self.store = PageStore(backend, naming, row, reads or Throttle(None), writes or Throttle(None))
+        limits = reads or RateLimit(None), writes or RateLimit(None)
+        self.store = PageStore(backend, ObjectFormat(row, weights), row.layout.page_bytes, *limits)
         self.memory: dict[int, bytearray] = {}
         self.failures: Counter[str] = Counter()
 
     def write(self, pages: Sequence[TierPage]) -> list[bool]:
         """Store the pages that this rank owns."""
-        owned = [page for page in pages if page.place % self.row.sizes.cp == self.row.coords.cp]
+        owned = [page for page in pages if page.index % self.row.sizes.cp == self.row.coords.cp]
         for page in owned:
             self.buffer(page)[:] = part_of(page, self.row).data.cast("B")
         return self.store.store(owned, self.buffer, FOREVER_S, self.failures)
@@ -99,11 +106,11 @@ class RankStore:
         done = self.store.fetch(pages, self.buffer, FOREVER_S, self.failures)
         for page, is_done in zip(pages, done, strict=True):
             if is_done:
-                assert bytes(self.memory[page.place]) == part_of(page, self.row).tobytes(), f"foreign bytes: {page}"
+                assert bytes(self.memory[page.index]) == part_of(page, self.row).tobytes(), f"foreign bytes: {page}"
         return done
 
     def look_up(self, pages: Sequence[TierPage]) -> list[bool]:
         return self.store.look_up(pages, FOREVER_S, self.failures)
 
     def buffer(self, page: TierPage) -> memoryview:
-        return memoryview(self.memory.setdefault(page.place, bytearray(self.row.layout.page_bytes)))
+        return memoryview(self.memory.setdefault(page.index, bytearray(self.row.layout.page_bytes)))

@@ -11,12 +11,12 @@ from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.page_key import owner_base, page_keys
 from cluster.spec.registry import KvOwnership, RankRow
-from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierPage
+from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
 from tests.fakes.paged_ranks import row
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
-from workers.hicache.loader import Loaded
-from workers.hicache.prefetcher import PATIENCE_S
+from workers.hicache.policy.loader import Loaded
+from workers.hicache.policy.prefetcher import LONGEST_S
 from workers.hicache.tiers import Tiers
 
 PAGE_SIZE = 2
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass
 class FakeRank:
-    """One rank: steps and orders come in one queue; orders wait for others of their kind alone."""
+    """One rank: steps and jobs come in one queue; jobs wait for others of their kind alone."""
 
     cp_rank: int
     cp: int
@@ -43,8 +43,8 @@ class FakeRank:
     device: dict[int, bytes] = field(default_factory=dict)
     host: dict[int, bytes] = field(default_factory=dict)
     stored: dict[bytes, bytes] = field(default_factory=dict)
-    inbox: deque[Step | MovePages] = field(default_factory=deque)
-    copies: deque[MovePages] = field(default_factory=deque)
+    inbox: deque[Step | TierJob] = field(default_factory=deque)
+    copies: deque[TierJob] = field(default_factory=deque)
 
     def has(self, page: int) -> bool:
         return self.ownership is KvOwnership.REPLICATED or page % self.cp == self.cp_rank
@@ -148,13 +148,13 @@ class TierWorld:
             else:
                 rank.copies.append(message)
         elif rank.copies:
-            kind = self.random.choice(sorted({order.kind for order in rank.copies}))
-            order = next(order for order in rank.copies if order.kind is kind)
-            rank.copies.remove(order)
-            is_done = [self._move(rank, order.kind, page, fails=fails) for page in order.pages]
+            kind = self.random.choice(sorted({job.kind for job in rank.copies}))
+            job = next(job for job in rank.copies if job.kind is kind)
+            rank.copies.remove(job)
+            is_done = [self._move(rank, job.kind, page, fails=fails) for page in job.pages]
             failures = {"error": 1} if fails else {}
-            answer = PagesMoved(number=order.number, global_rank=rank.cp_rank, done=is_done, failures=failures)
-            assert self.tiers.on_answer(answer, self.now_s)
+            result = TierJobResult(job_id=job.job_id, global_rank=rank.cp_rank, done=is_done, failures=failures)
+            assert self.tiers.on_result(result, self.now_s)
             self.advance()
 
     def drain(self) -> None:
@@ -173,7 +173,7 @@ class TierWorld:
 
     def advance(self) -> None:
         for address, message in self.tiers.advance(self.now_s):
-            assert isinstance(message, MovePages)
+            assert isinstance(message, TierJob)
             self.ranks[int(address)].inbox.append(message)
         self.check()
 
@@ -200,7 +200,7 @@ class TierWorld:
         storage = self._config.storage
         timeout_s = storage.prefetch_base_s + storage.prefetch_s_per_1k_tokens * num_tokens / 1000
         longest_s = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: timeout_s}
-        return longest_s.get(storage.prefetch, PATIENCE_S)
+        return longest_s.get(storage.prefetch, LONGEST_S)
 
     def _loaded(self, request: tuple[list[int], list[bytes]], num_cached: int, loaded: Loaded) -> None:
         self.loading.remove(request)
@@ -222,23 +222,23 @@ class TierWorld:
         self.requests.append(request)
         self.allocator.share(pages, keys)
 
-    def _move(self, rank: FakeRank, kind: MoveKind, page: TierPage, *, fails: bool) -> bool:
+    def _move(self, rank: FakeRank, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
         """One rank's part of one page; where it fails, the target holds nonsense, but storage holds nothing."""
-        is_owner = page.place % rank.cp == rank.cp_rank
-        if kind is MoveKind.LOOK_UP:
+        is_owner = page.index % rank.cp == rank.cp_rank
+        if kind is TierJobKind.LOOK_UP:
             return not fails and (page.key in rank.stored or not is_owner)
         assert page.host is not None
-        assert page.host % rank.cp == page.place % rank.cp, "a host page with a foreign owner"
+        assert page.host % rank.cp == page.index % rank.cp, "a host page with a foreign owner"
         match kind:
-            case MoveKind.SAVE if is_owner:
+            case TierJobKind.SAVE if is_owner:
                 assert page.device is not None
                 rank.host[page.host] = b"torn" if fails else rank.device.get(page.device, b"")
-            case MoveKind.LOAD if page.device is not None and rank.has(page.device):
+            case TierJobKind.LOAD if page.device is not None and rank.has(page.device):
                 rank.device[page.device] = b"torn" if fails else self.ranks[page.host % rank.cp].host[page.host]
-            case MoveKind.FETCH if is_owner:
+            case TierJobKind.FETCH if is_owner:
                 rank.host[page.host] = b"torn" if fails else rank.stored.get(page.key, b"torn")
                 return not fails and page.key in rank.stored
-            case MoveKind.STORE if is_owner and not fails:
+            case TierJobKind.STORE if is_owner and not fails:
                 self.num_written += page.key not in rank.stored
                 rank.stored.setdefault(page.key, rank.host[page.host])
         return not fails

@@ -30,8 +30,7 @@ from cluster.spec.errors import ConfigError, UserError
 from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, Room
 from cluster.spec.messages import Message, Output, Submit
 from cluster.spec.peer import Peer
-from cluster.spec.pool import page_layout
-from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaLoad
+from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
 from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
@@ -48,7 +47,8 @@ from router.board import PAGE_BYTES, Board
 from router.key_ring import read_keys
 from router.policies.candidate import Load
 from router.siblings import Account, Figures, Now, Siblings
-from tests.fakes.page_stores import GEOMETRY
+from tests.fakes.page_stores import page_of, rows_of
+from tests.fakes.page_stores import sizes as model_sizes
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fakes.supervised import Run
 from tests.fuzz.http_surface import HTTP, requests, surface
@@ -57,7 +57,7 @@ from tests.fuzz.samples import messages
 from tests.readme import ROOT
 from tests.unit.transfer.samples import PREFILL, ticket
 from workers.engine.weights import CheckpointError, stored_tensors
-from workers.hicache.storage.objects import Naming
+from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
 from workers.models.hf_config import UnsupportedModelError
 from workers.models.registry import read_model_config
 
@@ -160,18 +160,20 @@ def _pages() -> list[bytes]:
     return [msgspec.msgpack.encode(now), msgspec.msgpack.encode(figures)]
 
 
-# ---- names in storage
+# ---- stored pages
 
 
-_ONE, _FIRST = RankCoords(dp=1, cp=1, tp=1, pp=1), RankCoords(dp=0, cp=0, tp=0, pp=0)
+def _feed_stored(data: bytes) -> None:
+    header, page = data[:HEADER_BYTES], memoryview(data[HEADER_BYTES:])
+    assert _stored().matches(page_of(0), header, page) == (data == _stored_page())
 
 
-def _feed_mark(data: bytes) -> None:
-    naming = Naming(GEOMETRY, "weights")
-    cut = naming.cut_of(data)
-    if cut is not None:
-        assert naming.mark_of(cut).rstrip(b"\0") == data.rstrip(b"\0")
-        assert len(list(naming.parts(cut, b"key", 3, page_layout(GEOMETRY, _ONE, _FIRST)))) <= cut.tp * cut.pp
+def _stored() -> ObjectFormat:
+    return ObjectFormat(rows_of(model_sizes())[0], "weights")
+
+
+def _stored_page() -> bytes:
+    return _stored().header(page_of(0), memoryview(b"page")) + b"page"
 
 
 # ---- bodies of the bootstrap service
@@ -337,7 +339,7 @@ def _feed_sse(data: bytes) -> None:
 TARGETS: dict[str, Target] = {
     "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
     "board": Target(_pages, lambda data: _shared().feed(data), MSGPACK),
-    "marks": Target(lambda: [b"replicated-cp2-tp1-pp1".ljust(64, b"\0")], _feed_mark),
+    "stored": Target(lambda: [_stored_page()], _feed_stored),
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),
     "bodies": Target(lambda: [json.dumps(body).encode() for body in _BODIES], _feed_body, JSON),

@@ -1,4 +1,4 @@
-"""Kills one of many processes that write to one full folder, again and again, and prints what the folder has each time.
+"""Kill one of many processes that write to a full folder, again and again, and print what the folder has each time.
 
 python -m tests.integration.storage_crowd FOLDER TIMES
 """
@@ -7,11 +7,13 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageObject
+from workers.hicache.storage.sweeper import LOCK
 
 WRITERS = 8
 OBJECT_BYTES = 32 << 10
@@ -19,12 +21,13 @@ LIMIT = 64 * OBJECT_BYTES
 
 
 def bytes_in(folder: Path) -> int:
-    """Of objects, those that are not finished included."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != ".used")
+    """Count the bytes of objects, unfinished ones included."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != LOCK)
 
 
 def write_for_ever(folder: Path) -> None:
     storage = FileStorage(folder, LIMIT, fsync=False)
+    threading.Thread(target=storage.maintain, daemon=True).start()
     data = memoryview(bytes(OBJECT_BYTES))
     while True:
         for _ in storage.write([StorageObject(f"n/{random.randbytes(8).hex()}", [data]) for _ in range(8)]):
@@ -40,7 +43,7 @@ def start(folder: Path) -> int:
 
 
 def bytes_at_rest(folder: Path, writers: list[int]) -> int:
-    """While nobody writes: whoever counted files that come and go would see some twice."""
+    """Count while nobody writes, since files that come and go may be counted twice."""
     for writer in writers:
         os.kill(writer, signal.SIGSTOP)
     for writer in writers:

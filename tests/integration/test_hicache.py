@@ -1,6 +1,7 @@
 """Greedy fp32 tokens equal transformers' own whichever tiers hold a prompt, and the answer says which did."""
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -26,10 +27,12 @@ EMPTY: Mapping[str, Any] = {}
 PAGE_SIZE = 16
 NUM_TOKENS = 20
 GATHER, RING = CpMode
-CUTS: dict[str, Sequence[Any]] = {"cp": (1, 2, 3, 4), "mode": tuple(CpMode), "tp": (1, 2)}
-SOME: list[Way] = [(cut["cp"], cut["mode"], cut["tp"]) for cut in all_pairs(CUTS)]
-ALL: list[Way] = list(product(*CUTS.values()))
-"""Ways to cut prefill: cp, mode, tp."""
+WRITER = re.compile(rb"(replicated|sharded)-cp\d+of\d+-tp\d+of\d+-pp\d+of\d+")
+DECODE = "replicated-cp0of1-tp0of1-pp0of1"
+SHARDINGS: dict[str, Sequence[Any]] = {"cp": (1, 2, 3, 4), "mode": tuple(CpMode), "tp": (1, 2)}
+SOME: list[Way] = [(way["cp"], way["mode"], way["tp"]) for way in all_pairs(SHARDINGS)]
+ALL: list[Way] = list(product(*SHARDINGS.values()))
+"""Ways to shard prefill: cp, mode, tp."""
 
 
 def draw(seed: int, length: int) -> list[int]:
@@ -148,7 +151,7 @@ def test_tokens_do_not_depend_on_the_tiers_that_have_a_prompt_and_every_process_
 @pytest.mark.parametrize(
     "way", [(1, GATHER, 1), (2, RING, 1), pytest.param((2, GATHER, 2), marks=pytest.mark.full)], ids=str
 )
-def test_stages_of_a_pipeline_keep_their_layers_which_others_put_together(
+def test_stages_of_a_pipeline_keep_their_layers(
     way: Way, checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
     check_tiers(way, checkpoint, oracle, engine, tmp_path, pp=2)
@@ -162,8 +165,7 @@ def test_stages_of_a_pipeline_keep_their_layers_which_others_put_together(
                 assert ask(cluster, prompt).token_ids == oracle.tokens(prompt)
                 cluster.flush(Tier.DEVICE)
     engine.restart()
-    for pp in (2, 1):
-        check_restarted(way, checkpoint, oracle, engine, tmp_path, pp)
+    check_restarted(way, checkpoint, oracle, engine, tmp_path, pp=2)
 
 
 def test_no_page_of_a_corrupt_object_is_served(
@@ -194,13 +196,13 @@ def test_dp_ranks_have_tiers_of_their_own(
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
 
 
-def stored_parts(folder: Path) -> list[str]:
-    """Which part of which replica wrote each stored page."""
-    names = [path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    return [name.partition(".")[2] for name in names if not name.startswith("cut.")]
+def stored_by(folder: Path) -> list[str]:
+    """Return the rank that wrote each stored page."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return [match[0].decode() for path in paths if (match := WRITER.search(path.read_bytes()))]
 
 
-def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
+def test_what_was_computed_outlives_every_process_and_serves_other_cp_sizes_and_modes(
     checkpoint: Path, oracle: Oracle, engine: LocalEngine, tmp_path: Path
 ) -> None:
     next_turn = [*LONG, *oracle.tokens(LONG), *draw(2, 5)]
@@ -208,14 +210,15 @@ def test_what_was_computed_outlives_every_process_and_serves_other_cuts(
     with engine.running(checkpoint, config_of((2, GATHER, 1), tmp_path)) as cluster:
         ask_until(cluster, LONG, oracle, Tier.DEVICE, Tier.HOST, host=0, storage=9 * PAGE_SIZE)
         attempts = 0
-        while "cp0of1-tp0of1-pp0of1" not in stored_parts(tmp_path):
+        while DECODE not in stored_by(tmp_path):
             assert (attempts := attempts + 1) < 50, "decode has stored nothing of what it generated"
             ask(cluster, LONG)
     engine.restart()
-    parts = Counter(stored_parts(tmp_path))
-    assert sum(parts[f"cp{rank}of2-tp0of1-pp0of1"] for rank in range(2)) == 9, "a page is stored twice, or by decode"
-    assert abs(parts["cp0of2-tp0of1-pp0of1"] - parts["cp1of2-tp0of1-pp0of1"]) <= 1, "ranks share the work unevenly"
-    assert parts["cp0of1-tp0of1-pp0of1"] == 1
+    writers = Counter(stored_by(tmp_path))
+    by_rank = [writers[f"replicated-cp{rank}of2-tp0of1-pp0of1"] for rank in range(2)]
+    assert sum(by_rank) == 9, "a page is stored twice, or by decode"
+    assert abs(by_rank[0] - by_rank[1]) <= 1, "ranks share the work unevenly"
+    assert writers[DECODE] == 1
     with engine.running(checkpoint, config_of((3, RING, 1), tmp_path)) as cluster:
         answer = ask(cluster, next_turn)
     assert answer.token_ids == oracle.tokens(next_turn)
@@ -236,7 +239,7 @@ def test_a_chain_through_every_page_of_32k_tokens_is_followed_from_storage_alone
     config = config.model_copy(update={"kv": KvConfig(page_size=page_size, memory_gib=0.3)})
     with engine.running(tmp_path / "recall", config) as cluster:
         attempts = 0
-        while len(stored_parts(tmp_path / "kv")) < num_pages:
+        while len(stored_by(tmp_path / "kv")) < num_pages:
             assert (attempts := attempts + 1) < 50, "not everything was stored"
             assert cluster.generate(asked([prompt], num_pages)) == [expected]
     engine.restart()

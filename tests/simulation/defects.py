@@ -13,7 +13,7 @@ from cluster.simulator.replica import Replica
 from cluster.spec.ids import ROUTER, Incarnation, Room
 from cluster.spec.messages import Message, Submit
 from cluster.spec.peer import Peer
-from cluster.spec.tiers import PagesMoved
+from cluster.spec.tiers import TierJobResult
 from cluster.spec.transfer_messages import Done, Drained, PageDigests, Revoke, Ticket
 from cluster.supervisor import reconcile
 from cluster.supervisor.events import End, Ended, Failed, Prove, Started
@@ -23,7 +23,7 @@ from transfer.digests import digest_pages
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
 from workers.cache.prefix_tree import PrefixTree
-from workers.hicache.orders import Orders
+from workers.hicache.policy.jobs import TierJobs
 from workers.kv_sender import KvSender
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeRequest, receiver_session
@@ -311,15 +311,15 @@ def take_a_page_id_for_its_place(patch: Patch) -> None:
     patch.setattr("workers.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)
 
 
-def end_an_order_with_the_first_answer(patch: Patch) -> None:
+def end_a_tier_job_with_the_first_result(patch: Patch) -> None:
     """Pages of the tiers count as soon as one rank has done its part."""
-    make = Orders.__init__
+    make = TierJobs.__init__
 
-    def make_for_one(self: Orders, num_ranks: int) -> None:
+    def make_for_one(self: TierJobs, num_ranks: int) -> None:
         del num_ranks
         make(self, 1)
 
-    patch.setattr(Orders, "__init__", make_for_one)
+    patch.setattr(TierJobs, "__init__", make_for_one)
 
 
 def keep_copies_of_pages_that_were_given_up(patch: Patch) -> None:
@@ -329,9 +329,9 @@ def keep_copies_of_pages_that_were_given_up(patch: Patch) -> None:
 
 def believe_failed_copies(patch: Patch) -> None:
     """What a rank says of the pages that did not come is not looked at."""
-    on_answer = Orders.on_answer
+    on_result = TierJobs.on_result
 
-    def all_done(self: Orders, answer: PagesMoved, now_s: float) -> bool:
-        return on_answer(self, replace(answer, done=[True] * len(answer.done)), now_s)
+    def all_done(self: TierJobs, result: TierJobResult, now_s: float) -> bool:
+        return on_result(self, replace(result, done=[True] * len(result.done)), now_s)
 
-    patch.setattr(Orders, "on_answer", all_done)
+    patch.setattr(TierJobs, "on_result", all_done)

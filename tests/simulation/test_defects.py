@@ -198,7 +198,7 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (router_defects.cancel_no_other_leg, mild, NOT_TOLD),
         (router_defects.never_inquire, lossy, DEADLINE),
         (router_defects.answer_no_inquiry, lossy, NEVER_ENDS),
-        (defects.end_an_order_with_the_first_answer, cold_tiers, FOREIGN_PAGE),
+        (defects.end_a_tier_job_with_the_first_result, cold_tiers, FOREIGN_PAGE),
         (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
         (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
     ],

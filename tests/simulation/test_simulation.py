@@ -17,7 +17,7 @@ from cluster.simulator.draw import draw_scenario
 from cluster.simulator.scenario import FaultKind, Scenario
 from cluster.simulator.shrink import shrink
 from cluster.simulator.simulation import Outcome, Simulation
-from cluster.spec.tiers import MoveKind
+from cluster.spec.tiers import TierJobKind
 from tests.simulation import defects
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_no_seed_breaks_a_promise() -> None:
     assert sum(made.ends.values()) == made.num_requests
     hazards = {"drop", "duplicate", "reorder", "stale", "fail_write", "flip", "fail_move"}
     assert {*FaultKind, *hazards, "quarantine"} == set(made.faults)
-    assert set(made.moved) == {*MoveKind, "fill"}
+    assert set(made.moved) == {*TierJobKind, "fill"}
     assert all(made.ends[end] for end in ("finished", "failed", "left", "refused", "disconnected"))
 
 

@@ -52,15 +52,15 @@ class Copier:
 
     def owns(self, page: TierPage) -> bool:
         """Return whether the page's copy in host memory is this rank's."""
-        return page.place % self._row.sizes.cp == self._row.coords.cp
+        return page.index % self._row.sizes.cp == self._row.coords.cp
 
     def host_page(self, page: TierPage) -> memoryview:
         """Return the bytes of a host page that this rank owns."""
         start = self._slot(page) * self._page_bytes
         return self._host_bytes[start : start + self._page_bytes]
 
-    def event(self) -> Event | None:
-        """On the computing thread, when a job comes: record the event behind which its copies begin."""
+    def record_event(self) -> Event | None:
+        """Record the event behind which the copies of a new job begin; on the computing thread."""
         return self._memory.event()
 
     def save(self, pages: Sequence[TierPage], after: Event | None) -> int:
@@ -134,7 +134,7 @@ class Copier:
         """Read pages into the region from the host memory of the ranks that own them."""
         by_rank: dict[int, list[TierPage]] = {}
         for page in pages:
-            by_rank.setdefault(page.place % self._row.sizes.cp, []).append(page)
+            by_rank.setdefault(page.index % self._row.sizes.cp, []).append(page)
         for cp_rank, owned in by_rank.items():
             source = self._peers[cp_rank].host_endpoint
             assert source is not None, f"CP rank {cp_rank} has no host memory"

@@ -9,9 +9,9 @@ from functools import partial
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.tiers import MovePages
+from cluster.spec.tiers import TierJob
 from workers.cache.page_allocator import PageAllocator
-from workers.hicache.loader import Loaded
+from workers.hicache.policy.loader import Loaded
 from workers.hicache.tiers import Tiers
 from workers.scheduler.sequence import PageLoad, Sequence
 from workers.scheduler.waiting import Waiting, urgency
@@ -90,7 +90,7 @@ class PageHolders:
         num_gains = self._allocator.num_gains + self._num_left
         if self.waiting.is_in_vain(sequence, num_gains):
             return False
-        if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_coming(key):
+        if self._tiers and (key := self.next_key(sequence)) is not None and self._tiers.loader.is_loading(key):
             return False
         allocator, base = self._allocator, sequence.owner_base
         can_start = self.waiting.may_pass(self._count_passing(sequence, oldest), self._pages_of(oldest)) and (
@@ -119,9 +119,9 @@ class PageHolders:
         if self._tiers:
             keys = self._prefix_keys(sequence)
             self._tiers.note_hits(keys[: len(cached)])
-            load = PageLoad(joins=is_alone and self._tiers.can_join)
+            load = PageLoad(joins=is_alone and self._tiers.can_load_layerwise)
             on_end = partial(self._on_loaded, sequence, load)
-            coming = self._tiers.loader.load(keys, sequence.pages, len(cached), on_end, joins=load.joins)
+            coming = self._tiers.loader.load(keys, sequence.pages, len(cached), on_end, layerwise=load.joins)
             sequence.load = load if coming.num_pages else None
             if load.joins:
                 self._go_behind(sequence, coming)
@@ -161,9 +161,9 @@ class PageHolders:
         keys = self.keys(sequence, sequence.computed_len)
         sequence.num_shared_pages = self._allocator.share(sequence.pages, keys, sequence.num_shared_pages)
 
-    def take_fill(self) -> MovePages | None:
+    def take_fill(self) -> TierJob | None:
         """What the next step reads of host memory while it is computed, if anything."""
-        return self._tiers.take_joining() if self._tiers else None
+        return self._tiers.take_layerwise() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
         """Rooms that the ranks know and should forget, since the last call."""

@@ -23,7 +23,7 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
-from cluster.spec.tiers import FlushCache, PagesMoved, PinPages, Tier, UseStorage
+from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseStorage
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
@@ -149,7 +149,7 @@ class LeaderCore:
                 self.drain(is_draining=isinstance(message, Drain))
             case FlushCache():
                 self.flush(message)
-            case PagesMoved() | PinPages() | UseStorage():
+            case TierJobResult() | PinPages() | UseStorage():
                 self.on_tier_message(message)
             case Command() if message.incarnation == self.me.incarnation:
                 self.on_command(message)
@@ -158,14 +158,14 @@ class LeaderCore:
             case _:
                 self.drop(message)
 
-    def on_tier_message(self, message: PagesMoved | PinPages | UseStorage) -> None:
+    def on_tier_message(self, message: TierJobResult | PinPages | UseStorage) -> None:
         """What concerns the tiers below the device cache; nothing where there are none."""
         match message:
             case PinPages() if self.tiers:
                 self.tiers.pin(message.keys, is_pinned=message.is_pinned)
             case UseStorage() if self.tiers:
                 self.tiers.attach(is_attached=message.is_attached)
-            case PagesMoved() if self.tiers and self.tiers.on_answer(message, self._now_s):
+            case TierJobResult() if self.tiers and self.tiers.on_result(message, self._now_s):
                 pass
             case _:
                 self.drop(message)

@@ -15,7 +15,7 @@ from cluster.spec.registry import ComputeTimes, RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan, StepResult, StepWork
 from cluster.spec.strategy import DpPolicy
-from cluster.spec.tiers import PagesMoved, joined
+from cluster.spec.tiers import TierJobResult, joined
 from cluster.spec.transfer_messages import Ticket
 from workers.context_parallel.shard_lens import idle_plan, with_shard_lens
 from workers.scheduler.leader import Leader
@@ -154,7 +154,7 @@ class ReplicaLeader:
         return all(len(under_way) < self._depth for under_way in self._under_way)
 
     def _addressed(self, message: Message) -> Sequence[int]:
-        if isinstance(message, PagesMoved):
+        if isinstance(message, TierJobResult):
             return [coords_of(message.global_rank, self._sizes).dp]
         room: Room | None = getattr(message, "room", None)
         return range(len(self._leaders)) if room is None else [self._home(room, message)]

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.spec.tiers import MoveKind
+from cluster.spec.tiers import TierJobKind
 from tests.fakes.cluster import RunningCluster, running_cluster
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from workers.hicache.storage.objects import HEADER_BYTES
@@ -84,24 +84,25 @@ def ask(cluster: RunningCluster) -> dict[str, int]:
 
 
 def stored_keys(folder: Path) -> set[str]:
-    """Both pools may keep a page, each as it is cut."""
-    return {path.name.partition(".")[0] for path in folder.rglob("*.cp*") if not path.name.startswith((".", "cut."))}
+    return {path.name.partition(".")[0] for path in folder.rglob("*.h*") if not path.name.startswith(".")}
 
 
 def stored_bytes(folder: Path) -> list[int]:
-    """Of every stored page, without its header."""
-    files = [path for path in folder.rglob("*.cp*") if not path.name.startswith((".", "cut."))]
+    """Return the size of every stored page, without its header."""
+    files = [path for path in folder.rglob("*.h*") if not path.name.startswith(".")]
     return [path.stat().st_size - HEADER_BYTES for path in files]
 
 
-def moved(cluster: RunningCluster, kind: MoveKind, name: str = "baton_tier_bytes_total") -> dict[tuple[str, str], int]:
+def moved(
+    cluster: RunningCluster, kind: TierJobKind, name: str = "baton_tier_bytes_total"
+) -> dict[tuple[str, str], int]:
     """By replica and CP rank, of those that moved something."""
     families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=60).text)
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return {
         (sample.labels["replica"], sample.labels["cp_rank"]): int(sample.value)
         for sample in samples
-        if sample.labels["order"] == kind and sample.value and sample.labels["replica"].startswith("prefill")
+        if sample.labels["kind"] == kind and sample.value and sample.labels["replica"].startswith("prefill")
     }
 
 
@@ -113,14 +114,14 @@ def test_what_one_replica_has_computed_the_other_reads(cluster: RunningCluster, 
     assert ask(cluster) == {"cached_tokens": NUM_PAGES * PAGE_SIZE, "storage_tokens": NUM_PAGES * PAGE_SIZE}
     half = NUM_PAGES // 2 * page_bytes
 
-    def halves(kind: MoveKind) -> bool:
+    def halves(kind: TierJobKind) -> bool:
         return list(moved(cluster, kind).values()) == [half, half]
 
-    cluster.wait_until(lambda: halves(MoveKind.STORE) and halves(MoveKind.FETCH), 60)
-    stored, fetched = (moved(cluster, kind) for kind in (MoveKind.STORE, MoveKind.FETCH))
+    cluster.wait_until(lambda: halves(TierJobKind.STORE) and halves(TierJobKind.FETCH), 60)
+    stored, fetched = (moved(cluster, kind) for kind in (TierJobKind.STORE, TierJobKind.FETCH))
     assert {replica for replica, _ in stored}.isdisjoint(replica for replica, _ in fetched)
-    hits = moved(cluster, MoveKind.FETCH, "baton_tier_tokens_total")
+    hits = moved(cluster, TierJobKind.FETCH, "baton_tier_tokens_total")
     assert hits == dict.fromkeys(fetched, NUM_PAGES // 2 * PAGE_SIZE)
-    assert moved(cluster, MoveKind.FETCH, "baton_tier_order_seconds_count").keys() == fetched.keys()
-    assert not moved(cluster, MoveKind.FETCH, "baton_tier_open_orders")
+    assert moved(cluster, TierJobKind.FETCH, "baton_tier_job_seconds_count").keys() == fetched.keys()
+    assert not moved(cluster, TierJobKind.FETCH, "baton_tier_open_jobs")
     assert stored_bytes(tmp_path) == [page_bytes] * NUM_PAGES, "a page is stored twice"

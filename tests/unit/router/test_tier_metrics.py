@@ -8,11 +8,11 @@ from prometheus_client.registry import Collector
 from cluster.spec.ids import Incarnation
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import RankCoords, RankRow, ReplicaEntry, ReplicaLoad, TableSnapshot
-from cluster.spec.tiers import MoveKind, PagesMoved, RankTiers, StorageFigures, TierState, joined
+from cluster.spec.tiers import RankTiers, StorageFigures, TierJobKind, TierJobResult, TierState, joined
 from router.tier_metrics import tier_metrics
 from tests.fakes.paged_ranks import row
 from tests.fakes.rows import tier_state
-from workers.hicache.tally import Tally
+from workers.hicache.policy.jobs import JobCounters
 
 
 class _Fixed(Collector):
@@ -51,10 +51,10 @@ LAYOUT = row(Role.PREFILL, 1, 2, num_pages=1).layout
 
 def two_ranks() -> TierState:
     """Of which the second has done more."""
-    tally = Tally()
+    tally = JobCounters()
     for rank, num_pages, waited_s, busy_s in ((1, 2, 0.25, 0.25), (1, 1, 0.25, 0.5), (0, 7, 60.0, 0.0)):
-        answer = PagesMoved(
-            number=1,
+        answer = TierJobResult(
+            job_id=1,
             global_rank=rank,
             done=[],
             num_bytes=num_pages * LAYOUT.page_bytes,
@@ -62,7 +62,7 @@ def two_ranks() -> TierState:
             busy_s=busy_s,
             failures={"corrupt": 1} if rank else {},
         )
-        tally.add(MoveKind.FETCH, answer)
+        tally.add(TierJobKind.FETCH, answer)
     figures = StorageFigures(used_bytes=1000, num_evicted=3, evicted_bytes=300)
     return tier_state(
         host_pages=8,
@@ -82,7 +82,7 @@ def two_ranks() -> TierState:
                 host_pages=4,
                 used_host_pages=1,
                 num_evicted=2,
-                num_open={MoveKind.FETCH: 9},
+                num_open={TierJobKind.FETCH: 9},
                 storage=figures,
             ),
         ),
@@ -94,19 +94,19 @@ def test_the_state_travels_as_it_is() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=TierState) == state
 
 
-def test_orders_of_every_rank_have_their_own_lines() -> None:
-    lines, labels = exposition(snapshot_of(two_ranks())), RANK.format('order="fetch",')
+def test_jobs_of_every_rank_have_their_own_lines() -> None:
+    lines, labels = exposition(snapshot_of(two_ranks())), RANK.format('kind="fetch",')
     for name, value in {
         "baton_tier_bytes_total": 3 * LAYOUT.page_bytes,
         "baton_tier_tokens_total": 3 * LAYOUT.page_size,
         "baton_tier_seconds_total": 0.75,
-        "baton_tier_order_seconds_sum": 1.25,
-        "baton_tier_open_orders": 9,
-        "baton_tier_orders_total": 2,
+        "baton_tier_job_seconds_sum": 1.25,
+        "baton_tier_open_jobs": 9,
+        "baton_tier_jobs_total": 2,
     }.items():
         assert f"{name}{{{labels}}} {float(value)}" in lines
     assert f'baton_tier_failures_total{{{labels},why="corrupt"}} 2.0' in lines
-    within = [line for line in lines if line.startswith("baton_tier_order_seconds_bucket") and 'cp_rank="1"' in line]
+    within = [line for line in lines if line.startswith("baton_tier_job_seconds_bucket") and 'cp_rank="1"' in line]
     assert [line.rpartition(" ")[2] for line in within] == ["0.0"] * 4 + ["1.0"] + ["2.0"] * 3
 
 
@@ -150,8 +150,8 @@ def test_dp_ranks_are_told_apart() -> None:
     for rank in range(2):
         coords = RankCoords(dp=rank, cp=0, tp=0, pp=0)
         rows.append(msgspec.structs.replace(alone, coords=coords, sizes=sizes, global_rank=rank))
-        tally = Tally()
-        tally.add(MoveKind.FETCH, PagesMoved(number=1, global_rank=rank, done=[True], num_bytes=100 + rank))
+        tally = JobCounters()
+        tally.add(TierJobKind.FETCH, TierJobResult(job_id=1, global_rank=rank, done=[True], num_bytes=100 + rank))
         of_rank = RankTiers(
             global_rank=rank, host_pages=4, used_host_pages=rank, num_evicted=0, num_open={}, storage=None
         )

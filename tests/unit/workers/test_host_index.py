@@ -1,6 +1,6 @@
 """Which pages of host memory go, and which stay."""
 
-from workers.hicache.host_index import HostIndex
+from workers.hicache.policy.host_index import HostIndex
 
 
 def test_the_least_recently_used_page_goes_and_pinned_and_held_ones_stay() -> None:

@@ -10,7 +10,7 @@ from cluster.spec.registry import Endpoint, KvOwnership
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
-from cluster.spec.tiers import CachedTokens, MoveKind, MovePages, PagesMoved
+from cluster.spec.tiers import CachedTokens, TierJob, TierJobKind, TierJobResult
 from tests.fakes.tier_world import PAGE_SIZE, rows_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
@@ -71,13 +71,13 @@ class Prefill:
         self.steps.commit(plan, {row.room: Sampled(token_id=9) for row in plan.rows if row.samples})
         self.check()
 
-    def answer(self, order: MovePages, *, is_done: bool = True) -> None:
+    def answer(self, order: TierJob, *, is_done: bool = True) -> None:
         for rank in range(self.num_ranks):
             done = [is_done] * len(order.pages)
-            assert self.tiers.on_answer(PagesMoved(number=order.number, global_rank=rank, done=done), 0.0)
+            assert self.tiers.on_result(TierJobResult(job_id=order.job_id, global_rank=rank, done=done), 0.0)
         self.check()
 
-    def orders(self) -> list[MovePages]:
+    def orders(self) -> list[TierJob]:
         return [order for address, order in self.tiers.advance(0.0) if address == "0"]
 
     def remember(self, prompt: list[int]) -> None:
@@ -87,7 +87,7 @@ class Prefill:
             self.commit(self.plan())
         self.steps.retire(sequence.room)
         for order in self.orders():
-            assert order.kind is MoveKind.SAVE
+            assert order.kind is TierJobKind.SAVE
             self.answer(order)
         self.allocator.flush()
         assert self.allocator.num_cached == 0
@@ -115,7 +115,7 @@ def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(
     sequence = prefill.add(PROMPT)
     plan = prefill.plan()
     assert plan.fill is not None
-    assert plan.fill.kind is MoveKind.LOAD
+    assert plan.fill.kind is TierJobKind.LOAD
     assert [page.device for page in plan.fill.pages] == plan.rows[0].new_pages[:CACHED]
     assert plan.rows[0].first_position == CACHED * PAGE_SIZE
     assert sequence.cached == CachedTokens(total=6, host=6)
@@ -178,7 +178,7 @@ def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
         assert prefill.allocator.num_free == free, "a rank may still be copying"
     for rank in range(cp):
         done = [True] * CACHED
-        assert prefill.tiers.on_answer(PagesMoved(number=plan.fill.number, global_rank=rank, done=done), 0.0)
+        assert prefill.tiers.on_result(TierJobResult(job_id=plan.fill.job_id, global_rank=rank, done=done), 0.0)
     if not is_sent:
         assert prefill.allocator.num_free == free, "a rank may still be sending"
         prefill.allocator.free(pages)
@@ -246,11 +246,11 @@ def test_a_load_joins_no_step_behind_another_load() -> None:
     prefill.add(PROMPT)
     prefill.add([20, 21])
     prefill.commit(prefill.plan())
-    (first,) = (order for order in prefill.orders() if order.kind is MoveKind.LOAD)
+    (first,) = (order for order in prefill.orders() if order.kind is TierJobKind.LOAD)
     prefill.steps.retire(Room(4))
     prefill.add(other)
     assert prefill.steps.next_plan() is None, "its step would wait for the load before it"
-    (second,) = (order for order in prefill.orders() if order.kind is MoveKind.LOAD)
+    (second,) = (order for order in prefill.orders() if order.kind is TierJobKind.LOAD)
     prefill.answer(second)
     prefill.answer(first)
 

@@ -10,7 +10,7 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
-from cluster.spec.tiers import MoveKind, MovePages
+from cluster.spec.tiers import TierJob, TierJobKind
 from workers.loop_watch import BETWEEN_STEPS, Turns
 from workers.rank_steps import RankSteps
 
@@ -20,7 +20,7 @@ LAYERS = "layers that are stored"
 
 
 class FakeParts:
-    """Rank, runner, begun step, sender, mover and clock in one; notes what is called and where the loop says to be."""
+    """Rank, runner, step, sender, tier worker and clock in one; notes calls and where the loop says to be."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -32,8 +32,8 @@ class FakeParts:
     def before_step(self, plan: StepPlan) -> None:
         self._note("cached pages leave", plan.step)
 
-    def fill(self, order: MovePages) -> str:
-        self._note("fill", order.number)
+    def submit_layerwise(self, job: TierJob) -> str:
+        self._note("layerwise load", job.job_id)
         return ARRIVALS
 
     @contextmanager
@@ -68,7 +68,7 @@ class FakeParts:
         self.calls.append(call)
 
 
-def plan_of(step: int, fill: MovePages | None = None) -> StepPlan:
+def plan_of(step: int, fill: TierJob | None = None) -> StepPlan:
     return StepPlan(step=step, strategy=Strategy.NONE, admits=[], rows=[], releases=[], fill=fill)
 
 
@@ -96,8 +96,13 @@ def test_cached_pages_leave_before_the_forward_and_computed_ones_when_it_has_end
 
 
 def test_the_forward_gets_what_tells_that_its_pages_have_come(parts: FakeParts, steps: RankSteps) -> None:
-    steps.begin(plan_of(3, MovePages(number=5, kind=MoveKind.LOAD, pages=[])))
-    assert parts.calls[1:] == [("fill", 5), ("recorded from", 3), ("forward", 3, ARRIVALS), ("recorded to", 3)]
+    steps.begin(plan_of(3, TierJob(job_id=5, kind=TierJobKind.LOAD, pages=[])))
+    assert parts.calls[1:] == [
+        ("layerwise load", 5),
+        ("recorded from", 3),
+        ("forward", 3, ARRIVALS),
+        ("recorded to", 3),
+    ]
 
 
 def test_the_oldest_step_ends_first_while_the_next_one_is_begun(parts: FakeParts, steps: RankSteps) -> None:

@@ -16,7 +16,7 @@ from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
 from cluster.spec.step_messages import Row, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy, Passing, Strategy
-from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, TierState
+from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierState
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import Ticket
 from tests.fakes.kv import kv_geometry
@@ -206,7 +206,7 @@ def test_what_is_of_no_room_goes_to_all() -> None:
 @pytest.mark.parametrize(("rank", "expected"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 0), (7, 1)])
 def test_what_a_rank_says_of_its_pages_goes_to_its_own_leader(rank: int, expected: int) -> None:
     replica, leaders = leader_of(2, cp=2)
-    answer = PagesMoved(number=1, global_rank=rank, done=[])
+    answer = TierJobResult(job_id=1, global_rank=rank, done=[])
     replica.on_message(answer, 0.0)
     assert [leader.got for leader in leaders] == [[answer] if dp_rank == expected else [] for dp_rank in (0, 1)]
 
@@ -325,5 +325,5 @@ def test_a_step_is_decode_where_that_of_every_dp_rank_is(row: dict[str, Any], is
         for room, more in enumerate([{}, row])
     ]
     assert [plan.is_decode for plan in with_shard_lens([*plans, idle_plan()], 1)] == [is_decode] * 3
-    filled = replace(plans[0], fill=MovePages(number=1, kind=MoveKind.LOAD, pages=[]))
+    filled = replace(plans[0], fill=TierJob(job_id=1, kind=TierJobKind.LOAD, pages=[]))
     assert not any(plan.is_decode for plan in with_shard_lens([plans[0], filled], 1))

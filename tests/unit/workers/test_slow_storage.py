@@ -10,18 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.spec.registry import KvOwnership
-from cluster.spec.tiers import MoveKind, MovePages, PagesMoved
-from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, rows_of, sizes
-from workers.hicache import mover
-from workers.hicache.storage.cuts import NUM_MARKS, KnownCuts
+from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult
+from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
+from workers.hicache import tier_worker
+from workers.hicache.storage import page_store
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written, write_one
-from workers.hicache.storage.objects import MARK_BYTES, Cut, Naming
-from workers.hicache.storage.throttle import Throttle
+from workers.hicache.storage.interface import Read, StorageError, StorageObject, Written
+from workers.hicache.storage.rate_limit import RateLimit
 
 PAGES = [page_of(number) for number in range(4)]
-MINE = Cut(KvOwnership.REPLICATED, 1, 1, 1)
 
 
 class CountingStorage(FileStorage):
@@ -54,15 +51,13 @@ class CountingStorage(FileStorage):
         time.sleep(self.delay_s)
 
 
-def test_a_look_up_asks_once_for_marks_and_once_for_each_cut(tmp_path: Path) -> None:
+def test_a_look_up_asks_once(tmp_path: Path) -> None:
     backend = CountingStorage(tmp_path)
-    for of in (sizes(), sizes(cp=2)):
-        for row in rows_of(of):
-            RankStore(backend, row).write(PAGES[:2])
+    store = RankStore(backend, rows_of(sizes())[0])
+    store.write(PAGES[:2])
     backend.asked.clear()
-    reader = RankStore(backend, rows_of(sizes(tp=2))[0])
-    assert reader.look_up(PAGES) == [True, True, False, False]
-    assert backend.asked == {"present": 1, "read": 1, "count_leading": 6}
+    assert store.look_up(PAGES) == [True, True, False, False]
+    assert backend.asked == {"count_leading": 1}
 
 
 def test_pages_are_read_and_written_in_one_call(tmp_path: Path) -> None:
@@ -99,8 +94,7 @@ def test_storage_that_fails_in_the_middle_of_a_call_fails_the_pages_behind(tmp_p
 
     backend = Failing(tmp_path, 1 << 20, fsync=False)
     store = RankStore(backend, rows_of(sizes())[0])
-    store.store.look_up(PAGES, time.monotonic() + 10.0, store.failures)
-    backend.num_left = 2 + num_good  # the mark of our cut is written, and read once more
+    backend.num_left = num_good
     expected = [number < num_good for number in range(4)]
     assert store.write(PAGES) == expected
     assert store.failures["error"] == 4 - num_good
@@ -129,10 +123,10 @@ def test_of_a_call_that_takes_too_long_the_rest_is_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("page_s", [0.12, 5.0])
-def test_a_rate_limit_keeps_no_order_longer_than_its_patience(tmp_path: Path, page_s: float) -> None:
+def test_a_rate_limit_keeps_no_job_longer_than_its_timeout(tmp_path: Path, page_s: float) -> None:
     backend, (row,) = CountingStorage(tmp_path), rows_of(sizes())
     RankStore(backend, row).write(PAGES)
-    limited = RankStore(backend, row, reads=Throttle(row.layout.page_bytes / page_s))
+    limited = RankStore(backend, row, reads=RateLimit(row.layout.page_bytes / page_s))
     start_s = time.monotonic()
     done = limited.store.fetch(PAGES, limited.buffer, start_s + 0.3, limited.failures)
     assert time.monotonic() - start_s < 2.0
@@ -153,123 +147,15 @@ def test_no_question_is_asked_when_the_time_is_over_or_the_worker_ends(tmp_path:
     assert store.failures["late"] == 2
 
 
-def test_a_look_up_goes_on_no_longer_than_the_call_at_hand(tmp_path: Path) -> None:
+def test_a_look_up_goes_on_no_longer_than_the_call_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_store, "_LOOK_UP_PAGES", 2)
     backend = CountingStorage(tmp_path)
     store = RankStore(backend, rows_of(sizes())[0])
+    store.write(PAGES)
+    backend.asked.clear()
     backend.delay_s = 0.05
-    assert store.store.look_up(PAGES, time.monotonic() + 0.01, store.failures) == [False] * 4
-    assert backend.asked == {"present": 1}
-
-
-@pytest.mark.parametrize("of", [sizes(cp=10), sizes(cp=37, pp=2), sizes(tp=4, pp=2)])
-def test_pages_of_any_cut_are_found(tmp_path: Path, of: Any) -> None:
-    backend = CountingStorage(tmp_path)
-    for row in rows_of(of):
-        RankStore(backend, row).write(PAGES)
-    reader = RankStore(backend, rows_of(sizes())[0])
-    assert reader.look_up(PAGES) == reader.read(PAGES) == [True] * 4
-    assert not reader.failures["cut"]
-
-
-def test_cuts_that_this_model_cannot_have_are_refused_and_counted_once(tmp_path: Path) -> None:
-    backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
-    marks = [naming.mark_of(Cut(KvOwnership.SHARDED, 2, tp, pp)) for tp, pp in ((3, 1), (1, 9))]
-    for number, mark in enumerate((*marks, b"folded-cp1-tp1-pp1".ljust(MARK_BYTES, b"\0"), b"torn")):
-        write_one(backend, naming.mark(number), [memoryview(mark)])
-    known = KnownCuts(backend, naming, MINE, lambda: now[0])
-    assert known.look() == 3
-    now[0] += 10.0
-    assert known.look() == 0
-    assert known.cuts == [MINE]
-    assert backend.asked["present"] == 2
-
-
-def test_a_mark_that_cannot_be_read_hides_no_other_and_is_counted_once(tmp_path: Path) -> None:
-    backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
-    early, late = Cut(KvOwnership.SHARDED, 2, 1, 1), Cut(KvOwnership.SHARDED, 4, 1, 1)
-    for number in (0, 2):
-        (tmp_path / naming.namespace() / "cu" / f"cut.{number}").mkdir(parents=True)
-    known = KnownCuts(backend, naming, MINE, lambda: now[0])
-    KnownCuts(backend, naming, early).mark()
-    assert known.look() == 2
-    assert known.cuts == [MINE, early]
-    KnownCuts(backend, naming, late).mark()
-    known.mark()
-    now[0] += 10.0
-    assert known.look() == 0
-    assert known.cuts == [MINE, early, late]
-    (own,) = (path for path in tmp_path.rglob("cut.4") if path.is_file())
-    own.unlink()
-    own.mkdir()
-    now[0] += 10.0
-    known.mark()
-    reader = KnownCuts(backend, naming, late)
-    assert reader.look() == 3
-    assert reader.cuts == [late, early, MINE]
-
-
-def test_marks_that_cannot_be_read_back_are_not_left_again_and_again(tmp_path: Path) -> None:
-    naming = Naming(GEOMETRY, "w")
-
-    class Unreadable(FileStorage):
-        def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
-            raise StorageError(f"nothing can be read of {len(objects)}")
-
-    known = KnownCuts(Unreadable(tmp_path, 1 << 20, fsync=False), naming, MINE)
-    for _ in range(3):
-        with pytest.raises(StorageError, match=r"cut.0 cannot be read after it was written"):
-            known.mark()
-    assert not list(tmp_path.rglob("cut.*"))
-
-
-@pytest.mark.parametrize("num_others", [3, NUM_MARKS])
-def test_a_mark_takes_the_first_number_that_is_free(tmp_path: Path, num_others: int) -> None:
-    backend, naming, now = CountingStorage(tmp_path), Naming(GEOMETRY, "w"), [0.0]
-    others = [Cut(KvOwnership.SHARDED, cp, 1, 1) for cp in range(1, num_others + 1)]
-    for other in others:
-        KnownCuts(backend, naming, other).mark()
-        KnownCuts(backend, naming, other).mark()
-    mine = KnownCuts(backend, naming, MINE, lambda: now[0])
-    mine.mark()
-    assert mine.look() == 0
-    assert sorted(mine.cuts[1:], key=others.index) == others
-    reader = KnownCuts(backend, naming, others[0])
-    reader.look()
-    assert (MINE in reader.cuts) is (num_others < NUM_MARKS)
-
-
-def test_of_two_who_mark_the_same_number_at_once_both_are_found(tmp_path: Path) -> None:
-    naming, other = Naming(GEOMETRY, "w"), Cut(KvOwnership.SHARDED, 2, 1, 1)
-
-    class Racing(FileStorage):
-        def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-            if objects[0].name == naming.mark(0):
-                list(super().write([StorageObject(naming.mark(0), [memoryview(naming.mark_of(other))])]))
-            yield from super().write(objects)
-
-    backend = Racing(tmp_path, 1 << 20, fsync=False)
-    KnownCuts(backend, naming, MINE).mark()
-    reader = KnownCuts(backend, naming, Cut(KvOwnership.SHARDED, 8, 1, 1))
-    reader.look()
-    assert reader.cuts[1:] == [other, MINE]
-
-
-def test_one_thread_does_not_wait_for_the_look_of_another(tmp_path: Path) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    class Hanging(FileStorage):
-        def present(self, depths: Mapping[str, int]) -> list[str]:
-            entered.set()
-            assert go_on.wait(10.0)
-            return super().present(depths)
-
-    known = KnownCuts(Hanging(tmp_path, 1 << 20, fsync=False), Naming(GEOMETRY, "w"), MINE)
-    other = threading.Thread(target=known.look)
-    other.start()
-    assert entered.wait(10.0)
-    assert known.look() == 0
-    go_on.set()
-    other.join()
+    assert store.store.look_up(PAGES, time.monotonic() + 0.01, store.failures) == [True, True, False, False]
+    assert backend.asked == {"count_leading": 1}
 
 
 class FakeOutbox:
@@ -287,21 +173,21 @@ class FakeCopier:
     def host_page(self, page: object) -> memoryview:  # noqa: ARG002 - as a copier's
         return memoryview(bytearray(1))
 
-    def mark(self) -> None: ...
+    def record_event(self) -> None: ...
 
 
-class TellingOutbox(FakeOutbox):
-    """Tells what was sent."""
+class ReportingOutbox(FakeOutbox):
+    """Keeps what was sent."""
 
     def __init__(self) -> None:
-        self.sent = queue.SimpleQueue[PagesMoved]()
+        self.sent = queue.SimpleQueue[TierJobResult]()
 
     def send(self, address: str, message: object) -> None:  # noqa: ARG002 - as an outbox's
-        assert isinstance(message, PagesMoved)
+        assert isinstance(message, TierJobResult)
         self.sent.put(message)
 
 
-def test_orders_behind_one_that_hangs_are_refused_when_their_patience_is_over() -> None:
+def test_jobs_behind_one_that_hangs_are_refused_when_their_time_is_over() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     class Store:
@@ -316,13 +202,15 @@ def test_orders_behind_one_that_hangs_are_refused_when_their_patience_is_over() 
 
         def close(self) -> None: ...
 
-    outbox = TellingOutbox()
-    moves = mover.PageMover(cast(Any, FakeCopier()), cast(Any, Store()), 3, "leader", lambda: cast(Any, outbox))
-    moves.take(MovePages(number=0, kind=MoveKind.FETCH, pages=PAGES, patience_s=0.0))
+    outbox = ReportingOutbox()
+    worker = tier_worker.PageTierWorker(
+        cast(Any, FakeCopier()), cast(Any, Store()), 3, "leader", lambda: cast(Any, outbox)
+    )
+    worker.submit(TierJob(job_id=0, kind=TierJobKind.FETCH, pages=PAGES, timeout_s=0.0))
     assert entered.wait(10.0)
-    for number, patience_s in ((1, 60.0), (2, 0.02), (3, 0.01)):
-        moves.take(MovePages(number=number, kind=MoveKind.FETCH, pages=PAGES[:number], patience_s=patience_s))
-    refused = {answer.number: answer for answer in (outbox.sent.get(timeout=10.0) for _ in range(2))}
+    for number, timeout_s in ((1, 60.0), (2, 0.02), (3, 0.01)):
+        worker.submit(TierJob(job_id=number, kind=TierJobKind.FETCH, pages=PAGES[:number], timeout_s=timeout_s))
+    refused = {answer.job_id: answer for answer in (outbox.sent.get(timeout=10.0) for _ in range(2))}
     assert (refused[2].waited_s, refused[3].waited_s) == (0.02, 0.01)
     assert {number: (answer.done, answer.failures) for number, answer in refused.items()} == {
         2: ([False] * 2, {"late": 2}),
@@ -331,10 +219,10 @@ def test_orders_behind_one_that_hangs_are_refused_when_their_patience_is_over() 
     assert outbox.sent.empty(), "pages that may still be written to are given back"
     go_on.set()
     late, last = (outbox.sent.get(timeout=10.0) for _ in range(2))
-    assert [(answer.number, answer.done) for answer in (late, last)] == [(0, [True] * 4), (1, [True])]
+    assert [(answer.job_id, answer.done) for answer in (late, last)] == [(0, [True] * 4), (1, [True])]
     assert late.waited_s < late.busy_s
     assert last.waited_s > last.busy_s
-    moves.close()
+    worker.close()
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -358,14 +246,14 @@ def test_a_worker_ends_though_storage_hangs(
         def close(self) -> None:
             calls.append("close")
 
-    monkeypatch.setattr(mover, "CLOSE_S", 0.05 if hangs else 10.0)
-    moves = mover.PageMover(cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox))
+    monkeypatch.setattr(tier_worker, "CLOSE_S", 0.05 if hangs else 10.0)
+    worker = tier_worker.PageTierWorker(cast(Any, FakeCopier()), cast(Any, Store()), 0, "leader", cast(Any, FakeOutbox))
     for number in range(3):
-        moves.take(MovePages(number=number, kind=MoveKind.STORE, pages=PAGES, patience_s=1.0))
+        worker.submit(TierJob(job_id=number, kind=TierJobKind.STORE, pages=PAGES, timeout_s=1.0))
     assert entered.wait(10.0)
     if not hangs:
         threading.Timer(0.05, go_on.set).start()
-    moves.close()
+    worker.close()
     go_on.set()
     assert calls == ["store", "stop", *([] if hangs else ["close"])]
-    assert ("left behind: writes" in caplog.text) is hangs
+    assert ("gave up on unfinished tier jobs after 0.05 s: writes" in caplog.text) is hangs

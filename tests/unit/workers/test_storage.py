@@ -1,10 +1,11 @@
-"""Stored pages: whole and right, or not there; under every cut of a model, and whatever is done to the files."""
+"""Stored pages: whole and right, or not there, whatever is done to the files."""
 
 import errno
 import hashlib
 import json
 import os
-import shutil
+import stat
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -15,46 +16,48 @@ from safetensors.numpy import save_file
 
 from cluster.spec.errors import UserError
 from cluster.spec.registry import KvOwnership, RankCoords
-from tests.fakes.page_stores import GEOMETRY, RankStore, page_of, read_one, rows_of, sizes
-from workers.hicache.breaker import Breaker
-from workers.hicache.storage.cuts import KnownCuts
+from tests.fakes.page_stores import RankStore, page_of, read_one, rows_of, sizes, write_one
+from workers.hicache.policy.breaker import Breaker
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject, write_one
-from workers.hicache.storage.objects import HEADER_BYTES, Cut, Naming
-from workers.hicache.storage.throttle import Throttle
+from workers.hicache.storage.interface import CorruptObjectError, StorageError, StorageObject
+from workers.hicache.storage.objects import HEADER_BYTES
+from workers.hicache.storage.rate_limit import RateLimit
 from workers.hicache.storage.weights import weights_digest
 
 PAGES = [page_of(number) for number in range(7)]
-CUTS = [
-    (sizes(cp=cp, tp=tp, pp=pp), ownership) for cp, tp, pp, ownership in product((1, 2), (1, 2, 8), (1, 2), KvOwnership)
-]
 
 
 def files(folder: Path, max_bytes: int = 1 << 20) -> FileStorage:
-    storage = FileStorage(folder, max_bytes, fsync=False)
-    storage.tidy()
-    return storage
+    return FileStorage(folder, max_bytes, fsync=False)
 
 
 def objects(folder: Path) -> list[Path]:
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    return [path for path in files if "cut." not in path.name]
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(("of", "ownership"), CUTS)
-def test_a_replica_keeps_one_copy_and_every_other_reads_what_it_needs_of_it(
-    tmp_path: Path, of: RankCoords, ownership: KvOwnership
-) -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_replica_keeps_one_copy_which_others_of_any_cp_and_mode_read(tmp_path: Path, tp: int, pp: int) -> None:
     backend = files(tmp_path)
-    writers = [RankStore(backend, row) for row in rows_of(of, ownership)]
-    for writer in writers:
-        assert all(writer.write(PAGES))
+    layouts = [(sizes(cp=cp, tp=tp, pp=pp), ownership) for cp, ownership in product((1, 2, 3), KvOwnership)]
+    for of, ownership in layouts:
+        for row in rows_of(of, ownership):
+            assert all(RankStore(backend, row).write(PAGES))
     pages_bytes = sum(path.stat().st_size - HEADER_BYTES for path in objects(tmp_path))
-    assert pages_bytes == len(PAGES) * RankStore(backend, rows_of(sizes())[0]).row.layout.page_bytes
-    for reader_sizes, reader_ownership in CUTS[CUTS.index((of, ownership)) % 6 :: 6]:
-        for row in rows_of(reader_sizes, reader_ownership)[::5]:
+    assert pages_bytes == len(PAGES) * rows_of(sizes())[0].layout.page_bytes
+    for of, ownership in layouts:
+        for row in rows_of(of, ownership):
             reader = RankStore(backend, row)
             assert reader.look_up(PAGES) == reader.read(PAGES) == [True] * len(PAGES)
+
+
+@pytest.mark.parametrize("of", [sizes(tp=2), sizes(pp=2), sizes(tp=4, pp=2)])
+def test_replicas_that_divide_heads_or_layers_otherwise_find_nothing(tmp_path: Path, of: RankCoords) -> None:
+    backend = files(tmp_path)
+    RankStore(backend, rows_of(sizes())[0]).write(PAGES)
+    for row in rows_of(of):
+        reader = RankStore(backend, row)
+        assert reader.look_up(PAGES) == reader.read(PAGES) == [False] * len(PAGES)
 
 
 def test_other_weights_and_other_keys_find_nothing(tmp_path: Path) -> None:
@@ -90,25 +93,6 @@ def test_an_object_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
     (other,) = [path for path in objects(tmp_path) if path != mine]
     other.write_bytes(mine.read_bytes())
     assert store.read(PAGES[:2]) == [True, False]
-
-
-def test_the_least_recently_used_files_go_when_the_folder_is_full(tmp_path: Path) -> None:
-    backend = files(tmp_path, max_bytes=1000)
-    data = memoryview(bytes(100))
-    for number in range(9):
-        write_one(backend, f"n/{number}", [data])
-    buffer = memoryview(bytearray(100))
-    assert read_one(backend, "n/0", [buffer])
-    for number in range(9, 12):
-        write_one(backend, f"n/{number}", [data])
-    assert sum(path.stat().st_size for path in objects(tmp_path)) <= 1000
-    assert backend.count_leading(["n/0"]) == 1
-    assert backend.count_leading(["n/1"]) == 0
-    assert backend.count_leading(["n/11", "n/10", "n/1", "n/9"]) == 2
-    figures, used_bytes = backend.figures(), sum(path.stat().st_size for path in objects(tmp_path))
-    assert figures.used_bytes == used_bytes
-    assert (figures.num_evicted * 100, figures.evicted_bytes) == (1200 - used_bytes, 1200 - used_bytes)
-    assert files(tmp_path).figures().used_bytes == used_bytes
 
 
 def test_two_backends_on_one_folder_write_the_same_object(tmp_path: Path) -> None:
@@ -167,40 +151,123 @@ def test_what_a_disk_refuses_is_told_as_a_storage_error(tmp_path: Path) -> None:
         write_one(backend, "n/bb", [memoryview(b"1")])
 
 
-def test_a_full_disk_has_room_for_what_is_used_and_none_for_what_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of a prompt goes before its beginning, though the limit is far away."""
-    store = RankStore(files(tmp_path), rows_of(sizes())[0])
+def test_a_full_disk_fails_writes_until_a_sweep_has_made_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = files(tmp_path)
+    store = RankStore(backend, rows_of(sizes())[0])
     store.write(PAGES[:1])
     (path,) = objects(tmp_path)
-    num_bytes, real, is_full = path.stat().st_size, os.write, [False]
+    num_bytes, real = path.stat().st_size, os.write
 
     def write(descriptor: int, data: memoryview) -> int:
         used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-        free = 0 if is_full[0] else num_bytes * 7 // 2 - used
+        free = num_bytes * 7 // 2 - used
         if free <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, data[:free])
 
     monkeypatch.setattr(os, "write", write)
-    deep = [msgspec.structs.replace(page, depth=depth) for depth, page in enumerate(PAGES[:6])]
-    assert store.write(deep) == [True] * 6
-    assert store.read(deep) == [True, True, False, False, False, True]
-    is_full[0] = True
-    assert store.write(deep[2:4]) == [False, False]
-    assert store.failures["error"] == 2
+    deep = [msgspec.structs.replace(page, depth=depth) for depth, page in enumerate(PAGES[:4])]
+    assert store.write(deep) == [True, True, True, False]
+    assert store.failures["error"] == 1
     assert not list(tmp_path.rglob(".unfinished-*"))
+    backend.sweeper.sweep()
+    assert store.write(deep[3:]) == [True]
+    assert store.read(deep) == [True, True, False, True]
 
 
-def test_a_file_that_cannot_be_read_is_written_anew(tmp_path: Path) -> None:
+def put_link(path: Path) -> None:
+    path.symlink_to(path.parent / "target")
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "file").touch()
+
+
+@pytest.mark.parametrize("put", [put_link, os.mkfifo, put_folder], ids=["link", "pipe", "folder"])
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_what_is_in_the_place_of_an_object_is_replaced_and_harmed_by_nothing(
+    tmp_path: Path, put: Callable[[Path], None], *, is_read_first: bool
+) -> None:
     store = RankStore(files(tmp_path), rows_of(sizes())[0])
     assert store.write(PAGES[:2]) == [True, True]
-    (path, _) = sorted(objects(tmp_path))
+    path, _ = sorted(objects(tmp_path))
+    target = path.parent / "target"
+    target.write_bytes(path.read_bytes())
+    os.utime(target, (5, 5))
     path.unlink()
-    path.symlink_to(path)
-    assert sorted(store.read(PAGES[:2])) == [False, True]
+    put(path)
+    if is_read_first:
+        assert sorted(store.read(PAGES[:2])) == [False, True]
+        assert store.failures["corrupt"] == 1
+    assert sorted(store.look_up(PAGES[:2])) in ([False, False], [False, True])
     assert store.write(PAGES[:2]) == store.read(PAGES[:2]) == [True, True]
+    assert (path.is_symlink(), target.stat().st_mtime, target.read_bytes()) == (False, 5.0, path.read_bytes())
+    assert len(list(path.parent.glob(".displaced-*/file"))) == (put is put_folder)
+
+
+def test_objects_are_private(tmp_path: Path) -> None:
+    backend = files(tmp_path / "a" / "kv")
+    write_one(backend, "n/aa", [memoryview(b"1")])
+    backend.sweeper.sweep()
+    for path in tmp_path.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o600 if path.is_file() else 0o700), path
+
+
+def test_an_object_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"its 102 bytes exceed hicache\.storage\.max_gib \(101 bytes\)"):
+        write_one(files(tmp_path, 101), "n/large", [memoryview(bytes(102))])
+
+
+def test_a_folder_that_is_read_only_serves_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_one(files(tmp_path), "n/1", [memoryview(b"1")])
+    real = os.open
+
+    def open_(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, mode)
+
+    def utime(path: object, times: object) -> None:
+        raise OSError(errno.EROFS, f"{path} is not set to {times}")
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "utime", utime)
+    monkeypatch.setattr(os, "access", lambda _path, mode: not mode & os.W_OK)
+    backend = files(tmp_path)
+    backend.maintain()
+    assert backend.present({"n/1": 0, "n/2": 0}) == ["n/1"]
+    assert read_one(backend, "n/1", [memoryview(bytearray(1))]) is True
+    with pytest.raises(StorageError, match="n/2 cannot be written: Read-only file system"):
+        write_one(backend, "n/2", [memoryview(b"2")])
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(StorageError, match="cannot be used"):
+        files(tmp_path)
+
+
+def test_folders_that_were_made_for_a_file_are_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = list[str]()
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = tmp_path / "a" / "kv"
+    storage = FileStorage(folder, 1 << 20, fsync=True)
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    synced.clear()
+    write_one(storage, "n/file", [memoryview(b"1")])
+    assert synced[:2] == [str(folder), str(folder / "n")]
+    assert synced[3:] == [str(folder / "n" / "fi")]
+    synced.clear()
+    write_one(storage, "n/file2", [memoryview(b"1")])
+    assert len(synced) == 2
+    write_one(files(folder), "n/other", [memoryview(b"1")])
+    assert len(synced) == 2
 
 
 def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
@@ -211,7 +278,7 @@ def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
     def fail(_path: Path, **_: object) -> bool:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(Path, "exists", fail)
+    monkeypatch.setattr(Path, "lstat", fail)
     monkeypatch.setattr(os, "utime", fail)
     with pytest.raises(StorageError, match=r"n/aa cannot be read: Input/output error"):
         backend.count_leading(["n/aa"])
@@ -219,46 +286,31 @@ def test_a_disk_that_cannot_say_what_it_has_is_an_error_of_storage(
         backend.present({"n/aa": 0})
 
 
-def test_a_cut_that_comes_later_is_found_when_its_time_has_come(tmp_path: Path) -> None:
-    backend, now = files(tmp_path), [0.0]
-    early, late = Cut(KvOwnership.REPLICATED, 1, 1, 1), Cut(KvOwnership.SHARDED, 4, 2, 1)
-    naming = Naming(GEOMETRY, "w")
-    known = KnownCuts(backend, naming, early, lambda: now[0])
-    known.look()
-    KnownCuts(backend, naming, late).mark()
-    known.look()
-    assert known.cuts == [early]
-    now[0] += 10.0
-    known.look()
-    known.look()
-    assert known.cuts == [early, late]
-
-
-def test_a_throttle_lets_no_more_through_than_its_rate() -> None:
+def test_a_rate_limit_lets_no_more_through_than_its_rate() -> None:
     now, slept = [0.0], list[float]()
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    throttle = Throttle(100.0, lambda: now[0], sleep)
+    limit = RateLimit(100.0, lambda: now[0], sleep)
     for _ in range(5):
-        assert throttle.wait(50, 100.0)
+        assert limit.wait(50, 100.0)
     assert now[0] == pytest.approx(2.0)
     now[0] += 10
-    assert throttle.wait(1000, 100.0)
+    assert limit.wait(1000, 100.0)
     assert now[0] == pytest.approx(12.0)
-    assert Throttle(None, lambda: 0.0, sleep).wait(10**9, 0.0)
+    assert RateLimit(None, lambda: 0.0, sleep).wait(10**9, 0.0)
     assert len(slept) == 4
 
 
-def test_a_throttle_makes_nobody_wait_for_a_turn_that_comes_too_late() -> None:
+def test_a_rate_limit_makes_nobody_wait_for_a_turn_that_comes_too_late() -> None:
     now, slept = [0.0], list[float]()
-    throttle = Throttle(100.0, lambda: now[0], slept.append)
-    assert throttle.wait(1000, 5.0)
-    assert not throttle.wait(1000, 5.0)
+    limit = RateLimit(100.0, lambda: now[0], slept.append)
+    assert limit.wait(1000, 5.0)
+    assert not limit.wait(1000, 5.0)
     now[0] = 9.0
-    assert throttle.wait(1000, 10.5)
+    assert limit.wait(1000, 10.5)
     assert slept == [1.0]
 
 
@@ -334,30 +386,3 @@ def test_a_downloaded_file_is_what_its_name_says(tmp_path: Path, monkeypatch: py
     path.symlink_to(path.rename(blobs / hashlib.sha256(path.read_bytes()).hexdigest()))
     monkeypatch.setattr("hashlib.file_digest", None)
     assert weights_digest(folder, tmp_path / "other") == read
-
-
-def test_a_folder_that_vanished_has_its_limit_again(tmp_path: Path) -> None:
-    backend = files(tmp_path / "kv", max_bytes=1000)
-    shutil.rmtree(tmp_path / "kv")
-    for number in range(30):
-        write_one(backend, f"n/{number}", [memoryview(bytes(100))])
-    assert sum(path.stat().st_size for path in objects(tmp_path)) <= 1100
-
-
-def test_marks_of_cuts_outlive_the_pages_of_a_full_folder(tmp_path: Path) -> None:
-    now, mine = [0.0], Cut(KvOwnership.REPLICATED, 1, 1, 1)
-    backend, naming = files(tmp_path, max_bytes=1000), Naming(GEOMETRY, "w")
-    writer = KnownCuts(backend, naming, mine, lambda: now[0])
-    for number in range(40):
-        now[0] += 10.0
-        writer.mark()
-        write_one(backend, f"n/{number}", [memoryview(bytes(100))])
-    reader = KnownCuts(backend, naming, Cut(KvOwnership.SHARDED, 4, 2, 1), lambda: now[0])
-    reader.look()
-    assert mine in reader.cuts
-    backend.delete(naming.mark(0))
-    writer.mark()
-    assert not backend.present({naming.mark(0): 0})
-    now[0] += 10.0
-    writer.mark()
-    assert backend.present({naming.mark(0): 0})

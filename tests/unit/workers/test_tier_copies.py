@@ -51,14 +51,14 @@ class Replica:
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:
-            getattr(copier, kind)(pages, copier.event())
+            getattr(copier, kind)(pages, copier.record_event())
 
     def page(self, rank: int, page: int) -> bytes:
         return self.pools[rank].bytes[page].numpy().tobytes()
 
 
 def page_of(place: int, device: int, host: int) -> TierPage:
-    return TierPage(key=bytes([place]), place=place, device=device, host=host)
+    return TierPage(key=bytes([place]), index=place, device=device, host=host)
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -96,7 +96,7 @@ def test_layers_come_one_after_another(
     # The host page of a place is one of its owner's.
     saved = [page_of(place, place + 1, place % cp + cp * (place // cp)) for place in range(3)]
     replica.order("save", saved)
-    wanted = [page_of(page.place, 6 - page.place, page.host or 0) for page in saved]
+    wanted = [page_of(page.index, 6 - page.index, page.host or 0) for page in saved]
     for rank, copier in enumerate(replica.copiers):
         pool = replica.pools[rank]
         pool.bytes[4:].zero_()
@@ -111,7 +111,7 @@ def test_layers_come_one_after_another(
                         assert torch.equal(now[6 - place], then[place + 1] if is_there else torch.zeros_like(now[0]))
 
         load = WatchedLoad(look)
-        assert copier.load_layerwise(wanted, copier.event(), load) == 3 * copier.page_bytes
+        assert copier.load_layerwise(wanted, copier.record_event(), load) == 3 * copier.page_bytes
         assert reported[-1] == num_layers
         assert len(reported) <= MOST_LAYER_GROUPS
         assert torch.equal(pool.bytes[:4], before[:4])

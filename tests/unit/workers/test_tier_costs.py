@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from cluster.spec.hicache_config import WritePolicy
-from cluster.spec.tiers import MoveKind, PagesMoved
+from cluster.spec.tiers import TierJobKind, TierJobResult
 from tests.unit.workers.test_tiers import world_of
-from workers.hicache.host_index import HostIndex
+from workers.hicache.policy.host_index import HostIndex
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[Any]:
@@ -93,10 +93,10 @@ def test_storage_that_takes_nothing_in_time_is_left_alone(
     world = world_of(backend="files", device_pages=40, host_pages=40)
     for number in range(3):
         world.start([number] * 8)
-        while not (orders := [order for order in world.ranks[0].copies if order.kind is MoveKind.STORE]):
+        while not (orders := [order for order in world.ranks[0].copies if order.kind is TierJobKind.STORE]):
             world.step(0, fails=False)
         (order,) = orders
         world.ranks[0].copies.remove(order)
-        answer = PagesMoved(number=order.number, global_rank=0, done=done(len(order.pages)), failures=failures)
-        world.tiers.on_answer(answer, world.now_s)
+        answer = TierJobResult(job_id=order.job_id, global_rank=0, done=done(len(order.pages)), failures=failures)
+        world.tiers.on_result(answer, world.now_s)
     assert bool(world.tiers.state().num_opened) is is_broken

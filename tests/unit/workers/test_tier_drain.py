@@ -7,14 +7,14 @@ from cluster.spec.page_key import page_keys
 from cluster.spec.registry import KvOwnership
 from tests.fakes.tier_world import PAGE_SIZE
 from tests.unit.workers.test_tiers import world_of
-from workers.hicache.storer import RENEW_S
+from workers.hicache.policy.storage_writer import RENEW_S
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_a_replica_that_drains_stores_all_that_only_host_memory_has(
     policy: WritePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.hicache.storer.MARGIN", 1)
+    monkeypatch.setattr("workers.hicache.policy.storage_writer.MARGIN", 1)
     world = world_of(policy, backend="files", device_pages=64, host_pages=64)
     world.tiers.attach(is_attached=policy is WritePolicy.WRITE_BACK)
     for _ in range(3):
@@ -40,7 +40,7 @@ def test_a_replica_that_drains_stores_all_that_only_host_memory_has(
 def test_a_replica_that_drains_under_write_back_stores_all_that_only_its_device_has(
     cp: int, ownership: KvOwnership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.hicache.saver.MARGIN", 0)
+    monkeypatch.setattr("workers.hicache.policy.host_writer.MARGIN", 0)
     world = world_of(WritePolicy.WRITE_BACK, cp=cp, ownership=ownership, backend="files", device_pages=64, host_pages=2)
     for tokens in ([0] * 24, [0] * 4 + [1] * 8):
         world.submit(tokens)
@@ -67,7 +67,7 @@ def test_a_replica_that_drains_under_write_back_stores_all_that_only_its_device_
 
 
 def test_a_replica_is_drained_though_there_is_no_room_for_what_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.hicache.saver.MARGIN", 0)
+    monkeypatch.setattr("workers.hicache.policy.host_writer.MARGIN", 0)
     world = world_of(WritePolicy.WRITE_BACK, backend="files", device_pages=64, host_pages=2)
     world.submit([0] * 24)
     world.drain()
@@ -140,7 +140,7 @@ def test_what_storage_has_lost_it_is_given_when_it_is_used_and_nothing_is_writte
 
 
 def test_room_is_made_only_by_pages_that_storage_still_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.hicache.saver.MARGIN", 0)
+    monkeypatch.setattr("workers.hicache.policy.host_writer.MARGIN", 0)
     world = world_of(WritePolicy.WRITE_BACK, backend="files", device_pages=64, host_pages=4)
     world.submit([0] * 8)
     world.drain()

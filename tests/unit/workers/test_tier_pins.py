@@ -6,7 +6,7 @@ from cluster.spec.hicache_config import WritePolicy
 from cluster.spec.page_key import page_keys
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
-from workers.hicache.host_index import HostIndex
+from workers.hicache.policy.host_index import HostIndex
 
 SYSTEM = [0] * 4
 ONE, OTHER = [*SYSTEM, *[1] * 4], [*SYSTEM, *[2] * 4]

@@ -8,9 +8,9 @@ from cluster.spec.hicache_config import HicacheConfig, PrefetchPolicy, WritePoli
 from cluster.spec.ids import Room
 from cluster.spec.page_key import page_keys
 from cluster.spec.registry import KvOwnership
-from cluster.spec.tiers import MoveKind
+from cluster.spec.tiers import TierJobKind
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
-from workers.hicache.prefetcher import PATIENCE_S
+from workers.hicache.policy.prefetcher import LONGEST_S
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 EVENTS = st.lists(
@@ -78,7 +78,7 @@ class PinModel:
         pinned = {key for keys in self._prompts.values() for key in keys}
         assert self._here & pinned <= filled, "a pinned page was given up"
         self._here = pinned & filled
-        assert self._here <= {key for key in filled if self._world.tiers.host.is_kept(key)}
+        assert self._here <= {key for key in filled if self._world.tiers.host.is_busy(key)}
 
 
 def happen(world: TierWorld, name: str) -> None:
@@ -253,7 +253,7 @@ def test_a_request_waits_for_storage_as_long_as_the_policy_says(policy: Prefetch
         assert deadline_s is not None
         waited_s = deadline_s
     expected = {PrefetchPolicy.BEST_EFFORT: 0.0, PrefetchPolicy.TIMEOUT: 0.3 + 0.25 * 8 / 1000}
-    assert waited_s - world.now_s == pytest.approx(expected.get(policy, PATIENCE_S))
+    assert waited_s - world.now_s == pytest.approx(expected.get(policy, LONGEST_S))
 
 
 def test_storage_that_fails_or_is_late_is_left_alone_for_a_while() -> None:
@@ -291,7 +291,7 @@ def test_detached_storage_is_neither_asked_nor_given_anything() -> None:
     world.submit([0] * 8)
     world.drain()
     assert not world.ranks[0].stored
-    assert [work.kind for work in world.tiers.state().work] == [MoveKind.SAVE]
+    assert [work.kind for work in world.tiers.state().work] == [TierJobKind.SAVE]
     world.tiers.attach(is_attached=True)
     world.submit([1] * 8)
     world.drain()
@@ -340,7 +340,7 @@ def test_a_page_whose_write_failed_is_written_when_it_is_used_again() -> None:
     world.start_waiting()
     rank = world.ranks[0]
     while world.waiting or rank.inbox or rank.copies:
-        world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is MoveKind.STORE)
+        world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is TierJobKind.STORE)
         world.start_waiting()
     world.finish(0)
     assert not rank.stored
@@ -363,7 +363,7 @@ def test_nobody_waits_for_pages_while_storage_is_left_alone_or_detached() -> Non
     for number in range(3):
         world.start([number] * 8)
         while rank.inbox or rank.copies:
-            world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is MoveKind.STORE)
+            world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is TierJobKind.STORE)
     world.start([3] * 8)
     world.drain()
     assert world.tiers.state().num_opened == 1

@@ -1,8 +1,8 @@
-"""Objects as files of one folder, which any number of processes may share, and which never has more than its limit.
+"""Objects as files of one private folder, which any number of processes may share.
 
-A file is written under a name of its own and then renamed, so that it is there whole or not at all. Which files to give
-up is told by their modification times, which reading renews, and so does being found by whoever would write them; the
-deeper a file, the earlier the time that it is given, so that the end of a prompt goes before its beginning.
+A file is written under a temporary name and then renamed, so that it is there whole or not at all. Its modification
+time says when it was last used. Reading renews it, and so does looking for the file to see whether it must be written;
+the deeper an object, the earlier its time, so that the end of a prompt is evicted before its beginning.
 """
 
 import contextlib
@@ -11,204 +11,223 @@ import io
 import itertools
 import logging
 import os
+import secrets
+import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from cluster.spec.errors import UserError
 from cluster.spec.tiers import StorageFigures
-from workers.hicache.storage.claims import Claim
-from workers.hicache.storage.folders import make_folder, sync_folder
+from workers.hicache.storage.folders import PRIVATE_FILE, make_folder, sync_folder
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
-from workers.hicache.storage.space import UNFINISHED, Space
+from workers.hicache.storage.sweeper import UNFINISHED, Sweeper
 
 _log = logging.getLogger(__name__)
 
-_AHEAD = 4
-"""Files that the system is told of before they are read."""
+_READ_AHEAD = 4
+"""Files that the kernel reads ahead."""
 _DEPTH_S = 0.1
-"""By which a page of a prompt counts as used before the one above it: what storage takes for a page at most."""
+"""How much earlier a page of a prompt counts as used than the page above it: the longest that one page takes."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BROKEN = (errno.EIO, errno.ELOOP, errno.ENXIO)
-"""A file is there and cannot be read, nor will it be."""
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of an object that will never be readable; ``ELOOP`` is a symbolic link, ``ENXIO`` a socket."""
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class FileStorage:
-    """See the module's first lines; the methods are those of ``StorageBackend``."""
+    """A folder as a ``StorageBackend``."""
 
     def __init__(self, folder: Path, max_bytes: int, *, fsync: bool) -> None:
-        """Make the folder; one that cannot be written to is only read.
+        """Make the folder; one that exists and cannot be written to is only read.
 
         Raises:
-            UserError: there is a file in its place.
-            StorageError: it cannot be used; that may change.
+            UserError: a file is in its place.
+            StorageError: the folder cannot be used at present.
         """
         self._folder = folder
+        self._max_bytes = max_bytes
         self._fsync = fsync
-        self._space = Space(folder, max_bytes, fsync=fsync)
+        self.sweeper = Sweeper(folder, max_bytes)
         try:
-            self._space.open()
+            make_folder(folder, fsync=fsync)
         except (FileExistsError, NotADirectoryError) as error:
             raise UserError(f"hicache.storage.folder: {folder} cannot be used ({error.strerror})") from error
         except OSError as error:
-            if error.errno not in _NOT_OURS or not os.access(folder, os.R_OK | os.X_OK):
-                raise StorageError(f"{folder} cannot be used: {error.strerror}") from error
-            _log.warning("%s can only be read: %s", folder, error.strerror)
+            raise StorageError(f"{folder} cannot be used: {error.strerror}") from error
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise StorageError(f"{folder} cannot be used: {os.strerror(errno.EACCES)}")
+        self._is_writable = os.access(folder, os.W_OK)
+        if not self._is_writable:
+            _log.warning("%s is read-only", folder)
 
     def count_leading(self, names: Sequence[str]) -> int:
-        """How many files are there before the first that is not."""
-        return next((number for number, name in enumerate(names) if not self._has(name, Path.exists)), len(names))
+        return next((number for number, name in enumerate(names) if not self._has(name)), len(names))
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
-        """Those of these files that are there; they count as used."""
-        return [name for name, depth in depths.items() if self._has(name, partial(_renew, depth=depth))]
+        return [name for name, depth in depths.items() if self._has(name, depth)]
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
-        """Read files one after another, while the system reads ahead in those that follow."""
+        """Read files one after another, while the kernel reads ahead."""
         with contextlib.ExitStack() as stack:
-            coming = (self._open(item.name, stack) for item in objects)
-            opened = deque(itertools.islice(coming, _AHEAD))
+            following = (self._open(item.name, stack) for item in objects)
+            opened = deque(itertools.islice(following, _READ_AHEAD))
             for item in objects:
                 file = opened.popleft()
                 yield _read(file, item) if isinstance(file, io.FileIO) else file
-                opened.extend(itertools.islice(coming, 1))
+                opened.extend(itertools.islice(following, 1))
 
     def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
         """Write files one after another."""
-        left_bytes = sum(item.num_bytes for item in objects)
-        with self._space.claim() as claim:
-            for item in objects:
-                yield self._write(item, claim, left_bytes)
-                left_bytes -= item.num_bytes
+        return (self._write(item) for item in objects)
 
     def delete(self, name: str) -> None:
-        """Remove a file."""
+        path = self._path(name)
         try:
-            self._path(name).unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except IsADirectoryError:
+                _move_aside(path)
         except OSError as error:
             raise StorageError(f"{name} cannot be deleted: {error.strerror}") from error
 
     def figures(self) -> StorageFigures:
-        """Of the folder when this process last wrote to it, or looked through it."""
-        space = self._space
+        sweeper = self.sweeper
         return StorageFigures(
-            used_bytes=space.used_bytes, num_evicted=space.num_evicted, evicted_bytes=space.evicted_bytes
+            used_bytes=sweeper.used_bytes, num_evicted=sweeper.num_evicted, evicted_bytes=sweeper.evicted_bytes
         )
 
-    def tidy(self) -> None:
-        """Count what is there, and remove what writers have left that were killed."""
-        try:
-            self._space.count()
-        except OSError as error:
-            _log.warning("%s cannot be looked through: %s", self._folder, error.strerror)
+    def maintain(self) -> None:
+        """Keep the folder below its limit."""
+        if self._is_writable:
+            self.sweeper.run()
 
     def close(self) -> None:
-        """Nothing is held open."""
-
-    def _has(self, name: str, look: Callable[[Path], bool]) -> bool:
-        try:
-            return look(self._path(name))
-        except OSError as error:
-            raise _unreadable(name, error) from error
+        self.sweeper.close()
 
     def _path(self, name: str) -> Path:
-        """Files of one namespace are spread over folders, since very large ones are slow."""
+        """Return where an object lies: each namespace is spread over folders, since very large ones are slow."""
         namespace, _, file = name.rpartition("/")
         return self._folder / namespace / file[:2] / file
 
+    def _has(self, name: str, depth: int | None = None) -> bool:
+        """Return whether an object is there, which counts as using it if its depth is given."""
+        try:
+            return _is_there(self._path(name), depth)
+        except OSError as error:
+            raise _unreadable(name, error) from error
+
     def _open(self, name: str, stack: contextlib.ExitStack) -> io.FileIO | Read:
         try:
-            file = stack.enter_context(io.FileIO(self._path(name)))
+            # Neither follow a link nor wait for whoever may write to a pipe.
+            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if not is_regular:
+                os.close(descriptor)
+                return CorruptObjectError(f"{name} is not a regular file")
+            file = stack.enter_context(io.FileIO(descriptor))
         except FileNotFoundError:
             return False
         except OSError as error:
             return _failed_read(name, error)
-        # A file system that cannot read ahead reads later.
+        # Some file systems cannot read ahead.
         with contextlib.suppress(OSError):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         return file
 
-    def _write(self, item: StorageObject, claim: Claim, left_bytes: int) -> Written:
-        """Write a file, then give it its name; ``left_bytes`` are its own and those of all that follow it."""
+    def _write(self, item: StorageObject) -> Written:
         path = self._path(item.name)
-        unfinished = path.with_name(f"{UNFINISHED}{claim.token}-{path.name}")
+        unfinished = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}-{path.name}")
         try:
-            if _renew(path, item.depth):
+            if _is_there(path, item.depth):
                 return None
-            self._space.need(claim, item.num_bytes, left_bytes)
-            try:
-                self._fill(unfinished, item)
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                unfinished.unlink(missing_ok=True)
-                self._space.give_way()
-                self._fill(unfinished, item)
-            unfinished.rename(path)
-            claim.left_bytes -= item.num_bytes
+            if item.num_bytes > self._max_bytes:
+                limit = f"hicache.storage.max_gib ({self._max_bytes} bytes)"
+                return StorageError(f"{item.name} cannot be written: its {item.num_bytes} bytes exceed {limit}")
+            self._fill(unfinished, item)
+            _rename(unfinished, path)
             if self._fsync:
                 sync_folder(path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
+            if error.errno in _FULL:
+                self.sweeper.note_disk_full()
             return StorageError(f"{item.name} cannot be written: {error.strerror}")
+        self.sweeper.note_written(item.num_bytes)
         return None
 
     def _fill(self, path: Path, item: StorageObject) -> None:
-        with self._make(path) as file:
-            for part in item.parts:
-                _write_all(file.fileno(), part)
-            _stamp(file.fileno(), item.depth)
-            if self._fsync:
-                os.fsync(file.fileno())
-
-    def _make(self, path: Path) -> BinaryIO:
-        """A new file, and its folder where that is not there yet."""
+        descriptor = self._create(path)
         try:
-            return path.open("xb", buffering=0)
+            for part in item.parts:
+                _write_all(descriptor, part)
+            _stamp(descriptor, item.depth)
+            if self._fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _create(self, path: Path) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, PRIVATE_FILE)
         except FileNotFoundError:
             make_folder(path.parent, fsync=self._fsync)
-            return path.open("xb", buffering=0)
+            return os.open(path, flags, PRIVATE_FILE)
 
 
 def _read(file: io.FileIO, item: StorageObject) -> Read:
-    """Fill the parts, and note that the file is in use."""
+    """Fill the parts of an object and renew its file."""
     try:
         size = os.fstat(file.fileno()).st_size
         if size != item.num_bytes or any(file.readinto(part) != len(part) for part in item.parts):
             return CorruptObjectError(f"{item.name} has {size} bytes, not {item.num_bytes}")
     except OSError as error:
         return _failed_read(item.name, error)
-    # Whoever may read a file need not be allowed to say that it is in use.
+    # A reader need not be allowed to renew the file.
     with contextlib.suppress(OSError):
         _stamp(file.fileno(), item.depth)
     return True
 
 
-def _stamp(file: int | Path, depth: int) -> None:
-    """Note that a file is in use, those before it in its prompt a little later: reading and writing them took less."""
-    used_s = time.time() - depth * _DEPTH_S
-    os.utime(file, times=(used_s, used_s))
-
-
-def _renew(path: Path, depth: int) -> bool:
-    """Whether a file is there, which is now among the last to go."""
+def _is_there(path: Path, depth: int | None) -> bool:
+    """Return whether a regular file is there, and renew it if its depth is given."""
     try:
-        _stamp(path, depth)
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        if depth is not None:
+            _stamp(path, depth)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if error.errno not in _NOT_OURS:
+        if error.errno not in _FORBIDDEN:
             raise
     return True
 
 
+def _stamp(file: int | Path, depth: int) -> None:
+    """Note that a file is used. What is above it in its prompt counts as used later, though it is read before."""
+    used_s = time.time() - depth * _DEPTH_S
+    os.utime(file, times=(used_s, used_s))
+
+
+def _rename(unfinished: Path, path: Path) -> None:
+    try:
+        unfinished.rename(path)
+    except IsADirectoryError:
+        _move_aside(path)
+        unfinished.rename(path)
+
+
+def _move_aside(path: Path) -> None:
+    """Clear the place of an object of a folder, which is not ours to remove."""
+    path.rename(path.with_name(f".displaced-{secrets.token_hex(4)}-{path.name}"))
+
+
 def _failed_read(name: str, error: OSError) -> CorruptObjectError | StorageError:
-    """A file that will never be read must go, or it would stand in the place of one that can be."""
+    """Return the error of a failed read: an object that will never be readable must make way for one that is."""
     failed = _unreadable(name, error)
     return CorruptObjectError(str(failed)) if error.errno in _BROKEN else failed
 

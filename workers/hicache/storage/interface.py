@@ -1,4 +1,4 @@
-"""What every storage backend does. Backends keep named objects; they know no pages, keys or ranks."""
+"""The interface of storage backends, which keep named objects and know nothing of pages, keys or ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,64 +9,63 @@ from cluster.spec.tiers import StorageFigures
 
 
 class StorageError(BatonError):
-    """Storage did not do what it was asked; it may do so later."""
+    """Storage cannot do what it was asked to do now; it may later."""
 
 
 class CorruptObjectError(BatonError):
-    """An object is there, and is not what was written under its name."""
+    """An object is not what was written under its name, and never will be."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageObject:
-    """A name, and the memory in which its bytes are, or into which they go, one part after another."""
+    """A name, and the memory that its bytes come from or go to, one part after another."""
 
     name: str
     parts: Sequence[memoryview]
     depth: int = 0
-    """Objects without which this one is of no use; of a prompt's pages, those before it."""
+    """Objects without which this one is useless: a page needs the pages before it in its prompt."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all parts."""
         return sum(map(len, self.parts))
 
 
 Read = bool | CorruptObjectError | StorageError
-"""What came of reading an object: its bytes, nothing since there is none, or why not."""
+"""Outcome of reading an object: true if its bytes are there, false if there is no such object, or an error."""
 Written = StorageError | None
-"""What came of writing an object: none for success."""
+"""Outcome of writing an object: an error, or none."""
 
 
 class StorageBackend(Protocol):
-    """Objects by name (letters, digits, dots and dashes, folders divided by a slash). A name's bytes never change.
+    """Objects by name: letters, digits, dots and dashes, in folders divided by slashes. Objects never change.
 
-    Several threads, and several processes on the same storage, may call everything at once; the names of one call
-    differ. An object is there whole or not at all, whatever happens to whoever writes it.
+    Several threads, and several processes on the same storage, may call all methods at once; the names of one call
+    differ. An object is there whole or not at all, whatever happens to its writer.
     """
 
     def count_leading(self, names: Sequence[str]) -> int:
-        """How many objects are there before the first that is not.
+        """Return how many objects are there before the first that is not.
 
         Raises:
-            StorageError: storage cannot tell.
+            StorageError: storage cannot say.
         """
         ...
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
-        """Those of these objects that are there, which counts as using them where storage gives up what is not used.
+        """Return which of these objects are there, and count them as used where storage evicts by use.
 
-        ``depths`` are those of ``StorageObject``, by name.
+        ``depths`` maps names to ``StorageObject.depth``.
 
         Raises:
-            StorageError: storage cannot tell.
+            StorageError: storage cannot say.
         """
         ...
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
-        """Fill the parts of objects with their bytes; what came of each, in order.
+        """Fill the parts of objects; yield an outcome for each, in order.
 
-        An object may be read no sooner than its turn comes, so whoever has no more time takes no more results. A
-        corrupt object is one of another size.
+        An object may be read no sooner than its outcome is taken, so a caller that runs out of time takes no more
+        outcomes. An object of another size is corrupt.
 
         Raises:
             StorageError: the rest cannot be read.
@@ -74,9 +73,7 @@ class StorageBackend(Protocol):
         ...
 
     def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-        """Keep the bytes of all parts under their names, as ``read`` reads them.
-
-        Where there is such an object already it counts as used, and nothing else happens.
+        """Keep objects, as ``read`` reads them; one that is there already counts as used and stays as it is.
 
         Raises:
             StorageError: the rest cannot be written.
@@ -84,32 +81,21 @@ class StorageBackend(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Forget an object, if it is there.
+        """Remove an object, if it is there.
 
         Raises:
-            StorageError: it cannot be deleted.
+            StorageError: the object cannot be deleted.
         """
         ...
 
     def figures(self) -> StorageFigures | None:
-        """What this process knows of storage as a whole, without asking it; None for nothing."""
+        """Return what this process knows of storage as a whole, without asking it; None for nothing."""
         ...
 
-    def tidy(self) -> None:
-        """Do what may take long and nobody waits for; called once after opening, on a thread of its own."""
+    def maintain(self) -> None:
+        """Do upkeep until closed; called once, on a thread of its own."""
         ...
 
     def close(self) -> None:
-        """Let go of everything; safe to call twice."""
+        """Release everything; safe to call twice."""
         ...
-
-
-def write_one(backend: StorageBackend, name: str, parts: Sequence[memoryview]) -> None:
-    """Keep the bytes of one object.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    (error,) = backend.write([StorageObject(name, parts)])
-    if error is not None:
-        raise error

@@ -1,4 +1,4 @@
-"""Objects in a Mooncake Store cluster: memory of many hosts under one master, which gives up what is used least."""
+"""Objects in a Mooncake Store cluster: memory of many hosts under one master, which evicts what is used least."""
 
 import os
 import socket
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-# The client reads these when it is loaded. By itself it tells every step on stderr, waits half a minute for each answer
-# of a master that is silent, and begins anew many times.
+# The client reads these when it is loaded. Its defaults log every step to stderr, wait half a minute for each answer of
+# a silent master, and retry many times.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 os.environ.setdefault("MC_RPC_TIMEOUT_MS", "2000")
 os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", "2000")
@@ -20,20 +20,20 @@ from cluster.spec.hicache_config import STORE_CLIENT_BYTES, STORE_OUTGOING_BYTES
 from workers.hicache.storage.interface import CorruptObjectError, Read, StorageError, StorageObject, Written
 
 _MISSING = -704
-"""What removing an object that is not there gives."""
+"""Status of removing an object that is not there."""
 _REACH_S = 3.0
 _NONSENSE = bytes(64)
-"""No call that a master knows: it hangs up at once."""
+"""A call that no master knows, so that it hangs up at once."""
 
 
 class MooncakeStorage:
-    """See the module's first lines; the methods are those of ``StorageBackend``. The master divides the memory."""
+    """A Mooncake Store cluster as a ``StorageBackend``."""
 
     def __init__(self, host: str, master: str, lent_bytes: int) -> None:
-        """Join the cluster, with so much memory of this process for everybody's objects.
+        """Join the cluster, and lend it memory of this process for anybody's objects.
 
         Raises:
-            StorageError: there is no master there now.
+            StorageError: no master is there at present.
         """
         _reach(master)
         self._client = MooncakeDistributedStore()
@@ -41,7 +41,7 @@ class MooncakeStorage:
         if status != 0:
             raise StorageError(f"no Mooncake master can be used at {master} (status {status})")
         self._writing = threading.Lock()
-        """Of what follows."""
+        """Guards the memory below."""
         memory = np.zeros(STORE_OUTGOING_BYTES, dtype=np.uint8)
         self._outgoing, self._outgoing_address = memory.data, int(memory.ctypes.data)
         status = self._client.register_buffer(self._outgoing_address, STORE_OUTGOING_BYTES)
@@ -50,18 +50,16 @@ class MooncakeStorage:
             raise StorageError(f"Mooncake Store cannot send from the memory of this process (status {status})")
 
     def count_leading(self, names: Sequence[str]) -> int:
-        """How many objects are there before the first that is not."""
         return next((number for number, is_there in enumerate(self._are_there(names)) if not is_there), len(names))
 
     def present(self, depths: Mapping[str, int]) -> list[str]:
-        """Those of these objects that are there; the store itself knows what was used."""
         return self._those_there([*depths])
 
     def read(self, objects: Sequence[StorageObject]) -> Iterator[Read]:
         """Read objects in one call."""
         names = [item.name for item in objects]
         handles = self._client.batch_get_buffer(names) if names else []
-        # Nothing is given for objects that are not there, and for those that cannot be read.
+        # Objects that are not there and objects that cannot be read both have no handle.
         there = set(self._those_there([name for name, handle in zip(names, handles, strict=True) if handle is None]))
         for item, handle in zip(objects, handles, strict=True):
             if handle is not None:
@@ -72,30 +70,30 @@ class MooncakeStorage:
                 yield False
 
     def write(self, objects: Sequence[StorageObject]) -> Iterator[Written]:
-        """Write objects in one call, as far as there is room for them; the store keeps those that are there already."""
+        """Write objects in few calls; the store keeps those that are there already."""
         for group in _groups(objects, len(self._outgoing)):
             for item, status in zip(group, self._put(group), strict=True):
                 failed = StorageError(f"{item.name} cannot be written to Mooncake Store (status {status})")
                 yield failed if status != 0 else None
 
     def delete(self, name: str) -> None:
-        """Remove an object, even if it was read a moment ago."""
+        """Remove an object, even while the store keeps it for readers."""
         status = self._client.remove(name, True)
         if status not in (0, _MISSING):
             raise StorageError(f"{name} cannot be deleted from Mooncake Store (status {status})")
 
     def figures(self) -> None:
-        """The master alone knows, and tells it by metrics of its own."""
+        """Return nothing: the master has metrics of its own."""
 
-    def tidy(self) -> None:
-        """The store does so itself."""
+    def maintain(self) -> None:
+        """Do nothing: the store evicts by itself."""
 
     def close(self) -> None:
-        """Leave the cluster; objects in the memory of this process are lost."""
+        """Leave the cluster; objects in memory lent by this process are lost."""
         self._client.close()
 
     def _put(self, group: Sequence[StorageObject]) -> list[int]:
-        """The status of each."""
+        """Return the status of each."""
         if group[0].num_bytes > len(self._outgoing):
             return [self._client.put_parts(item.name, *item.parts) for item in group]
         start, addresses = 0, list[int]()
@@ -112,7 +110,6 @@ class MooncakeStorage:
         return [name for name, is_there in zip(names, self._are_there(names), strict=True) if is_there]
 
     def _are_there(self, names: Sequence[str]) -> list[bool]:
-        """One call, however many names."""
         found = self._client.batch_is_exist(list(names)) if names else []
         if any(status < 0 for status in found):
             raise StorageError(f"Mooncake Store cannot tell what is there (status {min(found)})")
@@ -130,7 +127,7 @@ def _take(data: memoryview, item: StorageObject) -> Read:
 
 
 def _groups(objects: Sequence[StorageObject], most_bytes: int) -> Iterator[list[StorageObject]]:
-    """In their order, as many at once as have so many bytes; those that have more alone."""
+    """Group objects, in order, by so many bytes at most; larger ones come alone."""
     group, num_bytes = list[StorageObject](), 0
     for item in objects:
         if group and num_bytes + item.num_bytes > most_bytes:
@@ -143,10 +140,10 @@ def _groups(objects: Sequence[StorageObject], most_bytes: int) -> Iterator[list[
 
 
 def _reach(master: str) -> None:
-    """Because the client stops the whole interpreter until it has joined, or has given up.
+    """Check that a master answers, since the client stops the whole interpreter until it has joined or given up.
 
     Raises:
-        StorageError: nobody listens there, or nobody answers.
+        StorageError: nothing listens there, or nothing answers.
     """
     host, _, port = master.rpartition(":")
     try:

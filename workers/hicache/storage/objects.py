@@ -1,134 +1,82 @@
-"""What a page is called in storage, and the header that proves that an object is this page. No I/O."""
+"""Names of one rank's pages in storage, and the headers that prove that an object is its page. No I/O."""
 
 import hashlib
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 
-from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout
-from cluster.spec.pool import page_layout
-from cluster.spec.ranks import head_copies
-from cluster.spec.registry import KvOwnership, RankCoords
-from transfer.page_range import PageRange
+from cluster.spec.registry import RankRow
+from cluster.spec.tiers import TierPage
+from transfer.plan import copies_of
 
-LAYOUT_VERSION = 3
-"""Of names, marks, headers and the order of bytes in a page; a change makes everything stored before unknown."""
+FORMAT_VERSION = 4
+"""Version of names, headers and the order of bytes in a page. Objects of other versions are not found."""
 HEADER_BYTES = 256
-MARK_BYTES = 64
-
-Digest = bytes
-_MARK = re.compile(rb"([a-z]+)-cp([1-9]\d*)-tp([1-9]\d*)-pp([1-9]\d*)\0+")
+_LENGTH_BYTES = 2
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
+class _Header(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     namespace: str
     key: bytes
-    groups: tuple[GroupLayout, ...]
-    digest: Digest
+    shard: str
+    """Heads of each KV group, and layers."""
+    writer: str
+    """Ownership and coordinates of the rank that wrote the object, under which any reader accepts it."""
+    digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a replica divides pages, heads and layers over its ranks, as far as stored pages tell."""
+class ObjectFormat:
+    """The objects of one rank: its heads and layers of pages.
 
-    ownership: KvOwnership
-    cp: int
-    tp: int
-    pp: int
+    A page's bytes do not depend on CP, so that replicas share objects if they divide heads and layers alike. Tenants
+    have different page keys, which begin with their salts.
+    """
 
-    @staticmethod
-    def of(ownership: KvOwnership, sizes: RankCoords) -> "Cut":
-        """That of a replica."""
-        return Cut(ownership, sizes.cp, sizes.tp, sizes.pp)
+    def __init__(self, row: RankRow, weights: str) -> None:
+        """``weights`` is a digest of the model's weights."""
+        geometry, layout, coords, sizes = row.geometry, row.layout, row.coords, row.sizes
+        self.is_writer = coords.tp % copies_of(row) == 0
+        """Whether this rank writes; of TP ranks with the same heads the first one does, and all of them read."""
+        # All that must be equal for KV to be interchangeable; the model's served name need not be.
+        facts = (FORMAT_VERSION, weights, geometry.page_size, geometry.num_layers, geometry.groups)
+        self._namespace = hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
+        heads = "_".join(f"h{group.heads.start}-{group.heads.stop - 1}" for group in layout.groups)
+        self._shard = f"{heads}.l{layout.layers.start}-{layout.layers.stop - 1}"
+        at = (f"{axis}{getattr(coords, axis)}of{getattr(sizes, axis)}" for axis in ("cp", "tp", "pp"))
+        self._writer = "-".join([row.ownership.value, *at])
 
+    def name(self, page: TierPage) -> str:
+        return f"{self._namespace}/{page.key.hex()}.{self._shard}"
 
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """One object: the heads and layers of a page that one rank holds."""
+    def header(self, page: TierPage, data: memoryview) -> bytes:
+        """Return the first bytes of the object of a page: two of length, MessagePack, zeros."""
+        return self._header(page, data, self._writer)
 
-    name: str
-    namespace: str
-    layout: PoolLayout
-    """Of a pool with one page."""
+    def matches(self, page: TierPage, header: bytes, data: memoryview) -> bool:
+        """Return whether a header and the bytes behind it are this page as some rank wrote it."""
+        end = _LENGTH_BYTES + int.from_bytes(header[:_LENGTH_BYTES], "little")
+        try:
+            writer = msgspec.msgpack.decode(header[_LENGTH_BYTES:end], type=_Header).writer
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        return header == self._header(page, data, writer)
 
-
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """Names of one model's pages. Tenants are told apart by page keys, which begin with their salts."""
-
-    geometry: KvGeometry
-    weights: str
-    """Digest of what the weights are."""
-
-    def namespace(self, ownership: KvOwnership | None = None) -> str:
-        """What must be equal for KV to be the same; the name under which the model is served is not part of it.
-
-        Without an ownership, where the replicas of every ownership leave word of themselves.
-        """
-        geometry = self.geometry
-        facts = (
-            LAYOUT_VERSION,
-            self.weights,
-            geometry.num_layers,
-            geometry.groups,
-            geometry.page_size,
-            ownership.value if ownership else "any",
-        )
-        return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()
-
-    def mark(self, number: int) -> str:
-        """The name of an object that says of which cut there are pages."""
-        return f"{self.namespace()}/cut.{number}"
-
-    def mark_of(self, cut: Cut) -> bytes:
-        """What such an object says."""
-        return f"{cut.ownership}-cp{cut.cp}-tp{cut.tp}-pp{cut.pp}".encode().ljust(MARK_BYTES, b"\0")
-
-    def cut_of(self, mark: bytes) -> Cut | None:
-        """What it stands for; None for a cut that this model cannot have, as far as we know."""
-        match = _MARK.fullmatch(mark)
-        if match is None or match[1].decode() not in set(KvOwnership):
-            return None
-        cut = Cut(KvOwnership(match[1].decode()), *map(int, match.groups()[1:]))
-        return cut if self.allows(cut) else None
-
-    def allows(self, cut: Cut) -> bool:
-        """Whether heads and layers can be divided so."""
-        heads = [group.num_heads for group in self.geometry.groups]
-        return cut.pp <= self.geometry.num_layers and all(n % cut.tp == 0 or cut.tp % n == 0 for n in heads)
-
-    def parts(self, cut: Cut, key: bytes, place: int, own: PoolLayout) -> Iterator[StoredPart]:
-        """The objects that replicas of a cut keep some of these heads and layers of a page in."""
-        namespace = self.namespace(cut.ownership)
-        for pp_rank in range(cut.pp):
-            for tp_rank in range(0, cut.tp, head_copies((group.num_heads for group in self.geometry.groups), cut.tp)):
-                layout = self._layout(cut, tp_rank, pp_rank)
-                if PageRange(layout, [0]).spans_to(PageRange(own, [0])):
-                    rank = f"cp{place % cut.cp}of{cut.cp}-tp{tp_rank}of{cut.tp}-pp{pp_rank}of{cut.pp}"
-                    yield StoredPart(f"{namespace}/{key.hex()}.{rank}", namespace, layout)
-
-    def header(self, part: StoredPart, key: bytes, digest: Digest) -> bytes:
-        """The first bytes of an object: two of length, MessagePack, zeros."""
-        layout = part.layout
+    def _header(self, page: TierPage, data: memoryview, writer: str) -> bytes:
         header = _Header(
-            namespace=part.namespace,
-            key=key,
-            groups=layout.groups,
-            digest=digest,
+            namespace=self._namespace,
+            key=page.key,
+            shard=self._shard,
+            writer=writer,
+            digest=_digest(data, writer),
         )
         packed = msgspec.msgpack.encode(header)
-        return (len(packed).to_bytes(2, "little") + packed).ljust(HEADER_BYTES, b"\0")
-
-    def _layout(self, cut: Cut, tp_rank: int, pp_rank: int) -> PoolLayout:
-        sizes = RankCoords(dp=1, cp=cut.cp, tp=cut.tp, pp=cut.pp)
-        return page_layout(self.geometry, sizes, RankCoords(dp=0, cp=0, tp=tp_rank, pp=pp_rank))
+        return (len(packed).to_bytes(_LENGTH_BYTES, "little") + packed).ljust(HEADER_BYTES, b"\0")
 
 
-def digest_of(data: memoryview) -> Digest:
-    """Tells bytes from those that were written: against accidents, not against somebody who wants to deceive."""
-    # Loaded only where there is storage.
+def _digest(data: memoryview, writer: str) -> bytes:
+    """Hash bytes against accidents, not against attackers."""
+    # Only workers with storage need the library.
     from xxhash import xxh3_128
 
-    return xxh3_128(data).digest()
+    digest = xxh3_128(data)
+    digest.update(writer.encode())
+    return digest.digest()

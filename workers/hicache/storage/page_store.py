@@ -1,157 +1,145 @@
-"""One rank's pages in storage: what is there, reading and writing. Blocks as long as the backend does."""
+"""One rank's pages in storage: looking them up, reading and writing them. Calls block as long as the backend does."""
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import TypeVar
 
-from cluster.spec.registry import RankRow
 from cluster.spec.tiers import StorageFigures, TierPage
-from transfer.plan import copies_of
-from workers.hicache.storage.batches import batches, note, results
-from workers.hicache.storage.cuts import KnownCuts
-from workers.hicache.storage.interface import StorageBackend, StorageError, StorageObject
-from workers.hicache.storage.objects import Cut, Naming, digest_of
-from workers.hicache.storage.page_reader import Buffer, PageReader, parts
-from workers.hicache.storage.throttle import Throttle
+from workers.hicache.storage.interface import Read, StorageBackend, StorageError, StorageObject
+from workers.hicache.storage.objects import HEADER_BYTES, ObjectFormat
+from workers.hicache.storage.rate_limit import RateLimit
 
-_LOOK_PAGES = 128
-"""Most pages that are looked for in one call, so that time and end are asked between."""
+_log = logging.getLogger(__name__)
+
+_LOOK_UP_PAGES = 128
+"""Most pages looked up in one call, so that time and shutdown are checked in between."""
+_BATCH_PAGES = 16
+_BATCH_BYTES = 16 << 20
+"""Most bytes read or written in one call, unless a single page has more; a rate limit lets so much pass at once."""
+
+Buffer = Callable[[TierPage], memoryview]
+"""Returns the memory that a page's bytes come from or go to."""
+Outcome = TypeVar("Outcome")
 
 
 class PageStore:
-    """Reads pages of every cut that it knows of, its own first, and writes those of its own.
+    """Reads and writes the pages of one rank. Calls return, for each page, whether it is there, and count failures.
 
-    Methods give for each page whether it is there now, and count why others are not. Of ranks with the same heads one
-    writes and all read.
+    No page is begun after ``until_s``, a time of the monotonic clock.
     """
 
     def __init__(
-        self,
-        backend: StorageBackend,
-        naming: Naming,
-        row: RankRow,
-        reads: Throttle,
-        writes: Throttle,
+        self, backend: StorageBackend, format_: ObjectFormat, page_bytes: int, reads: RateLimit, writes: RateLimit
     ) -> None:
         self._backend = backend
-        self._naming = naming
-        self._layout = row.layout
-        self._writes_heads = row.coords.tp % copies_of(row) == 0
-        """Of ranks with the same heads, the first one."""
-        self._known = KnownCuts(backend, naming, Cut.of(row.ownership, row.sizes))
-        self._reader = PageReader(backend, naming, row.layout, self._known)
+        self._format = format_
+        self._page_bytes = page_bytes
         self._reads = reads
         self._writes = writes
         self._is_stopping = False
 
     def look_up(self, pages: Sequence[TierPage], until_s: float, failures: Counter[str]) -> list[bool]:
-        """Which leading ones of these are there, under any cut."""
+        """Return which leading pages are stored."""
         num_found = 0
         try:
             while num_found < len(pages) and self._in_time(until_s, failures):
-                failures["cut"] += self._known.look()
-                num_more = self._count_longest(pages[num_found : num_found + _LOOK_PAGES], until_s)
-                if not num_more:
+                names = [self._format.name(page) for page in pages[num_found : num_found + _LOOK_UP_PAGES]]
+                num_leading = self._backend.count_leading(names)
+                num_found += num_leading
+                if num_leading < len(names):
                     break
-                num_found += num_more
         except StorageError as error:
-            note(error, failures)
+            _note(error, failures)
         return [number < num_found for number in range(len(pages))]
 
     def fetch(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
-        """Read pages; those that would be begun after ``until_s`` (monotonic) are left out."""
-        is_due = partial(self._takes_turn, self._reads, until_s, failures)
-        return [
-            is_done
-            for batch in batches(pages, self._layout.page_bytes)
-            for is_done in self._reader.fetch(batch, buffer, is_due, failures)
-        ]
+        """Read pages."""
+        return [is_done for batch in self._batches(pages) for is_done in self._fetch(batch, buffer, until_s, failures)]
 
     def store(self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]) -> list[bool]:
-        """Write pages, as ``fetch`` reads them."""
-        if not self._writes_heads:
+        """Write pages that are not stored yet."""
+        if not self._format.is_writer:
             return [True] * len(pages)
-        return [
-            is_done
-            for batch in batches(pages, self._layout.page_bytes)
-            for is_done in self._store(batch, buffer, until_s, failures)
-        ]
+        return [is_done for batch in self._batches(pages) for is_done in self._store(batch, buffer, until_s, failures)]
 
     def figures(self) -> StorageFigures | None:
-        """Of the backend."""
         return self._backend.figures()
 
     def stop(self) -> None:
-        """From any thread: begin no further page."""
+        """Begin no further page. Any thread may call this."""
         self._is_stopping = True
 
     def close(self) -> None:
-        """Let go of the backend."""
         self._backend.close()
 
-    def _count_longest(self, pages: Sequence[TierPage], until_s: float) -> int:
-        """As many leading pages as the cut has that has most of them."""
-        longest = 0
-        for cut in self._known.cuts:
-            if longest == len(pages) or not self._goes_on(until_s):
-                break
-            longest = max(longest, self._count_leading(cut, pages))
-        return longest
+    def _batches(self, pages: Sequence[TierPage]) -> Iterator[Sequence[TierPage]]:
+        size = max(1, min(_BATCH_PAGES, _BATCH_BYTES // self._page_bytes))
+        return (pages[start : start + size] for start in range(0, len(pages), size))
 
-    def _count_leading(self, cut: Cut, pages: Sequence[TierPage]) -> int:
-        names = [self._names(cut, page) for page in pages]
-        return self._backend.count_leading([name for of_page in names for name in of_page]) // len(names[0])
+    def _fetch(
+        self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]
+    ) -> Iterator[bool]:
+        headers = [memoryview(bytearray(HEADER_BYTES)) for _ in pages]
+        objects = [self._object(page, header, buffer(page)) for page, header in zip(pages, headers, strict=True)]
+        outcomes = _outcomes(self._backend.read, objects)
+        for page, item in zip(pages, objects, strict=True):
+            may_read = self._takes_turn(self._reads, until_s, failures)
+            yield may_read and self._accept(page, item, next(outcomes), failures)
+
+    def _accept(self, page: TierPage, item: StorageObject, outcome: Read, failures: Counter[str]) -> bool:
+        """Return whether a page was read and is the one that was asked for; delete a corrupt object."""
+        if outcome is False:
+            return False
+        if isinstance(outcome, StorageError):
+            _note(outcome, failures)
+            return False
+        header, data = item.parts
+        if outcome is True and self._format.matches(page, bytes(header), data):
+            return True
+        reason = f"{item.name} does not match its header" if outcome is True else str(outcome)
+        _log.warning("deleting a corrupt object: %s", reason)
+        failures["corrupt"] += 1
+        try:
+            self._backend.delete(item.name)
+        except StorageError as error:
+            _note(error, failures)
+        return False
 
     def _store(
         self, pages: Sequence[TierPage], buffer: Buffer, until_s: float, failures: Counter[str]
     ) -> Iterator[bool]:
-        """Those that are there, under any cut, are left as they are."""
-        there = set[bytes]()
+        stored = set[str]()
         try:
             if self._goes_on(until_s):
-                there = self._find(pages, failures)
+                stored.update(self._backend.present({self._format.name(page): page.depth for page in pages}))
         except StorageError as error:
-            note(error, failures, len(pages))
-            yield from [False] * len(pages)
+            _note(error, failures, len(pages))
+            yield from repeat(False, len(pages))
             return
-        lacking = [page for page in pages if page.key not in there]
-        outcomes = results(self._backend.write, [self._object(page, buffer(page)) for page in lacking])
+        missing = [page for page in pages if self._format.name(page) not in stored]
+        objects = [self._object(page, self._format.header(page, buffer(page)), buffer(page)) for page in missing]
+        outcomes = _outcomes(self._backend.write, objects)
         for page in pages:
-            if page.key in there:
+            if self._format.name(page) in stored:
                 yield True
                 continue
             is_done = False
             if self._takes_turn(self._writes, until_s, failures):
-                failed = next(outcomes)
-                is_done = failed is None
-                if failed is not None:
-                    note(failed, failures)
+                error_or_none = next(outcomes)
+                is_done = error_or_none is None
+                if error_or_none is not None:
+                    _note(error_or_none, failures)
             yield is_done
 
-    def _find(self, pages: Sequence[TierPage], failures: Counter[str]) -> set[bytes]:
-        """Keys of those that are there, where our own cut is told of from now on."""
-        self._known.mark()
-        failures["cut"] += self._known.look()
-        there = set[bytes]()
-        for cut in self._known.cuts:
-            names = {page.key: self._names(cut, page) for page in pages if page.key not in there}
-            depths = {name: page.depth for page in pages for name in names.get(page.key, ())}
-            found = set(self._backend.present(depths))
-            there |= {key for key, of_page in names.items() if found.issuperset(of_page)}
-        return there
+    def _object(self, page: TierPage, header: bytes | memoryview, data: memoryview) -> StorageObject:
+        return StorageObject(self._format.name(page), [memoryview(header), data], page.depth)
 
-    def _object(self, page: TierPage, buffer: memoryview) -> StorageObject:
-        (part,) = parts(self._naming, self._layout, self._known.cuts[0], page)
-        header = self._naming.header(part, page.key, digest_of(buffer))
-        return StorageObject(part.name, [memoryview(header), buffer], page.depth)
-
-    def _names(self, cut: Cut, page: TierPage) -> list[str]:
-        return [part.name for part in parts(self._naming, self._layout, cut, page)]
-
-    def _takes_turn(self, throttle: Throttle, until_s: float, failures: Counter[str]) -> bool:
-        """Waits for a page's turn; False, for it and all behind it, where that would not come in time."""
-        is_in_time = self._goes_on(until_s) and throttle.wait(self._layout.page_bytes, until_s)
+    def _takes_turn(self, limit: RateLimit, until_s: float, failures: Counter[str]) -> bool:
+        """Wait for a page's turn; False, for it and all behind it, if that would not come in time."""
+        is_in_time = self._goes_on(until_s) and limit.wait(self._page_bytes, until_s)
         failures["late"] += not is_in_time
         return is_in_time
 
@@ -162,3 +150,18 @@ class PageStore:
 
     def _goes_on(self, until_s: float) -> bool:
         return time.monotonic() < until_s and not self._is_stopping
+
+
+def _outcomes(
+    use: Callable[[Sequence[StorageObject]], Iterator[Outcome]], objects: Sequence[StorageObject]
+) -> Iterator[Outcome | StorageError]:
+    """Yield the outcome of each object; an error of the whole call is the outcome of all that are left."""
+    try:
+        yield from use(objects)
+    except StorageError as error:
+        yield from repeat(error)
+
+
+def _note(error: StorageError, failures: Counter[str], num_pages: int = 1) -> None:
+    _log.warning("%s", error)
+    failures["error"] += num_pages

@@ -7,20 +7,18 @@ from pathlib import Path
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.errors import UserError
 from cluster.spec.hicache_config import StorageBackendName, StorageConfig
-from workers.hicache.storage.awaited import AwaitedStorage
 from workers.hicache.storage.interface import StorageBackend
+from workers.hicache.storage.opening import OpeningStorage
 
 
 def make_storage(config: StorageConfig, host: str) -> StorageBackend | None:
-    """The backend that a configuration names, if it names one; ``host`` is where peers reach this process.
-
-    Storage that is away, or slow to open, fails until it has come.
+    """Return the configured backend, if there is one; ``host`` is where peers reach this process.
 
     Raises:
-        UserError: what is configured can never be.
+        UserError: the configuration is wrong. Storage that is unavailable is no error here.
     """
     maker = MAKERS.get(config.backend)
-    return AwaitedStorage(partial(maker, config, host)) if maker else None
+    return OpeningStorage(partial(maker, config, host)) if maker else None
 
 
 def _files(config: StorageConfig, host: str) -> StorageBackend:  # noqa: ARG001 - a folder is the same for all

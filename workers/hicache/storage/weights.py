@@ -1,4 +1,4 @@
-"""Tells the weights of two checkpoints apart, by every byte of them."""
+"""A digest of a checkpoint's weights, over every byte of them."""
 
 import contextlib
 import fcntl
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 _NOT_WEIGHTS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Of config.json: what says nothing about the KV of a prompt, or is told apart elsewhere."""
+"""Keys of config.json that do not affect KV, or that the namespace has anyway."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def weights_digest(folder: Path, known: Path) -> str:
-    """Of the configuration and the safetensors files in a folder; equal ones have equal digests on every machine.
+    """Return a digest of the configuration and the safetensors files in a folder, equal on every machine.
 
-    What a file was found to be is kept in the folder ``known``, so that it is read once until it changes.
+    The folder ``known`` caches the digests of files, so that each is read once until it changes.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     facts = {name: value for name, value in config.items() if name not in _NOT_WEIGHTS}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
-    # The first rank of a machine reads; the others wait for what it finds.
+    # The first rank of a machine reads the files; the others wait for its digests.
     with _locked(known), ThreadPoolExecutor(os.cpu_count()) as threads:
         for sha256 in threads.map(partial(_sha256, known=known), sorted(folder.glob("*.safetensors"))):
             digest.update(bytes.fromhex(sha256))
@@ -35,7 +35,7 @@ def weights_digest(folder: Path, known: Path) -> str:
 def _sha256(path: Path, known: Path) -> str:
     real = path.resolve()
     if real.parent.name == "blobs" and _SHA256.fullmatch(real.name):
-        return real.name  # in the cache of Hugging Face, which calls large files so
+        return real.name  # the cache of Hugging Face names large files by their digests
     stat = real.stat()
     facts = (str(real), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     note = known / hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
@@ -51,7 +51,7 @@ def _sha256(path: Path, known: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Without a folder that can be written to, everybody reads for themselves."""
+    """Hold the folder's lock; where the folder cannot be written to, every rank reads for itself."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Copies of device pages in host memory: when they are made. Sans I/O.
+"""Copies of device pages to host memory: when they are made. Sans I/O.
 
-A copy holds nothing on the device and delays no eviction: where the page was given up before every rank had answered,
-the copy is thrown away.
+A copy holds nothing on the device and delays no eviction. If its page is evicted before every rank has reported, the
+copy is dropped.
 """
 
 from collections import Counter, deque
@@ -9,47 +9,47 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from cluster.spec.hicache_config import WritePolicy
-from cluster.spec.tiers import MoveKind, TierPage
+from cluster.spec.tiers import TierJobKind, TierPage
 from workers.cache.page_journal import PageJournal
 from workers.cache.prefix_tree import PrefixTree
-from workers.hicache.host_index import HostIndex
-from workers.hicache.orders import Orders, Outcome
+from workers.hicache.policy.host_index import HostIndex
+from workers.hicache.policy.jobs import Outcome, TierJobs
 
 BATCH_PAGES = 64
-"""Most pages of one order."""
+"""Most pages of one job."""
 MAX_OPEN = 4
-"""Most orders under way; the rest waits as keys, which hold nothing."""
+"""Most open jobs; further pages wait as keys, which hold nothing."""
 MARGIN = 1024
-"""Pages of each owner that are saved ahead of their eviction under ``write_back``."""
+"""Pages of each owner that ``write_back`` saves ahead of their eviction."""
 
 
-class Saver:
-    """One replica's. ``advance`` is called after everything that may have changed the device cache."""
+class HostWriter:
+    """Saves pages by the write policy. ``advance`` is called after every possible change to the device cache."""
 
     def __init__(
-        self, policy: WritePolicy, selective_hits: int, tree: PrefixTree, host: HostIndex, orders: Orders
+        self, policy: WritePolicy, selective_hits: int, tree: PrefixTree, host: HostIndex, jobs: TierJobs
     ) -> None:
         self._policy = policy
         self._selective_hits = selective_hits
         self._tree = tree
         self._host = host
-        self._orders = orders
+        self._jobs = jobs
         self._journal = PageJournal()
         tree.journals.append(self._journal)
         self._waiting: deque[bytes] = deque()
-        self._looked = -1, -1
-        """Versions of both caches when all pages that would go next had been seen to."""
+        self._seen = -1, -1
+        """Versions of both caches at the last look at the next pages to be evicted."""
         self._hits: Counter[bytes] = Counter()
         self.num_lost = 0
-        """Pages that were to be saved and were given up before."""
+        """Pages that were due and were evicted before they were saved."""
         self._saved: list[bytes] = []
         self._received: set[bytes] = set()
         self._is_draining = False
         self._left: list[deque[bytes]] = [deque() for _ in range(host.num_owners)]
-        """By owner: what only the device has, while the replica drains under ``write_back``."""
+        """Pages by owner that only the device has, while the replica drains under ``write_back``."""
 
     def note_hits(self, keys: list[bytes]) -> None:
-        """Device pages were found by a request."""
+        """Note that a request found these device pages."""
         self.note_pinned(keys)
         if self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             for key in keys:
@@ -58,23 +58,23 @@ class Saver:
                     self._waiting.append(key)
 
     def note_pinned(self, keys: Sequence[bytes]) -> None:
-        """Those of these pages that are pinned are to be in host memory, if they are on the device."""
+        """Save the pinned pages among these that only the device has."""
         if self._host.pins:
             self._waiting += [key for key in self._only_on_device(keys) if key in self._host.pins]
 
     def note_received(self, keys: list[bytes]) -> None:
-        """Pages that are now cached came from a replica that keeps them itself."""
+        """Note that newly cached pages came from a replica that saves them itself."""
         self._received.update(keys)
 
     def drain(self, *, is_draining: bool) -> None:
-        """Save all that only the device has, on its way to storage, though nothing pushes it out; or go on as ever.
+        """Start or stop saving all pages that only the device has, on their way to storage.
 
-        Under the other policies what was to be kept has been saved.
+        The other policies have saved by now what they are to keep.
         """
         if is_draining == self._is_draining or self._policy is not WritePolicy.WRITE_BACK:
             return
         self._is_draining = is_draining
-        self._looked = -1, -1
+        self._seen = -1, -1
         for left in self._left:
             left.clear()
         if is_draining:
@@ -82,16 +82,16 @@ class Saver:
 
     @property
     def num_waiting(self) -> int:
-        """Pages that are due and not ordered yet."""
+        """Pages that are due and in no job yet."""
         return len(self._waiting)
 
     @property
     def num_left(self) -> int:
-        """Pages that wait for room in host memory, which storage makes."""
+        """Pages that wait for storage to make room in host memory."""
         return sum(map(len, self._left))
 
     def advance(self) -> None:
-        """Order the copies that are due, as far as there is room for them."""
+        """Submit the saves that are due, as far as there is room."""
         stored, removed = self._journal.take()
         received, self._received = self._received, set()
         for key in removed:
@@ -101,70 +101,71 @@ class Saver:
         self.note_pinned(stored)
         if self._policy is WritePolicy.WRITE_THROUGH:
             self._waiting += [key for key in stored if key not in received]
-        elif self._policy is WritePolicy.WRITE_BACK and self._orders.num_open(MoveKind.SAVE) == 0:
+        elif self._policy is WritePolicy.WRITE_BACK and self._jobs.num_open(TierJobKind.SAVE) == 0:
             self._look_ahead()
-        while self._waiting and self._orders.num_open(MoveKind.SAVE) < MAX_OPEN:
+        while self._waiting and self._jobs.num_open(TierJobKind.SAVE) < MAX_OPEN:
             pages = self._next_batch()
             if pages:
                 stays = [self._tree.stay(page.key) for page in pages]
-                self._orders.give(MoveKind.SAVE, pages, partial(self._on_saved, pages, stays))
+                self._jobs.submit(TierJobKind.SAVE, pages, partial(self._on_saved, pages, stays))
 
     def take_saved(self) -> list[bytes]:
-        """Keys of the copies made since the last call."""
+        """Return the pages saved since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
     def _look_ahead(self) -> None:
-        """Most calls come when nothing has changed, and thousands of pages would be looked through in vain."""
-        if self._looked != (self._tree.version, self._host.version):
+        """Queue the next pages to be evicted, unless nothing has changed since the last look."""
+        if self._seen != (self._tree.version, self._host.version):
             self._waiting += self._next_left() if self._is_draining else self._next_to_go()
-            self._looked = self._tree.version, self._host.version
+            self._seen = self._tree.version, self._host.version
 
     def _next_to_go(self) -> list[bytes]:
-        """Not more than host memory has places for, and those it has are renewed: copies would push each other out."""
+        """Return no more pages than host memory can take, and renew those it has, lest copies evict each other."""
         room = [self._host.num_movable(owner) for owner in range(self._host.num_owners)]
         wanted = []
         for owner in range(self._tree.num_owners):
             for key in self._tree.oldest_idle(owner, MARGIN):
-                host_owner = self._tree.place_of(key) % self._host.num_owners
-                if room[host_owner] and not self._host.is_kept(key):
+                host_owner = self._host_owner(key)
+                if room[host_owner] and not self._host.is_busy(key):
                     room[host_owner] -= 1
                     wanted.append(key)
-        self._host.touch(wanted[::-1])  # the deepest of a prefix are idle the longest
+        self._host.touch(wanted[::-1])  # the deepest pages of a prefix have been idle the longest
         return [key for key in wanted if key not in self._host]
 
     def _leave(self, keys: Iterable[bytes]) -> None:
         for key in self._only_on_device(keys):
-            self._left[self._tree.place_of(key) % self._host.num_owners].append(key)
+            self._left[self._host_owner(key)].append(key)
+
+    def _host_owner(self, key: bytes) -> int:
+        return self._tree.place_of(key) % self._host.num_owners
 
     def _only_on_device(self, keys: Iterable[bytes]) -> list[bytes]:
         return [key for key in keys if key not in self._host and self._tree.page_of(key) is not None]
 
     def _next_left(self) -> list[bytes]:
-        """As many as can be ordered at once, and as host memory has room for beside what storage has yet to take."""
-        most = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
+        """Return as many pages as fit into the open jobs, and into host memory beside what is not stored yet."""
+        limit = max(1, MAX_OPEN * BATCH_PAGES // self._host.num_owners)
         return [
             left.popleft()
             for owner, left in enumerate(self._left)
-            for _ in range(self._host.make_room(owner, min(most, len(left))))
+            for _ in range(self._host.make_room(owner, min(limit, len(left))))
         ]
 
     def _next_batch(self) -> list[TierPage]:
         pages: list[TierPage] = []
         while self._waiting and len(pages) < BATCH_PAGES:
             key = self._waiting.popleft()
-            device = self._tree.page_of(key)
             if key in self._host:
                 continue
-            if device is None:
-                self.num_lost += 1
-                continue
-            place, depth = self._tree.place_of(key), self._tree.depth_of(key)
-            host = self._host.reserve(key, place, depth)
+            device, host = self._tree.page_of(key), None
+            if device is not None:
+                index, depth = self._tree.place_of(key), self._tree.depth_of(key)
+                host = self._host.reserve(key, index, depth)
             if host is None:
                 self.num_lost += 1
-                continue
-            pages.append(TierPage(key=key, place=place, depth=depth, device=device, host=host))
+            else:
+                pages.append(TierPage(key=key, index=index, depth=depth, device=device, host=host))
         return pages
 
     def _on_saved(self, pages: list[TierPage], stays: list[object], outcome: Outcome) -> None:
@@ -178,9 +179,9 @@ class Saver:
         self._renew_prefixes(pages)
 
     def _renew_prefixes(self, pages: list[TierPage]) -> None:
-        """Without the pages above, those that were saved are never found: these must not be given up before."""
+        """Keep the pages above saved ones at least as long, since these are not found without them."""
         renewed: set[bytes] = set()
-        for page in sorted(pages, key=lambda page: page.place, reverse=True):
+        for page in sorted(pages, key=lambda page: page.index, reverse=True):
             if page.key not in renewed:
                 path = self._tree.path(page.key)
                 self._host.touch(path)

@@ -1,4 +1,4 @@
-"""What leaders hold for their orders comes free, and storage is given everything once, no faster than it may be."""
+"""What leaders hold for their jobs comes free, and storage is given everything once, no faster than it may be."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ import pytest
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.ids import Room
 from cluster.spec.page_key import page_keys
-from cluster.spec.tiers import MoveKind, MovePages, PagesMoved, StorageFigures, TierPage
+from cluster.spec.tiers import StorageFigures, TierJob, TierJobKind, TierJobResult, TierPage
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
-from workers.hicache.breaker import Breaker
-from workers.hicache.host_index import HostIndex
-from workers.hicache.orders import Orders, Outcome
+from workers.hicache.policy.breaker import Breaker
+from workers.hicache.policy.host_index import HostIndex
+from workers.hicache.policy.jobs import Outcome, TierJobs
+from workers.hicache.policy.storage_writer import RENEW_S, StorageWriter
 from workers.hicache.storage.files import FileStorage
-from workers.hicache.storage.throttle import Throttle
-from workers.hicache.storer import RENEW_S, Storer
+from workers.hicache.storage.rate_limit import RateLimit
 
 KEYS = page_keys([0] * 8, PAGE_SIZE)
 
@@ -55,7 +55,7 @@ def test_what_comes_for_a_request_that_is_over_is_held_for_nobody() -> None:
     world = stored_world(prefetch=PrefetchPolicy.TIMEOUT)
     world.tiers.expect(Room(9), KEYS, world.now_s)
     world.advance()
-    while not any(order.kind is MoveKind.FETCH for order in world.ranks[0].copies):
+    while not any(job.kind is TierJobKind.FETCH for job in world.ranks[0].copies):
         world.step(0, fails=False)
     world.tiers.forget(Room(9), world.now_s)
     world.drain()
@@ -79,112 +79,112 @@ def test_host_pages_are_held_while_they_are_loaded_and_no_longer(*, fails: bool)
     check_nothing_is_held(world)
 
 
-class StorerAlone:
-    """A storer over host memory that is full, whose orders are looked at."""
+class WriterAlone:
+    """A storage writer over host memory that is full, whose jobs are looked at."""
 
     def __init__(self, policy: WritePolicy = WritePolicy.WRITE_THROUGH) -> None:
-        self.host, self.orders, self.breaker = HostIndex(len(KEYS), 1), Orders(1), Breaker()
-        for place, key in enumerate(KEYS):
-            self.host.reserve(key, place)
+        self.host, self.jobs, self.breaker = HostIndex(len(KEYS), 1), TierJobs(1), Breaker()
+        for number, key in enumerate(KEYS):
+            self.host.reserve(key, number)
             self.host.fill(key)
-        self.storer = Storer(policy, self.host, self.orders, self.breaker)
+        self.writer = StorageWriter(policy, self.host, self.jobs, self.breaker)
 
-    def ordered(self, now_s: float = 0.0) -> list[MovePages]:
-        self.storer.advance(now_s)
-        orders, self.orders.outgoing = self.orders.outgoing, []
-        return orders
+    def submitted(self, now_s: float = 0.0) -> list[TierJob]:
+        self.writer.advance(now_s)
+        jobs, self.jobs.outgoing = self.jobs.outgoing, []
+        return jobs
 
-    def answer(self, order: MovePages, now_s: float, *, is_done: bool) -> None:
-        done, failures = [is_done] * len(order.pages), {} if is_done else {"error": 1}
-        self.orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=done, failures=failures), now_s)
+    def answer(self, job: TierJob, now_s: float, *, is_done: bool) -> None:
+        done, failures = [is_done] * len(job.pages), {} if is_done else {"error": 1}
+        self.jobs.on_result(TierJobResult(job_id=job.job_id, global_rank=0, done=done, failures=failures), now_s)
 
 
-def keys_of(orders: Sequence[MovePages]) -> list[bytes]:
-    return [page.key for order in orders for page in order.pages]
+def keys_of(jobs: Sequence[TierJob]) -> list[bytes]:
+    return [page.key for job in jobs for page in job.pages]
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_a_page_is_stored_once_however_often_it_is_due(policy: WritePolicy) -> None:
-    alone = StorerAlone(policy)
+    alone = WriterAlone(policy)
     for key in (*KEYS, *KEYS):
-        alone.storer.note_saved(key)
-    alone.storer.note_used(KEYS, 0.0)
-    (order,) = alone.ordered()
-    assert keys_of([order]) == KEYS
+        alone.writer.note_saved(key)
+    alone.writer.note_used(KEYS, 0.0)
+    (job,) = alone.submitted()
+    assert keys_of([job]) == KEYS
     for _ in range(2):
-        alone.storer.note_used(KEYS, 0.0)
-        alone.storer.note_saved(KEYS[0])
-        alone.storer.drain(is_draining=True)
-        assert alone.ordered() == []
-        alone.answer(order, 0.0, is_done=True)
-    assert alone.storer.num_waiting == 0
+        alone.writer.note_used(KEYS, 0.0)
+        alone.writer.note_saved(KEYS[0])
+        alone.writer.drain(is_draining=True)
+        assert alone.submitted() == []
+        alone.answer(job, 0.0, is_done=True)
+    assert alone.writer.num_waiting == 0
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_what_storage_has_had_is_offered_again_when_it_is_used_later_and_never_before(policy: WritePolicy) -> None:
-    alone = StorerAlone(policy)
+    alone = WriterAlone(policy)
     for key in KEYS:
-        alone.storer.note_saved(key)
-    (order,) = alone.ordered()
-    alone.answer(order, 1.0, is_done=True)
+        alone.writer.note_saved(key)
+    (job,) = alone.submitted()
+    alone.answer(job, 1.0, is_done=True)
     for now_s in (1.0, RENEW_S, RENEW_S + 1, RENEW_S + 2, 2 * RENEW_S, 2 * RENEW_S + 3):
-        alone.storer.note_used(KEYS[:2], now_s)
-        orders = alone.ordered(now_s)
-        assert keys_of(orders) == (KEYS[:2] if now_s in (RENEW_S + 1, 2 * RENEW_S + 3) else [])
-        for order in orders:
-            alone.answer(order, now_s, is_done=True)
-    assert alone.ordered(1e9) == [], "what nobody uses"
-    assert alone.storer.num_lost == 0
+        alone.writer.note_used(KEYS[:2], now_s)
+        jobs = alone.submitted(now_s)
+        assert keys_of(jobs) == (KEYS[:2] if now_s in (RENEW_S + 1, 2 * RENEW_S + 3) else [])
+        for job in jobs:
+            alone.answer(job, now_s, is_done=True)
+    assert alone.submitted(1e9) == [], "what nobody uses"
+    assert alone.writer.num_lost == 0
 
 
 def test_a_replica_that_drains_offers_first_what_storage_never_had() -> None:
-    alone = StorerAlone(WritePolicy.WRITE_THROUGH)
+    alone = WriterAlone(WritePolicy.WRITE_THROUGH)
     for key in KEYS[:2]:
-        alone.storer.note_saved(key)
-    (order,) = alone.ordered()
-    alone.answer(order, 0.0, is_done=True)
-    alone.storer.drain(is_draining=True)
-    assert keys_of(alone.ordered()) == KEYS[2:] + KEYS[:2]
+        alone.writer.note_saved(key)
+    (job,) = alone.submitted()
+    alone.answer(job, 0.0, is_done=True)
+    alone.writer.drain(is_draining=True)
+    assert keys_of(alone.submitted()) == KEYS[2:] + KEYS[:2]
 
 
 def test_pages_that_wait_too_long_for_their_turn_are_counted() -> None:
-    alone = StorerAlone()
+    alone = WriterAlone()
     for _ in range(3):
         alone.breaker.note(0.0, is_success=False)
     gone = [bytes([number]) for number in range(9)]
     for key in (*KEYS, *KEYS, *gone):
-        alone.storer.note_saved(key)
-    assert alone.ordered() == []
-    assert (alone.storer.num_waiting, alone.storer.num_lost) == (len(KEYS), len(gone))
-    assert alone.ordered(100.0) == []
-    assert alone.storer.num_lost == len(KEYS) + len(gone)
+        alone.writer.note_saved(key)
+    assert alone.submitted() == []
+    assert (alone.writer.num_waiting, alone.writer.num_lost) == (len(KEYS), len(gone))
+    assert alone.submitted(100.0) == []
+    assert alone.writer.num_lost == len(KEYS) + len(gone)
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
 def test_pages_that_are_being_stored_do_not_wait_for_it(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.hicache.storer.BATCH_PAGES", 2)
-    alone = StorerAlone(policy)
+    monkeypatch.setattr("workers.hicache.policy.storage_writer.BATCH_PAGES", 2)
+    alone = WriterAlone(policy)
     for key in KEYS:
-        alone.storer.note_saved(key)
-    assert len(alone.ordered()) == 2
-    alone.storer.note_used(KEYS, 0.0)
-    alone.storer.drain(is_draining=True)
-    assert alone.ordered() == []
-    assert alone.storer.num_waiting == 0
+        alone.writer.note_saved(key)
+    assert len(alone.submitted()) == 2
+    alone.writer.note_used(KEYS, 0.0)
+    alone.writer.drain(is_draining=True)
+    assert alone.submitted() == []
+    assert alone.writer.num_waiting == 0
 
 
 def test_storage_that_fails_gets_nothing_until_its_time_has_come_and_reads_go_on() -> None:
-    alone = StorerAlone()
+    alone = WriterAlone()
     for _ in range(3):
-        alone.storer.note_used(KEYS, 0.0)
-        (order,) = alone.ordered()
-        alone.answer(order, 0.0, is_done=False)
-    alone.storer.note_used(KEYS, 0.0)
-    assert alone.ordered(0.9) == []
-    assert alone.storer.num_waiting == len(KEYS)
-    (order,) = alone.ordered(1.0)
-    assert keys_of([order]) == KEYS
-    alone.answer(order, 1.0, is_done=True)
+        alone.writer.note_used(KEYS, 0.0)
+        (job,) = alone.submitted()
+        alone.answer(job, 0.0, is_done=False)
+    alone.writer.note_used(KEYS, 0.0)
+    assert alone.submitted(0.9) == []
+    assert alone.writer.num_waiting == len(KEYS)
+    (job,) = alone.submitted(1.0)
+    assert keys_of([job]) == KEYS
+    alone.answer(job, 1.0, is_done=True)
     assert not alone.breaker.is_open(1.0)
 
 
@@ -194,7 +194,7 @@ def test_writes_that_fail_do_not_keep_requests_from_reading() -> None:
         world.start([number] * 8)
         rank = world.ranks[0]
         while rank.inbox or rank.copies:
-            world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is MoveKind.STORE)
+            world.step(0, fails=bool(rank.copies) and rank.copies[0].kind is TierJobKind.STORE)
     assert world.tiers.state().num_opened == 1
     world.tiers.expect(Room(9), KEYS, world.now_s)
     assert world.tiers.is_waiting(Room(9), world.now_s)
@@ -205,7 +205,7 @@ def test_pages_of_a_read_that_hangs_are_held_and_counted_and_nothing_more_is_rea
     world = stored_world(prefetch=prefetch, host_pages=10)
     world.tiers.expect(Room(9), KEYS, world.now_s)
     world.advance()
-    while not any(order.kind is MoveKind.FETCH for order in world.ranks[0].copies):
+    while not any(job.kind is TierJobKind.FETCH for job in world.ranks[0].copies):
         world.step(0, fails=False)
     world.tiers.forget(Room(9), world.now_s)
     world.advance()
@@ -233,7 +233,7 @@ def test_a_replica_does_not_wait_for_a_write_that_hangs_when_it_drains() -> None
     world = world_of(backend="files")
     world.start([0] * 8)
     rank = world.ranks[0]
-    while not (rank.copies and rank.copies[0].kind is MoveKind.STORE):
+    while not (rank.copies and rank.copies[0].kind is TierJobKind.STORE):
         world.step(0, fails=False)
     world.tiers.drain(is_draining=True)
     world.advance()
@@ -248,7 +248,7 @@ def test_a_replica_does_not_wait_for_a_write_that_hangs_when_it_drains() -> None
 def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     waits: dict[str, list[int]] = {"reads": [], "writes": []}
 
-    class Counted(Throttle):
+    class Counted(RateLimit):
         def __init__(self, name: str) -> None:
             super().__init__(None)
             self._name = name
@@ -270,13 +270,13 @@ def test_each_page_waits_for_its_turn_and_one_that_is_there_is_not_written_again
 
 def test_each_rank_has_the_orders_open_that_it_has_not_answered() -> None:
     world = world_of(cp=2, host_pages=8)
-    none = dict.fromkeys(MoveKind, 0)
+    none = dict.fromkeys(TierJobKind, 0)
     assert [rank.num_open for rank in world.tiers.state().ranks] == [none] * 2
     world.start([0] * 4)
-    assert [rank.num_open for rank in world.tiers.state().ranks] == [{**none, MoveKind.SAVE: 1}] * 2
+    assert [rank.num_open for rank in world.tiers.state().ranks] == [{**none, TierJobKind.SAVE: 1}] * 2
     while world.ranks[0].inbox or world.ranks[0].copies:
         world.step(0, fails=False)
-    assert [rank.num_open[MoveKind.SAVE] for rank in world.tiers.state().ranks] == [0, 1]
+    assert [rank.num_open[TierJobKind.SAVE] for rank in world.tiers.state().ranks] == [0, 1]
     world.drain()
     assert all(not any(rank.num_open.values()) for rank in world.tiers.state().ranks)
 
@@ -292,10 +292,10 @@ def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
         assert last is not None
         owners.append(last % 2)
     figures = StorageFigures(used_bytes=7, num_evicted=1, evicted_bytes=3)
-    orders = Orders(2)
-    orders.give(MoveKind.STORE, [], lambda _: None)
-    orders.on_answer(PagesMoved(number=1, global_rank=1, done=[], storage=figures), 0.0)
-    assert orders.tally.storage == {1: figures}
+    jobs = TierJobs(2)
+    jobs.submit(TierJobKind.STORE, [], lambda _: None)
+    jobs.on_result(TierJobResult(job_id=1, global_rank=1, done=[], storage=figures), 0.0)
+    assert jobs.counters.storage == {1: figures}
     first, second = world.tiers.state().ranks
     assert (first.global_rank, second.global_rank) == (0, 1)
     assert first.host_pages == second.host_pages == first.used_host_pages == second.used_host_pages == 1
@@ -305,16 +305,16 @@ def test_every_rank_tells_of_its_own_pages_and_of_storage() -> None:
 
 
 def test_an_order_is_over_when_every_rank_has_answered_once() -> None:
-    orders, ended = Orders(2), list[Outcome]()
-    pages = [TierPage(key=bytes([number]), place=number, host=number) for number in range(3)]
-    orders.give(MoveKind.FETCH, pages, ended.append)
-    (order,) = orders.outgoing
-    assert orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=[True, True, False]), 1.0)
-    assert not orders.on_answer(PagesMoved(number=order.number, global_rank=0, done=[True, True, False]), 1.0)
-    assert not orders.on_answer(PagesMoved(number=order.number + 1, global_rank=1, done=[]), 1.0)
+    jobs, ended = TierJobs(2), list[Outcome]()
+    pages = [TierPage(key=bytes([number]), index=number, host=number) for number in range(3)]
+    jobs.submit(TierJobKind.FETCH, pages, ended.append)
+    (job,) = jobs.outgoing
+    assert jobs.on_result(TierJobResult(job_id=job.job_id, global_rank=0, done=[True, True, False]), 1.0)
+    assert not jobs.on_result(TierJobResult(job_id=job.job_id, global_rank=0, done=[True, True, False]), 1.0)
+    assert not jobs.on_result(TierJobResult(job_id=job.job_id + 1, global_rank=1, done=[]), 1.0)
     assert not ended
-    assert orders.on_answer(
-        PagesMoved(number=order.number, global_rank=1, done=[True, False, True], failures={"corrupt": 1}), 1.0
+    assert jobs.on_result(
+        TierJobResult(job_id=job.job_id, global_rank=1, done=[True, False, True], failures={"corrupt": 1}), 1.0
     )
     (outcome,) = ended
     assert (outcome.done, outcome.num_leading, outcome.failures["corrupt"]) == ([True, False, False], 1, 1)
@@ -328,6 +328,6 @@ def test_what_was_under_way_when_storage_was_left_alone_makes_no_pause_longer() 
         assert breaker.is_open(now_s + pause_s - 0.1)
         assert not breaker.is_open(now_s + pause_s)
         now_s += pause_s
-        for _ in range(2):  # as many orders are under way at once
+        for _ in range(2):  # as many jobs are under way at once
             breaker.note(now_s, is_success=False)
     assert breaker.num_opened == 5

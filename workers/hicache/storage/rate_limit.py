@@ -1,11 +1,11 @@
-"""At most so many bytes a second."""
+"""A limit of bytes per second."""
 
 import time
 from collections.abc import Callable
 
 
-class Throttle:
-    """Makes one thread wait, so that over any time it moves no more than the rate allows and one piece."""
+class RateLimit:
+    """Makes one thread wait, so that over any period it moves no more than the rate allows and one piece."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class Throttle:
         self._free_at_s = 0.0
 
     def wait(self, num_bytes: int, until_s: float) -> bool:
-        """Before so many bytes are moved; at once False where their turn would not come before ``until_s``."""
+        """Wait before moving so many bytes; return False at once if their turn would not come before ``until_s``."""
         if self._bytes_per_s is None:
             return True
         now_s = self._now_s()

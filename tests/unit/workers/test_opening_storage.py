@@ -9,9 +9,9 @@ import pytest
 from cluster.spec.errors import UserError
 from cluster.spec.hicache_config import StorageConfig
 from tests.fakes.page_stores import RankStore, page_of, rows_of, sizes
-from workers.hicache.storage.awaited import AwaitedStorage
 from workers.hicache.storage.files import FileStorage
 from workers.hicache.storage.interface import StorageBackend, StorageError
+from workers.hicache.storage.opening import OpeningStorage
 from workers.hicache.storage.registry import make_storage
 
 PAGES = [page_of(0)]
@@ -43,8 +43,8 @@ def test_storage_that_is_away_at_the_start_is_used_when_it_comes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     opener = Opener()
-    store = RankStore(AwaitedStorage(opener), rows_of(sizes())[0])
-    assert "starts without storage: the disk is not mounted" in caplog.text
+    store = RankStore(OpeningStorage(opener), rows_of(sizes())[0])
+    assert "starting without storage: the disk is not mounted" in caplog.text
     assert store.write(PAGES) == store.look_up(PAGES) == store.read(PAGES) == [False]
     assert store.failures["error"] == 3
     opener.backend = FileStorage(tmp_path, 1 << 20, fsync=False)
@@ -61,13 +61,14 @@ def test_nobody_waits_for_storage_that_takes_long_to_open(tmp_path: Path) -> Non
 
     class Closing(FileStorage):
         def close(self) -> None:
+            super().close()
             closed.append(True)
 
     def open_slowly() -> StorageBackend:
         assert go_on.wait(10.0)
         return Closing(tmp_path, 1 << 20, fsync=False)
 
-    storage = AwaitedStorage(open_slowly, first_s=0.01)
+    storage = OpeningStorage(open_slowly, first_s=0.01)
     with pytest.raises(StorageError, match="still being opened"):
         storage.count_leading(["n/aa"])
     storage.close()
@@ -85,19 +86,20 @@ def test_a_folder_that_can_never_be_is_refused_and_one_that_is_away_is_not(tmp_p
         FileStorage(Path("/proc/none"), 1, fsync=False)
 
 
-def test_nobody_waits_until_a_large_folder_is_counted(tmp_path: Path) -> None:
+def test_nobody_waits_until_a_large_folder_is_swept(tmp_path: Path) -> None:
     go_on = threading.Event()
 
     class Large(FileStorage):
-        def tidy(self) -> None:
+        def maintain(self) -> None:
             assert go_on.wait(10)
-            super().tidy()
+            super().maintain()
 
     RankStore(FileStorage(tmp_path, 1 << 20, fsync=False), rows_of(sizes())[0]).write(PAGES)
-    storage = AwaitedStorage(lambda: Large(tmp_path, 1 << 20, fsync=False))
+    storage = OpeningStorage(lambda: Large(tmp_path, 1 << 20, fsync=False))
     assert RankStore(storage, rows_of(sizes())[0]).read(PAGES) == [True]
     figures = storage.figures()
     assert figures is not None
     assert figures.used_bytes == 0
     go_on.set()
     until(lambda: (counted := storage.figures()) is not None and counted.used_bytes > 0)
+    storage.close()

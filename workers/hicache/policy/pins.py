@@ -1,4 +1,4 @@
-"""Which prompts are to stay in host memory, and so which pages: ids only."""
+"""Pinned prompts, and so the pages that stay in host memory: ids only."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ from cluster.spec.page_key import first_place
 
 
 class Pins:
-    """A page is pinned while any pinned prompt begins with it, whether or not it has come yet.
+    """Pages are pinned while any pinned prompt begins with them, whether or not they are in host memory yet.
 
-    The key of its last page names a prompt: it stands for all of it.
+    A prompt is named by the key of its last page, which stands for all of it.
     """
 
     def __init__(self, pages_per_owner: int, num_owners: int) -> None:
         self._pages_per_owner = pages_per_owner
-        self.most = pages_per_owner // 2
-        """Pages of each owner; other prompts have the rest."""
+        self.limit = pages_per_owner // 2
+        """Most pinned pages of each owner; the rest is for other prompts."""
         self._prompts: set[bytes] = set()
         self._num_prompts: Counter[bytes] = Counter()
-        """By page; those of none are not in it."""
+        """Pinned prompts of each page that has any."""
         self._num_pages = [0] * num_owners
 
     def __contains__(self, key: bytes) -> bool:
@@ -28,20 +28,20 @@ class Pins:
         return bool(self._prompts)
 
     def refusal(self, keys: Sequence[bytes]) -> str:
-        """Why a prompt may not be pinned; empty if it may."""
+        """Say why a prompt may not be pinned; empty if it may."""
         num_pages = self._num_pages.copy()
         for owner, key in self._owned(keys):
             num_pages[owner] += key not in self
-        if max(num_pages) <= self.most:
+        if max(num_pages) <= self.limit:
             return ""
         of_whom = " of one CP rank" if len(num_pages) > 1 else ""
         return (
             f"{max(num_pages)} of {self._pages_per_owner} host pages{of_whom} would be pinned, "
-            f"{max(self._num_pages)} are; allowed: {self.most}"
+            f"{max(self._num_pages)} are; allowed: {self.limit}"
         )
 
     def add(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Pin a prompt; the pages that were not pinned before."""
+        """Pin a prompt; return the pages that were not pinned before."""
         assert not self.refusal(keys), f"prompt pinned that may not be: {self.refusal(keys)}"
         if not keys or keys[-1] in self._prompts:
             return []
@@ -55,7 +55,7 @@ class Pins:
         return added
 
     def remove(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The opposite; the pages that are not pinned any more. A prompt that is not pinned changes nothing."""
+        """Unpin a prompt if it is pinned; return the pages that are not pinned any more."""
         if not keys or keys[-1] not in self._prompts:
             return []
         self._prompts.remove(keys[-1])
@@ -69,6 +69,6 @@ class Pins:
         return removed
 
     def _owned(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        """The owner of each page."""
+        """Pair each page with its owner."""
         first = first_place(keys[0]) if keys else 0
         return [((first + number) % len(self._num_pages), key) for number, key in enumerate(keys)]

@@ -1,0 +1,246 @@
+"""Index of the host pools: which page holds which tokens. Ids only, no memory.
+
+A page is reserved, then filled; only filled pages are found. The least recently used are evicted first, except those
+that are held or pinned. Pages are divided over owners as in ``page_allocator``.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import inf, isfinite
+
+from workers.cache.page_journal import PageJournal
+from workers.hicache.policy.pins import Pins
+
+NEVER_S = -inf
+"""``stored_s`` of a page that storage may not have."""
+STORING_S = inf
+"""``stored_s`` of a page that is being stored."""
+
+
+@dataclass(slots=True)
+class HostPage:
+    """A host page and its tokens."""
+
+    page: int
+    index: int
+    depth: int
+    is_filled: bool = False
+    num_holders: int = 0
+    stored_s: float = NEVER_S
+    """When storage last had it, as far as is known."""
+    is_fetched: bool = False
+    """Whether it came from storage and no request has used it yet."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be evicted, unless it is pinned."""
+        return self.is_filled and self.num_holders == 0
+
+
+class HostIndex:
+    """Pages 0 .. num_pages-1 of all owners, by page key."""
+
+    def __init__(self, pages_per_owner: int, num_owners: int) -> None:
+        self.num_pages = pages_per_owner * num_owners
+        self.num_owners = num_owners
+        self._free = [deque(range(owner, self.num_pages, num_owners)) for owner in range(num_owners)]
+        self._pages: dict[bytes, HostPage] = {}
+        self._by_use: list[OrderedDict[bytes, HostPage]] = [OrderedDict() for _ in range(num_owners)]
+        """Unpinned pages by owner, least recently used first. Pinned ones are left out, so that none are skipped."""
+        self._busy: list[set[bytes]] = [set() for _ in range(num_owners)]
+        """Pages by owner that cannot be evicted now."""
+        self.pins = Pins(pages_per_owner, num_owners)
+        self.version = 0
+        """Changes whenever the next pages to be evicted may have changed."""
+        self.journal = PageJournal()
+        """Pages filled and evicted."""
+        self.num_evicted = [0] * num_owners
+
+    @property
+    def num_used(self) -> int:
+        """Pages that are reserved or filled."""
+        return len(self._pages)
+
+    def num_used_of(self, owner: int) -> int:
+        return self.num_pages // self.num_owners - len(self._free[owner])
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pages) - sum(map(len, self._by_use))
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pages
+
+    def __getitem__(self, key: bytes) -> HostPage:
+        return self._pages[key]
+
+    def page_of(self, key: bytes) -> int | None:
+        """Return the filled page of a key."""
+        found = self._pages.get(key)
+        return found.page if found is not None and found.is_filled else None
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the pages of the leading keys that have filled ones."""
+        pages = []
+        for key in keys:
+            page = self.page_of(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def filled_keys(self) -> list[bytes]:
+        return [key for key, page in self._pages.items() if page.is_filled]
+
+    def oldest(self, owner: int, count: int) -> list[bytes]:
+        """Return the keys of an owner's next pages to be evicted."""
+        return [key for key, page in islice(self._by_use[owner].items(), count) if page.is_filled]
+
+    def num_movable(self, owner: int) -> int:
+        """Count an owner's pages that are free or may be evicted now."""
+        return self.num_pages // self.num_owners - len(self._busy[owner])
+
+    def is_busy(self, key: bytes) -> bool:
+        """Return whether a page is here, or reserved, and cannot be evicted now."""
+        page = self._pages.get(key)
+        return page is not None and key in self._busy[page.page % self.num_owners]
+
+    def reserve(self, key: bytes, index: int, depth: int = 0) -> int | None:
+        """Return a page to be filled for a new key; None if all of its owner's are in use.
+
+        ``index`` and ``depth`` are those of ``TierPage``.
+        """
+        assert key not in self._pages, "a key has two host pages"
+        owner = index % self.num_owners
+        if not self._free[owner]:
+            oldest = next((key for key, page in self._by_use[owner].items() if page.is_idle), None)
+            if oldest is None:
+                return None
+            self._evict(oldest, owner)
+        page = self._free[owner].popleft()
+        self._pages[key] = HostPage(page, index, depth)
+        self._settle(key)
+        self.version += 1
+        return page
+
+    def make_room(self, owner: int, wanted: int) -> int:
+        """Evict an owner's pages that storage was offered until so many are free; return how many of them are."""
+        lacking = wanted - len(self._free[owner])
+        offered = (key for key, page in self._by_use[owner].items() if page.stored_s != NEVER_S and page.is_idle)
+        for key in list(islice(offered, max(0, lacking))):
+            self._evict(key, owner)
+        return min(wanted, len(self._free[owner]))
+
+    def fill(self, key: bytes) -> None:
+        """Note that a reserved page has its bytes."""
+        self._pages[key].is_filled = True
+        self._settle(key)
+        self.version += 1
+        self.journal.note(key, True)
+
+    def note_fetched(self, key: bytes, now_s: float) -> None:
+        """Note that a filled page is a copy from storage."""
+        page = self._pages[key]
+        page.stored_s, page.is_fetched = now_s, True
+
+    def note_stored(self, key: bytes, stored_s: float) -> None:
+        """Note when storage had a copy of a filled page."""
+        self._pages[key].stored_s = stored_s
+        self.version += stored_s == NEVER_S
+
+    def doubt_storage(self) -> list[bytes]:
+        """Forget what storage has, since it may have lost it; return the pages that it had."""
+        doubted = [key for key, page in self._pages.items() if isfinite(page.stored_s)]
+        for key in doubted:
+            self.note_stored(key, NEVER_S)
+        return doubted
+
+    def note_used(self, keys: Sequence[bytes]) -> list[bool]:
+        """Note that a request uses these pages; return which of them storage delivered since their last use."""
+        pages = [self._pages[key] for key in keys]
+        fetched = [page.is_fetched for page in pages]
+        for page in pages:
+            page.is_fetched = False
+        return fetched
+
+    def drop(self, key: bytes) -> None:
+        """Free a page that nothing holds."""
+        page = self._pages.pop(key)
+        assert page.num_holders == 0, f"host page {page.page} is dropped but held"
+        owner = page.page % self.num_owners
+        self._by_use[owner].pop(key, None)
+        self._busy[owner].discard(key)
+        self._free[owner].append(page.page)
+        self.version += 1
+        if page.is_filled:
+            self.journal.note(key, False)
+
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """Keep filled pages until they are released as often."""
+        for key in keys:
+            page = self._pages[key]
+            assert page.is_filled, f"host page {page.page} is held before it has its bytes"
+            page.num_holders += 1
+            self._settle(key)
+
+    def release(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            page = self._pages[key]
+            assert page.num_holders > 0, f"host page {page.page} is released but not held"
+            page.num_holders -= 1
+            self._settle(key)
+        self.version += 1
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that the pages of a prefix were used, as far as they are here; the deepest are evicted first."""
+        for key in reversed(keys):
+            page = self._pages.get(key)
+            if page is not None and key not in self.pins:
+                self._by_use[page.page % self.num_owners].move_to_end(key)
+        self.version += 1
+
+    def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
+        """Never evict the pages of a prompt, also those that come later; or unpin them."""
+        for key in self.pins.add(keys) if is_pinned else self.pins.remove(keys):
+            if key in self._pages:
+                self._settle(key)
+        self.version += 1
+
+    def flush(self) -> None:
+        """Free everything that is neither held nor pinned."""
+        for pages in self._by_use:
+            for key in [key for key, page in pages.items() if page.is_idle]:
+                self.drop(key)
+
+    def check_integrity(self) -> None:
+        """Prove that every page is free or has one key, and is listed with its owner."""
+        used = [page.page for page in self._pages.values()]
+        free = [page for pages in self._free for page in pages]
+        assert sorted(used + free) == list(range(self.num_pages)), "a host page is lost, or has two keys"
+        listed = {key: page for pages in self._by_use for key, page in pages.items()}
+        assert listed == {key: page for key, page in self._pages.items() if key not in self.pins}, (
+            "a page is not listed"
+        )
+        movable = {key for key, page in listed.items() if page.is_idle}
+        assert self._pages.keys() - movable == set().union(*self._busy), "an idle page is busy"
+        for owner, pages in enumerate(self._by_use):
+            assert all(page.page % self.num_owners == owner for page in pages.values()), f"owner {owner} has a stranger"
+
+    def _evict(self, key: bytes, owner: int) -> None:
+        self.num_evicted[owner] += 1
+        self.drop(key)
+
+    def _settle(self, key: bytes) -> None:
+        """List a page anew after a change to its pins, holders or bytes."""
+        page = self._pages[key]
+        owner = page.page % self.num_owners
+        if key in self.pins:
+            self._by_use[owner].pop(key, None)
+        else:
+            self._by_use[owner].setdefault(key, page)
+        if key in self.pins or not page.is_idle:
+            self._busy[owner].add(key)
+        else:
+            self._busy[owner].discard(key)

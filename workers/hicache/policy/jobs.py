@@ -1,0 +1,155 @@
+"""Tier jobs of one replica, and what has become of them. Sans I/O."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.spec.tiers import (
+    JOB_BOUNDS_S,
+    RankWork,
+    StorageFigures,
+    TierJob,
+    TierJobKind,
+    TierJobResult,
+    TierPage,
+)
+
+LATE_S = 5.0
+"""Time that a storage job may take beyond its timeout; after that its storage call is considered hanging."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a job: no rank touches its pages any more."""
+
+    done: list[bool]
+    """For each page, whether every rank has done its part."""
+    failures: Counter[str]
+    """Failed pages by reason, over all ranks."""
+    now_s: float
+    """When the last rank reported."""
+
+    @property
+    def num_leading(self) -> int:
+        """Pages before the first that is not done."""
+        return next((number for number, is_done in enumerate(self.done) if not is_done), len(self.done))
+
+
+OnEnd = Callable[[Outcome], None]
+
+
+@dataclass(slots=True)
+class _Open:
+    kind: TierJobKind
+    done: list[bool]
+    on_end: OnEnd
+    failures: Counter[str] = field(default_factory=Counter)
+    reported: set[int] = field(default_factory=set)
+    due_s: float | None = None
+    """When it is considered hanging."""
+
+
+class TierJobs:
+    """Every rank reports every job exactly once, so that nothing waits for what only one rank knows."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._last_id = 0
+        self._open: dict[int, _Open] = {}
+        self._layerwise: TierJob | None = None
+        self.outgoing: list[TierJob] = []
+        """Jobs for all ranks."""
+        self.counters = JobCounters()
+
+    def submit(
+        self, kind: TierJobKind, pages: Sequence[TierPage], on_end: OnEnd, timeout_s: float | None = None
+    ) -> None:
+        """Give all ranks a job; ``on_end`` is called with its outcome."""
+        self.outgoing.append(self._make(kind, pages, on_end, timeout_s))
+
+    def submit_layerwise(self, pages: Sequence[TierPage], on_end: OnEnd) -> None:
+        """Load pages layer by layer with the next step."""
+        assert self._layerwise is None, "two layerwise loads for one step"
+        self._layerwise = self._make(TierJobKind.LOAD, pages, on_end, None)
+
+    def take_layerwise(self) -> TierJob | None:
+        """Return the layerwise load of the next step, if there is one."""
+        job, self._layerwise = self._layerwise, None
+        return job
+
+    def take_outgoing(self, now_s: float) -> list[TierJob]:
+        """Return the jobs submitted since the last call; their time begins."""
+        jobs, self.outgoing = self.outgoing, []
+        for job in jobs:
+            if job.timeout_s is not None:
+                self._open[job.job_id].due_s = now_s + job.timeout_s + LATE_S
+        return jobs
+
+    def on_result(self, result: TierJobResult, now_s: float) -> bool:
+        """Take in one rank's result; return False for one that belongs to no open job."""
+        job = self._open.get(result.job_id)
+        if job is None or result.global_rank in job.reported:
+            return False
+        self.counters.add(job.kind, result)
+        job.reported.add(result.global_rank)
+        job.done = [ours and theirs for ours, theirs in zip(job.done, result.done, strict=True)]
+        job.failures.update(result.failures)
+        if len(job.reported) == self._num_ranks:
+            del self._open[result.job_id]
+            job.on_end(Outcome(job.done, job.failures, now_s))
+        return True
+
+    def stuck_pages(self, now_s: float) -> Counter[TierJobKind]:
+        """Count the pages of jobs whose storage calls hang; they are not reused until the calls return."""
+        pages = Counter[TierJobKind]()
+        for job in self._open.values():
+            if job.due_s is not None and now_s >= job.due_s:
+                pages[job.kind] += len(job.done)
+        return pages
+
+    def num_open(self, kind: TierJobKind) -> int:
+        return sum(job.kind is kind for job in self._open.values())
+
+    def num_unreported(self, global_rank: int) -> dict[TierJobKind, int]:
+        """Count the jobs that a rank has yet to report, by kind."""
+        counts = dict.fromkeys(TierJobKind, 0)
+        for job in self._open.values():
+            counts[job.kind] += global_rank not in job.reported
+        return counts
+
+    def _make(self, kind: TierJobKind, pages: Sequence[TierPage], on_end: OnEnd, timeout_s: float | None) -> TierJob:
+        self._last_id += 1
+        self._open[self._last_id] = _Open(kind, [True] * len(pages), on_end)
+        return TierJob(job_id=self._last_id, kind=kind, pages=list(pages), timeout_s=timeout_s)
+
+
+class JobCounters:
+    """Totals of all results, by rank."""
+
+    def __init__(self) -> None:
+        self._work: dict[tuple[TierJobKind, int], RankWork] = {}
+        self.storage: dict[int, StorageFigures] = {}
+        """Latest figures by global rank."""
+
+    def add(self, kind: TierJobKind, result: TierJobResult) -> None:
+        if result.storage is not None:
+            self.storage[result.global_rank] = result.storage
+        key = kind, result.global_rank
+        before = self._work.get(key, RankWork(kind=kind, global_rank=result.global_rank))
+        within = list(before.num_within)
+        within[bisect_left(JOB_BOUNDS_S, result.waited_s + result.busy_s)] += 1
+        self._work[key] = RankWork(
+            kind=kind,
+            global_rank=result.global_rank,
+            num_jobs=before.num_jobs + 1,
+            num_bytes=before.num_bytes + result.num_bytes,
+            busy_s=before.busy_s + result.busy_s,
+            waited_s=before.waited_s + result.waited_s,
+            num_within=tuple(within),
+            failures=dict(Counter(before.failures) + Counter(result.failures)),
+        )
+
+    @property
+    def work(self) -> tuple[RankWork, ...]:
+        return tuple(self._work.values())

@@ -1,0 +1,147 @@
+"""Copies of host pages to storage: when they are made. Sans I/O."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from cluster.spec.hicache_config import WritePolicy
+from cluster.spec.tiers import TierJobKind, TierPage
+from workers.cache.page_journal import PageJournal
+from workers.hicache.policy.breaker import Breaker
+from workers.hicache.policy.host_index import NEVER_S, STORING_S, HostIndex
+from workers.hicache.policy.jobs import Outcome, TierJobs
+
+BATCH_PAGES = 16
+"""Most pages of one job."""
+MAX_OPEN = 2
+"""Most open jobs; their pages stay in host memory meanwhile."""
+MARGIN = 1024
+"""Pages of each owner that ``write_back`` stores ahead of their eviction."""
+TIMEOUT_S = 60.0
+"""A job that has waited so long is dropped: pages come faster than storage takes them."""
+RENEW_S = 60.0
+"""A used page that storage had so long ago is offered again, since storage does not report what it loses."""
+MAX_REPORTED = 1 << 18
+"""Keys of stored pages that new routers are sent."""
+
+
+class StorageWriter:
+    """Stores pages by the write policy. A page that cannot be written is counted, and tried again when it is used.
+
+    ``write_back`` tries it again among the next to be evicted. While the breaker is open the latest pages wait, as many
+    as host memory has. Offering a page that storage has costs one look: ranks write only what is missing.
+    """
+
+    def __init__(self, policy: WritePolicy, host: HostIndex, jobs: TierJobs, breaker: Breaker) -> None:
+        self._policy = policy
+        self._host = host
+        self._jobs = jobs
+        self._breaker = breaker
+        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._seen = -1
+        """Version of host memory at the last look at the next pages to be evicted."""
+        self._is_draining = False
+        self._doubted: set[bytes] = set()
+        """Pages that storage has had, which are offered after those that it never had."""
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self.journal = PageJournal()
+        """Pages stored; storage does not report what it evicts."""
+        self.num_lost = 0
+        """Pages that were due and are not stored."""
+
+    def note_saved(self, key: bytes) -> None:
+        """Note that a page has come to host memory from the device."""
+        if self._policy is not WritePolicy.WRITE_BACK:
+            self._wait([key])
+
+    def note_used(self, keys: Sequence[bytes], now_s: float) -> None:
+        """Note that a request begins with these pages; those here that storage may lack are due again."""
+        here = [key for key in keys if self._host.page_of(key) is not None]
+        for key in here:
+            if NEVER_S < self._host[key].stored_s <= now_s - RENEW_S:
+                self._host.note_stored(key, NEVER_S)
+        if self._policy is not WritePolicy.WRITE_BACK:
+            self._wait(key for key in here if self._is_missing(key))
+
+    def doubt(self) -> None:
+        """Offer all pages again that the policy or a drain asks for, since storage may have lost anything."""
+        self._doubted = set(self._host.doubt_storage())
+
+    def drain(self, *, is_draining: bool) -> None:
+        """Start or stop storing all that storage lacks, under every policy, since host memory may be gone soon."""
+        if is_draining and not self._is_draining:
+            self.doubt()
+        self._is_draining = is_draining
+        self._seen = -1
+
+    @property
+    def num_waiting(self) -> int:
+        """Pages that are due and in no job yet."""
+        return len(self._waiting)
+
+    @property
+    def stored_keys(self) -> list[bytes]:
+        """The latest stored pages."""
+        return list(self._stored)
+
+    def advance(self, now_s: float) -> None:
+        """Submit the writes that are due, unless the breaker is open."""
+        if self._breaker.is_open(now_s):
+            return
+        if not self._waiting and self._seen != self._host.version:
+            self._seen = self._host.version
+            self._wait(key for key in self._next_to_go() if self._is_missing(key))
+        while self._waiting and self._jobs.num_open(TierJobKind.STORE) < MAX_OPEN:
+            pages = self._next_batch()
+            if pages:
+                self._host.hold(page.key for page in pages)
+                self._jobs.submit(TierJobKind.STORE, pages, partial(self._on_stored, pages), TIMEOUT_S)
+
+    def _is_missing(self, key: bytes) -> bool:
+        return self._host[key].stored_s == NEVER_S
+
+    def _wait(self, keys: Iterable[bytes]) -> None:
+        """Queue pages, as many as host memory has; those that have waited longest are dropped."""
+        for key in keys:
+            self._waiting[key] = None
+            if len(self._waiting) > self._host.num_pages:
+                oldest, _ = self._waiting.popitem(last=False)
+                self.num_lost += self._host.page_of(oldest) is None or self._is_missing(oldest)
+
+    def _next_to_go(self) -> Iterator[bytes]:
+        if self._is_draining:
+            yield from sorted(self._host.filled_keys(), key=self._doubted.__contains__)
+        elif self._policy is WritePolicy.WRITE_BACK:
+            for owner in range(self._host.num_owners):
+                yield from self._host.oldest(owner, MARGIN)
+
+    def _next_batch(self) -> list[TierPage]:
+        pages: list[TierPage] = []
+        while self._waiting and len(pages) < BATCH_PAGES:
+            key, _ = self._waiting.popitem(last=False)
+            if self._host.page_of(key) is None:
+                self.num_lost += 1
+            elif self._is_missing(key):
+                self._host.note_stored(key, STORING_S)
+                page = self._host[key]
+                pages.append(TierPage(key=key, index=page.index, depth=page.depth, host=page.page))
+        return pages
+
+    def _on_stored(self, pages: list[TierPage], outcome: Outcome) -> None:
+        self._host.release(page.key for page in pages)
+        is_success = not outcome.failures["error"] and (any(outcome.done) or not outcome.failures["late"])
+        self._breaker.note(outcome.now_s, is_success=is_success)
+        for page, is_done in zip(pages, outcome.done, strict=True):
+            self._host.note_stored(page.key, outcome.now_s if is_done else NEVER_S)
+            if is_done:
+                self._report(page.key)
+        self.num_lost += len(pages) - sum(outcome.done)
+
+    def _report(self, key: bytes) -> None:
+        """Report a stored page to routers, once."""
+        if key in self._stored:
+            return
+        self.journal.note(key, True)
+        self._stored[key] = None
+        if len(self._stored) > MAX_REPORTED:
+            self._stored.popitem(last=False)
