@@ -69,7 +69,7 @@ class FakeParts:
 
 
 def plan_of(step: int, fill: TierJob | None = None) -> StepPlan:
-    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], rows=[], releases=[], fill=fill)
+    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[], layerwise_load=fill)
 
 
 @pytest.fixture
