@@ -31,4 +31,5 @@ class MoeBlock(nn.Module):
         routed = self._dispatcher.run(self.gate(x, counted), lens, self.experts)
         if self.shared_expert is None:
             return routed
-        return routed + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x, lens)
+        shared: Tensor = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x, lens)
+        return routed + shared

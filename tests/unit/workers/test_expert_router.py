@@ -20,16 +20,17 @@ HIDDEN = 16
 
 def theirs_and_ours(family: str, num_experts: int, top_k: int, *, renormalize: bool) -> tuple[Any, ExpertRouter]:
     """Two routers with the same table."""
-    shape = {"hidden_size": HIDDEN, "num_experts_per_tok": top_k}
-    theirs: Any
+    shape: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": top_k}
+    make: Any
+    config: Any
     if family == "mixtral":
-        theirs = MixtralTopKRouter(MixtralConfig(**shape, num_local_experts=num_experts))
+        make, config = MixtralTopKRouter, MixtralConfig(**shape, num_local_experts=num_experts)
     elif family == "qwen2_moe":
-        theirs = Qwen2MoeTopKRouter(Qwen2MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize))
+        make, config = Qwen2MoeTopKRouter, Qwen2MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize)
     else:
-        theirs = Qwen3MoeTopKRouter(Qwen3MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize))
+        make, config = Qwen3MoeTopKRouter, Qwen3MoeConfig(**shape, num_experts=num_experts, norm_topk_prob=renormalize)
     moe = MoeConfig(num_experts=num_experts, top_k=top_k, intermediate_size=8, renormalize=renormalize)
-    return theirs, ExpertRouter(HIDDEN, moe, in_order(num_experts, 1))
+    return make(config), ExpertRouter(HIDDEN, moe, in_order(num_experts, 1))
 
 
 @pytest.mark.parametrize(
