@@ -1,6 +1,6 @@
 """Context-parallel attention over real processes.
 
-Three or four ranks cost seconds to start, so that one set of processes serves all cases.
+Ranks cost seconds to start, so one set of processes serves all cases.
 """
 
 import multiprocessing
@@ -56,10 +56,11 @@ def tcp_group(store: Store, rank: int, size: int) -> Communicator:
 
 
 class Ranks:
-    """Four rank processes and the pipes to them."""
+    """Rank processes and the pipes to them."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.fakes.attention_oracle"])  # with torch, once for all ranks
         self.store, port = open_store(HOST, TIMEOUT_S)
         pipes = [context.Pipe() for _ in range(size)]
         self.connections = [ours for ours, _ in pipes]
@@ -94,6 +95,26 @@ def ranks() -> Iterator[Ranks]:
     yield ranks
     ranks.close()
     assert [process.exitcode for process in ranks.processes] == [0] * 4
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(8)
+    yield ranks
+    ranks.close()
+    assert [process.exitcode for process in ranks.processes] == [0] * 8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("passing", [None, *Passing])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_every_strategy_over_eight_ranks_equals_the_oracle(
+    eight_ranks: Ranks, name: str, passing: Passing | None
+) -> None:
+    """As many as deploy/h200-2x8-ring.yaml has, and five as a size that divides nothing."""
+    for strategy, cp, kind in product(Strategy, (5, 8), ("shared", "tcp")):
+        scenario = Scenario(CHUNKS[name], strategy, cp, passing, seed=cp)
+        check_scenario(scenario, eight_ranks.run(scenario, kind))
 
 
 @pytest.mark.parametrize("passing", [None, *Passing])

@@ -147,6 +147,14 @@ def test_any_chunks_strategy_passing_and_cp_equal_the_oracle(scenario: Scenario,
 
 
 @pytest.mark.parametrize("passing", [None, *Passing])
+@pytest.mark.parametrize("strategy", Strategy)
+def test_eight_ranks_equal_the_oracle(strategy: Strategy, passing: Passing | None) -> None:
+    """More ranks than tokens, then prefixes that some ranks own no page of."""
+    scenario = Scenario(((3, 1, 0), (0, 21, 2), (34, 1, 9)), strategy, 8, passing)
+    check_scenario(scenario, on_thread_ranks(8, lambda group: ScenarioRun(scenario, group).run()))
+
+
+@pytest.mark.parametrize("passing", [None, *Passing])
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", Strategy)
 def test_bf16_with_prefixes_and_single_tokens(strategy: Strategy, cp: int, passing: Passing | None) -> None:
