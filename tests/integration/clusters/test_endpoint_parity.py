@@ -36,13 +36,22 @@ LENGTHS = (1, 2, 33, 64, 130, 5, 300)
             ("prefill.strategy=zigzag", "prefill.mode=ring", "prefill.chunk_tokens=100", "transfer.backend=mooncake"),
             marks=pytest.mark.mooncake,
         ),
+        pytest.param(
+            "qwen3_moe",
+            ("prefill.parallel.ep=2", "decode.parallel.dp=2", "decode.parallel.ep=2", "resources.cpus_per_worker=0.25"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_tokens_through_the_endpoint_equal_transformers(tmp_path: Path, family: str, settings: tuple[str, ...]) -> None:
     folder = make_checkpoint(write_model_folder(tmp_path / family, template=CALLING), family, seed=5)
     prompts = prompts_of(LENGTHS)
     with running_cluster(
-        "deploy/local-cpu.yaml", f"parity-{family}", f"model.path={folder}", "kv.page_size=16", *settings
+        "deploy/local-cpu.yaml",
+        f"parity-{family.replace('_', '-')}",
+        f"model.path={folder}",
+        "kv.page_size=16",
+        *settings,
     ) as cluster:
         with ThreadPoolExecutor(len(prompts)) as clients:
             ours = list(clients.map(lambda prompt: cluster.complete(prompt, NUM_TOKENS, model=family), prompts))
