@@ -17,8 +17,8 @@ from workers.engine.batch import BatchRow
 from workers.engine.gpu_recorder import GpuRecorder, RecordingError
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
-from workers.models.registry import parse_model_config
 from workers.models.decoder import DecoderModel
+from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel

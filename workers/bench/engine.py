@@ -26,8 +26,8 @@ from workers.engine.begun_step import BegunStep
 from workers.engine.gpu_recorder import GpuRecorder
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
-from workers.models.registry import parse_model_config
 from workers.models.decoder import DecoderModel
+from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
 _PAGE_SIZE = 64

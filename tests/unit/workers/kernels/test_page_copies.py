@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.kv import PoolLayout
+from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies
-from workers import kernel_devices
 from workers.cache import page_copies
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.cache.page_copies import PageCopies, warm_up_copies
@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> _Counted:
         counted.append(places.shape[1])
         copy_pages(source, target, places)
 
-    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(kernel, "copy_pages", count)
     return counted
 
@@ -91,6 +91,6 @@ def test_what_copies_is_there_before_the_first_request(launches: _Counted, monke
     warm_up_copies(pool.data)
     assert launches == [1]
     assert torch.equal(pool.data, before)
-    monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
+    kernels_on_cpu(monkeypatch, on=False)
     warm_up_copies(pool.data)
     assert launches == [1]
