@@ -1,61 +1,72 @@
-"""`baton bench cp`: the time of one prefill step for every way to compute it, in plain processes. Loads no torch.
+"""`baton bench cp`: time of one prefill step for every way to compute it, in plain processes. Loads no torch.
 
-Every round measures one rank alone and then every group, so that a machine whose speed drifts slows all of them.
+Each round measures one rank alone and then every group, so that a machine whose speed drifts slows all of them.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from cluster.bench.cp_result import CpResult, summarize
-from cluster.bench.model_size import ModelSize
 from cluster.machine_memory import machine_memory
 from cluster.spec.errors import UserError
-from cluster.spec.kv import KvGeometry
+from cluster.spec.kv import DTYPE_BYTES
 from cluster.spec.pool import GIB
 from cluster.spec.ranks import MOST_RANKS
-from cluster.spec.strategy import Collectives, CpMode, PassingSetting, StrategySetting
-from workers.bench_step import StepLens, Way
+from cluster.spec.strategy import (
+    Collectives,
+    CpMode,
+    Passing,
+    PassingSetting,
+    Strategy,
+    StrategySetting,
+)
+from workers.bench.results import StepLens, StepTime, Way
+from workers.bench.shapes import SHAPES
+from workers.context_parallel.cost_model import Choice
 from workers.models.interface import DecoderConfig
+from workers.models.registry import parse_model_config
 from workers.worker_process import WorkerProcess
 
-_RANK = "workers.bench_rank:BenchRank"
+DTYPES = ("bfloat16", "float32")
+_RANK = "workers.bench.cp_rank:CpBenchRank"
 _PROCESS_BYTES = 24 << 20
-"""What a rank takes beside weights and KV, at least."""
+"""Memory of a rank besides weights and KV, at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpBench:
-    """One benchmark run. Raises UserError when a value makes no sense."""
+    """Options of one run. Raises UserError when a value is not allowed."""
 
     prompt_lens: tuple[int, ...]
     cps: tuple[int, ...]
     strategies: tuple[StrategySetting, ...]
     modes: tuple[CpMode, ...] = (CpMode.GATHER,)
     passings: tuple[PassingSetting, ...] = (PassingSetting.AUTO,)
-    """Of ring mode."""
+    """What ring mode passes on."""
     prefix_lens: tuple[int, ...] = (0,)
     """Tokens that count as cached before the prompt."""
     collectives: Collectives = Collectives.AUTO
     num_rounds: int = 5
-    model: ModelSize = field(default_factory=ModelSize)
+    model: str = "small"
+    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        least = {"prompt-len": min(self.prompt_lens), "cp": min(self.cps), "rounds": self.num_rounds}
-        for name, value in least.items():
-            if value < 1:
-                raise UserError(f"--{name}: got {value}; allowed: 1 or more")
-        if max(self.cps) > MOST_RANKS:
-            raise UserError(f"--cp: got {max(self.cps)}; allowed: at most {MOST_RANKS}, the workers of a replica")
+        if min(self.prompt_lens) < 1:
+            raise UserError(f"--prompt-len: got {min(self.prompt_lens)}; allowed: 1 or more")
         if min(self.prefix_lens) < 0:
             raise UserError(f"--prefix-len: got {min(self.prefix_lens)}; allowed: 0 or more")
+        if wrong := [cp for cp in self.cps if not 1 <= cp <= MOST_RANKS]:
+            raise UserError(f"--cp: got {wrong[0]}; allowed: 1 to {MOST_RANKS}")
+        if self.model not in SHAPES:
+            raise UserError(f"--model: got {self.model!r}; allowed: {', '.join(SHAPES)}")
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype: got {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         if CpMode.RING not in self.modes and self.passings != (PassingSetting.AUTO,):
-            raise UserError(
-                f"--passing: got {', '.join(self.passings)} with --mode gather; only ring mode has a passing"
-            )
+            raise UserError(f"--passing: got {', '.join(self.passings)} with --mode gather; allowed: with --mode ring")
         if CpMode.RING in self.modes and max(self.cps) == 1:
-            raise UserError("--mode: got ring with --cp 1; one rank is no ring")
+            raise UserError("--mode: ring mode needs cp ≥ 2; got --cp 1")
 
     @property
     def lens(self) -> list[StepLens]:
@@ -63,8 +74,13 @@ class CpBench:
         lens = [StepLens(prompt_len, prefix_len) for prefix_len in self.prefix_lens for prompt_len in self.prompt_lens]
         return list(dict.fromkeys(lens))
 
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest prompt and prefix."""
+        return max(lens.total for lens in self.lens)
+
     def ways(self) -> list[Way]:
-        """In order of measuring. The first is one rank alone, to which nothing else means anything."""
+        """Return the ways in order of measuring; the first is one rank alone, to which only ``cp`` applies."""
         groups = [
             Way(cp=cp, mode=mode, strategy=strategy, passing=passing)
             for cp in sorted({cp for cp in self.cps if cp > 1})
@@ -75,38 +91,53 @@ class CpBench:
         return list(dict.fromkeys([Way(cp=1), *groups]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpResult:
+    """One line of the output; times are medians over all rounds."""
+
+    strategy: StrategySetting
+    mode: CpMode
+    passing: PassingSetting | None
+    cp: int
+    prompt_len: int
+    prefix_len: int
+    prefill_s: float
+    """Time of the slowest rank from a common start to the first token."""
+    efficiency: float
+    """Time of one rank / (cp * time), the median of the ratios within a round: what slows a round slows both."""
+    exposed_comm_share: float
+    """Share of time inside collectives on the rank where it is least: others also wait for that rank's work."""
+    kv_bytes_per_rank: int
+    """Bytes of the request's pages on the rank that owns most of them."""
+    wait_shares: tuple[float, ...]
+    """Share of time inside collectives, by rank."""
+    cpu_s: float
+    """CPU time of the slowest rank, which other processes on the machine hardly disturb."""
+    chosen: Strategy
+    """The strategy that ran."""
+    chosen_passing: Passing | None
+    estimate_s: float | None
+    """Time that the cost model expects."""
+
+
 def run_cp_bench(bench: CpBench) -> Iterator[CpResult]:
-    """Measure; yields the results of one prompt after another, by group size."""
-    max_len = max(lens.total for lens in bench.lens)
-    _check_memory(bench, max_len)
-    config = bench.model.config(max_len)
+    """Yield the results of one prompt after another, by group size."""
+    _check_memory(bench)
+    config = parse_model_config(SHAPES[bench.model].config_json(bench.max_len) | {"dtype": bench.dtype})
     with _ranks(max(bench.cps)) as ranks:
         _start(ranks, config, bench)
         for lens in bench.lens:
             yield from _measure(bench, ranks, lens)
 
 
-def _check_memory(bench: CpBench, max_len: int) -> None:
-    model, num_ranks = bench.model, max(bench.cps)
-    geometry = KvGeometry(
-        model="random",
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=model.dtype,
-        page_size=1,
-    )
-    available, ranks_bytes = machine_memory().available, num_ranks * (_PROCESS_BYTES + model.weight_bytes)
-    if ranks_bytes > available:
+def _check_memory(bench: CpBench) -> None:
+    shape, num_ranks, itemsize = SHAPES[bench.model], max(bench.cps), DTYPE_BYTES[bench.dtype]
+    weight_bytes, kv_bytes = shape.num_weights * itemsize, shape.layers * shape.kv_row_len * itemsize * bench.max_len
+    wanted, available = num_ranks * (_PROCESS_BYTES + weight_bytes + kv_bytes), machine_memory().available
+    if wanted > available:
         raise UserError(
-            f"--cp, --layers: got {num_ranks} and {model.num_layers}, which take {ranks_bytes / GIB:.3g} GiB without "
-            f"a prompt; allowed: what fits into {available / GIB:.3g} GiB"
-        )
-    wanted, left = num_ranks * max_len * geometry.bytes_per_token, available - ranks_bytes
-    if wanted > left:
-        raise UserError(
-            f"--prompt-len: got {max_len} tokens, whose KV takes {wanted / GIB:.3g} GiB in {num_ranks} processes; "
-            f"allowed: what fits into {left / GIB:.3g} GiB"
+            f"--prompt-len, --cp, --model: {bench.max_len} tokens on {num_ranks} ranks of {bench.model} take "
+            f"{wanted / GIB:.3g} GiB; allowed: at most {available / GIB:.3g} GiB"
         )
 
 
@@ -126,7 +157,7 @@ def _ranks(count: int) -> Iterator[list[WorkerProcess]]:
 
 def _start(ranks: list[WorkerProcess], config: DecoderConfig, bench: CpBench) -> None:
     for number, rank in enumerate(ranks):
-        rank.call("make", number, config, max(lens.total for lens in bench.lens))
+        rank.call("make", number, config, bench.max_len)
     for rank in ranks:
         rank.result()
     store = _ask(ranks[:1], "open_store")[0]
@@ -137,16 +168,20 @@ def _start(ranks: list[WorkerProcess], config: DecoderConfig, bench: CpBench) ->
 def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list[CpResult]:
     ways = bench.ways()
     choices = {way: _ask(ranks[:1], "choose", way, lens)[0] for way in ways}
-    # The first round sizes the buffers and is not counted; every other one goes backwards, so that order tells nothing.
+    # The first round sizes the buffers and does not count; every other one runs backwards, so that order cancels out.
     rounds = [
         {way: _ask(ranks[: way.cp], "step", way, choices[way], lens) for way in ways[:: 1 if number % 2 else -1]}
         for number in range(1 + bench.num_rounds)
     ][1:]
     alone = [steps[ways[0]] for steps in rounds]
     return [
-        CpResult(
-            **summarize(way, lens, choices[way], [steps[way] for steps in rounds], alone),
-            kv_bytes_per_rank=_ask(ranks[:1], "kv_bytes", way, lens.total)[0],
+        summarize(
+            way,
+            lens,
+            choices[way],
+            [steps[way] for steps in rounds],
+            alone,
+            kv_bytes=_ask(ranks[:1], "kv_bytes", way, lens.total)[0],
         )
         for way in ways
         if way.cp in bench.cps
@@ -154,7 +189,35 @@ def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list
 
 
 def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
-    """Call all at once; every rank's answer."""
+    """Call all ranks at once; return every rank's answer."""
     for rank in ranks:
         rank.call(method, *args)
     return [rank.result() for rank in ranks]
+
+
+Steps = Sequence[list[StepTime]]
+"""Times by round and rank."""
+
+
+def summarize(way: Way, lens: StepLens, choice: Choice, steps: Steps, alone: Steps, *, kv_bytes: int) -> CpResult:
+    """Return the result of one way; ``alone`` are the rounds of one rank."""
+    totals_s = [max(rank.seconds for rank in ranks) for ranks in steps]
+    shares = [[rank.waited_s / total_s for rank in ranks] for ranks, total_s in zip(steps, totals_s, strict=True)]
+    ratios = [single.seconds / (way.cp * total_s) for [single], total_s in zip(alone, totals_s, strict=True)]
+    return CpResult(
+        strategy=way.strategy,
+        mode=way.mode,
+        passing=way.passing,
+        cp=way.cp,
+        prompt_len=lens.prompt_len,
+        prefix_len=lens.prefix_len,
+        prefill_s=median(totals_s),
+        efficiency=median(ratios),
+        exposed_comm_share=median(min(ranks) for ranks in shares),
+        kv_bytes_per_rank=kv_bytes,
+        wait_shares=tuple(median(of_rank) for of_rank in zip(*shares, strict=True)),
+        cpu_s=median(max(rank.cpu_s for rank in ranks) for ranks in steps),
+        chosen=choice.strategy,
+        chosen_passing=choice.passing,
+        estimate_s=choice.estimate_s,
+    )

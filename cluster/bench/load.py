@@ -1,35 +1,88 @@
-"""Runs a workload against an endpoint: who sends next, and when. Figures are made in statistics.py."""
+"""Load generator: sends a workload to /v1/completions and records when tokens arrive."""
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import httpx
 
-from cluster.bench.api_key import key_headers
-from cluster.bench.client import StreamError, complete
-from cluster.bench.sse import error_message
+from cluster.bench.endpoint import error_message, key_headers, parse_line
 from cluster.bench.statistics import RequestRecord
-from cluster.bench.workload import PlannedRequest, Workload
+from cluster.bench.workload import Workload
 
+_RUN_SALT = secrets.token_hex(8)
+"""Keeps a run from hitting prefix-cache entries of an earlier run."""
 _TIMELINE_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadResult:
-    """What came of one run."""
+class StreamError(Exception):
+    """A request without a complete answer; the message is what the report counts."""
 
-    model: str
-    """The name that was asked for."""
-    records: list[RequestRecord]
-    """One a request, in order of arrival."""
 
-    @property
-    def timed(self) -> RequestRecord:
-        """Of the request in the middle, which is the one that is timed if one is."""
-        return self.records[len(self.records) // 2]
+async def complete(
+    client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int, *, timed: bool = False
+) -> RequestRecord:
+    """Ask for exactly ``output_len`` tokens after a prompt of token ids; a failure is in the record, not raised.
+
+    With ``timed`` the endpoint keeps a timeline of the request, and the record has its path.
+    """
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": _RUN_SALT,
+        "stream_options": {"include_usage": True},
+    } | ({"timeline": True} if timed else {})
+    record = RequestRecord(sent_s=time.monotonic())
+    try:
+        finished = await _read_stream(client, body, record)
+        if not finished:
+            raise StreamError("the stream ended before its finish_reason")
+        if record.num_output_tokens != output_len:
+            raise StreamError(f"{record.num_output_tokens} output tokens, {output_len} asked for")
+    except (httpx.HTTPError, StreamError, ValueError) as failure:
+        record.error = str(failure) or type(failure).__name__
+    record.ended_s = time.monotonic()
+    return record
+
+
+async def _read_stream(client: httpx.AsyncClient, body: Mapping[str, Any], record: RequestRecord) -> bool:
+    """Fill in the record; return whether the answer has a finish reason."""
+    finished = False
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            await response.aread()
+            raise StreamError(f"HTTP {response.status_code}: {error_message(response.text)}")
+        record.timeline_path = response.headers.get("x-baton-timeline")
+        async for line in response.aiter_lines():
+            event = parse_line(line)
+            if event is not None:
+                finished |= _note(event, record)
+    return finished
+
+
+def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
+    """Record one event; return whether it ends the answer."""
+    if "error" in event:
+        raise StreamError(f"in the stream: {event['error'].get('message', event['error'])}")
+    ended = False
+    for choice in event.get("choices", ()):
+        ended |= (is_last := choice.get("finish_reason") is not None)
+        # Without token ids only the text tells, which may be empty except in the last chunk.
+        if choice["token_ids"] if "token_ids" in choice else (choice.get("text") or not is_last):
+            record.arrivals_s.append(time.monotonic())
+    if usage := event.get("usage"):
+        record.num_prompt_tokens = usage["prompt_tokens"]
+        record.num_output_tokens = usage["completion_tokens"]
+        record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return ended
 
 
 async def run_load(
@@ -37,12 +90,14 @@ async def run_load(
     model: str | None,
     workload: Workload,
     *,
-    num_warmup: int,
-    timeout_s: float,
-    timed: bool,
-    on_progress: Callable[[RequestRecord], None],
-) -> LoadResult:
-    """Warm up and send the workload; with ``timed``, the request in the middle asks for a timeline.
+    num_warmup: int = 0,
+    timeout_s: float = 600.0,
+    timed: bool = False,
+    on_progress: Callable[[], None] = lambda: None,
+) -> tuple[str, list[RequestRecord]]:
+    """Return the name of the model and one record per request, in order of arrival.
+
+    ``model`` is the endpoint's first by default. With ``timed`` the endpoint keeps a timeline of the middle request.
 
     Raises:
         StreamError: the endpoint serves no model, or a warm-up request failed.
@@ -52,15 +107,46 @@ async def run_load(
     timeout = httpx.Timeout(timeout_s, connect=10.0)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=key_headers()) as client:
         served = model or await first_model(client)
-        await _warm_up(client, served, workload, num_warmup)
-        requests = workload.requests()
-        middle = len(requests) // 2 if timed else None
-        records = await _send_all(client, served, requests, middle, workload.concurrency, on_progress)
-        return LoadResult(model=served, records=records)
+        for request in workload.warmup(num_warmup):
+            record = await complete(client, served, request.make_prompt(), request.output_len)
+            if record.error is not None:
+                raise StreamError(f"a warm-up request failed: {record.error}")
+        limit = asyncio.Semaphore(workload.concurrency) if workload.concurrency else contextlib.nullcontext()
+        middle = len(workload.requests) // 2 if timed else None
+        start_s = time.monotonic()
+
+        async def send(index: int) -> RequestRecord:
+            request = workload.requests[index]
+            await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
+            async with limit:
+                record = await complete(
+                    client, served, request.make_prompt(), request.output_len, timed=index == middle
+                )
+            on_progress()
+            return record
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(send(index)) for index in range(len(workload.requests))]
+        return served, [task.result() for task in tasks]
+
+
+async def first_model(client: httpx.AsyncClient) -> str:
+    """Return the name of the first model that ``/v1/models`` lists.
+
+    Raises:
+        StreamError: the list is empty, or the endpoint answers with an error.
+    """
+    response = await client.get("/v1/models")
+    if response.status_code != 200:
+        raise StreamError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
+    models = response.json()["data"]
+    if not models:
+        raise StreamError("/v1/models lists no model")
+    return str(models[0]["id"])
 
 
 def fetch_timeline(url: str, record: RequestRecord) -> bytes:
-    """The timeline of a request that asked for one, as Trace Event JSON.
+    """Return the timeline of a request that asked for one, as Trace Event JSON.
 
     Raises:
         StreamError: there is none.
@@ -72,48 +158,3 @@ def fetch_timeline(url: str, record: RequestRecord) -> bytes:
     if response.status_code != 200:
         raise StreamError(f"no timeline: HTTP {response.status_code}: {error_message(response.text)}")
     return response.content
-
-
-async def first_model(client: httpx.AsyncClient) -> str:
-    """The name of the first model that ``/v1/models`` lists.
-
-    Raises:
-        StreamError: it lists none, or answers with an error.
-    """
-    response = await client.get("/v1/models")
-    if response.status_code != 200:
-        raise StreamError(f"/v1/models: HTTP {response.status_code}: {error_message(response.text)}")
-    models = response.json()["data"]
-    if not models:
-        raise StreamError("/v1/models lists no model")
-    return str(models[0]["id"])
-
-
-async def _warm_up(client: httpx.AsyncClient, model: str, workload: Workload, num_warmup: int) -> None:
-    for request in workload.warmup(num_warmup):
-        record = await complete(client, model, request.make_prompt(), request.output_len)
-        if record.error is not None:
-            raise StreamError(f"a warm-up request failed: {record.error}")
-
-
-async def _send_all(
-    client: httpx.AsyncClient,
-    model: str,
-    requests: Sequence[PlannedRequest],
-    timed: int | None,
-    concurrency: int | None,
-    on_progress: Callable[[RequestRecord], None],
-) -> list[RequestRecord]:
-    limit = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
-    start_s = time.monotonic()
-
-    async def send(index: int, request: PlannedRequest) -> RequestRecord:
-        await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
-        async with limit:
-            record = await complete(client, model, request.make_prompt(), request.output_len, timed=index == timed)
-        on_progress(record)
-        return record
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(send(index, request)) for index, request in enumerate(requests)]
-    return [task.result() for task in tasks]

@@ -1,33 +1,47 @@
-"""From what was seen of each request to the figures of a run. Pure arithmetic; all times in, milliseconds out."""
+"""Latency and throughput of a benchmark run, from what the client saw of each request."""
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cluster.spec.errors import UserError
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """What the client saw of one request; times are seconds on one monotonic clock."""
 
     sent_s: float
-    ended_s: float
-    arrivals_s: tuple[float, ...] = ()
-    """When each piece of the answer came."""
+    ended_s: float = math.inf
+    arrivals_s: list[float] = field(default_factory=list)
+    """Arrival time of each chunk that brought tokens."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that the endpoint took from a cache, as it says."""
+    """Prompt tokens that the endpoint reports as cached."""
     timeline_path: str | None = None
-    """Where the endpoint has the request's timeline."""
+    """Path of the request's timeline at the endpoint."""
     error: str | None = None
-    """Why it failed; None when the whole answer came."""
+    """Reason of a failure; None for a complete answer."""
+
+    def latencies_s(self) -> dict[str, float]:
+        """Return the latencies that this request has, by the names of vLLM's benchmark."""
+        latencies = {"e2el": self.ended_s - self.sent_s}
+        if self.arrivals_s:
+            latencies["ttft"] = self.arrivals_s[0] - self.sent_s
+        if self.num_output_tokens > 1:
+            # An answer that arrives in one chunk hides the time between its tokens: TPOT is 0.
+            latencies["tpot"] = (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output_tokens - 1)
+        return latencies
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of one latency, in milliseconds."""
+    """Mean and percentiles of one latency in milliseconds."""
 
     mean: float
     p50: float
@@ -37,34 +51,36 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The figures of a run; only requests that succeeded count, and failures are counted apart."""
+    """Figures of a run over the requests that succeeded."""
 
     completed: int
     failed: int
     duration_s: float
-    """From the first request sent to the last one ended."""
+    """Time from the first request sent to the last one ended."""
     prompt_tokens: int
     output_tokens: int
     hit_rate: float
-    """Part of the prompt tokens that the endpoint took from a cache, as it says."""
+    """Share of prompt tokens that the endpoint reports as cached."""
     requests_per_s: float
+    goodput_per_s: float | None
+    """Requests per second that met every latency objective; None without objectives."""
     output_tokens_per_s: float
     total_tokens_per_s: float
-    """Prompt and output tokens together."""
+    """Prompt and output tokens per second."""
     ttft_ms: Quantiles | None
-    """Time to first token. None here and below when no request has such a time."""
+    """Time to first token; this and the following are None when no request has the latency."""
     tpot_ms: Quantiles | None
-    """Time per output token after the first, one value a request."""
+    """Time per output token after the first, one value per request."""
     itl_ms: Quantiles | None
-    """Time between two pieces of one stream, one value a gap."""
-    e2e_ms: Quantiles | None
-    """From sending a request to its end."""
-    errors: dict[str, int] = field(default_factory=dict)
-    """How often each failure was seen."""
+    """Inter-token latency: one value per gap between two chunks of a stream."""
+    e2el_ms: Quantiles | None
+    """End-to-end latency of a request."""
+    errors: dict[str, int]
+    """Number of failures by reason."""
 
 
-def summarize(records: Sequence[RequestRecord]) -> Report:
-    """The report of a run.
+def summarize(records: Sequence[RequestRecord], goodput_ms: Mapping[str, float] | None = None) -> Report:
+    """Return the figures of a run; ``goodput_ms`` is a limit in milliseconds for some of `GOODPUT_METRICS`.
 
     Raises:
         ValueError: there are no records.
@@ -72,10 +88,18 @@ def summarize(records: Sequence[RequestRecord]) -> Report:
     if not records:
         raise ValueError("no requests were sent, so there is nothing to report")
     good = [record for record in records if record.error is None]
+    latencies = [record.latencies_s() for record in good]
     duration_s = max(record.ended_s for record in records) - min(record.sent_s for record in records)
     prompt_tokens = sum(record.num_prompt_tokens for record in good)
     output_tokens = sum(record.num_output_tokens for record in good)
     gaps_s = [later - earlier for record in good for earlier, later in itertools.pairwise(record.arrivals_s)]
+    limits_ms = goodput_ms or {}
+    num_in_time = sum(
+        all(of_request.get(name, 0.0) * 1000 <= limit for name, limit in limits_ms.items()) for of_request in latencies
+    )
+    ttft, tpot, e2el = (
+        quantiles_ms([each[name] for each in latencies if name in each]) for name in ("ttft", "tpot", "e2el")
+    )
     return Report(
         completed=len(good),
         failed=len(records) - len(good),
@@ -84,40 +108,48 @@ def summarize(records: Sequence[RequestRecord]) -> Report:
         output_tokens=output_tokens,
         hit_rate=sum(record.num_cached_tokens for record in good) / prompt_tokens if prompt_tokens else 0.0,
         requests_per_s=_rate(len(good), duration_s),
+        goodput_per_s=_rate(num_in_time, duration_s) if limits_ms else None,
         output_tokens_per_s=_rate(output_tokens, duration_s),
         total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration_s),
-        ttft_ms=quantiles_ms([record.arrivals_s[0] - record.sent_s for record in good if record.arrivals_s]),
-        tpot_ms=quantiles_ms([_time_per_token_s(record) for record in good if record.num_output_tokens > 1]),
+        ttft_ms=ttft,
+        tpot_ms=tpot,
         itl_ms=quantiles_ms(gaps_s),
-        e2e_ms=quantiles_ms([record.ended_s - record.sent_s for record in good]),
+        e2el_ms=e2el,
         errors=dict(Counter(record.error for record in records if record.error is not None)),
     )
 
 
+def parse_goodput(text: str) -> dict[str, float]:
+    """Return the limits of a text such as ``ttft:500,tpot:50``, in milliseconds by metric."""
+    limits_ms: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, limit = item.strip().partition(":")
+        try:
+            limits_ms[name] = float(limit)
+        except ValueError:
+            limits_ms[name] = math.nan
+        if name not in GOODPUT_METRICS or not limits_ms[name] > 0:
+            metrics = ", ".join(GOODPUT_METRICS)
+            raise UserError(f"--goodput: got {item!r}; allowed: METRIC:MILLISECONDS with a metric of {metrics}")
+    return limits_ms
+
+
 def quantiles_ms(values_s: Sequence[float]) -> Quantiles | None:
-    """Mean and quantiles in milliseconds of values in seconds; None of an empty sequence."""
+    """Return mean and percentiles in milliseconds of values in seconds; None for no values."""
     if not values_s:
         return None
     ordered_ms = sorted(value * 1000 for value in values_s)
     return Quantiles(
-        mean=math.fsum(ordered_ms) / len(ordered_ms),
-        p50=_quantile(ordered_ms, 0.50),
-        p90=_quantile(ordered_ms, 0.90),
-        p99=_quantile(ordered_ms, 0.99),
+        math.fsum(ordered_ms) / len(ordered_ms), *(_quantile(ordered_ms, part) for part in (0.5, 0.9, 0.99))
     )
 
 
 def _quantile(ordered: Sequence[float], fraction: float) -> float:
-    # Linear between the two neighbours, as numpy's default.
+    # Linear between the two neighbours, numpy's default.
     position = fraction * (len(ordered) - 1)
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def _time_per_token_s(record: RequestRecord) -> float:
-    # With one piece for the whole answer the time from the first token to the last cannot be seen: it is 0.
-    return (record.arrivals_s[-1] - record.arrivals_s[0]) / (record.num_output_tokens - 1)
 
 
 def _rate(count: int, duration_s: float) -> float:

@@ -1,19 +1,16 @@
-"""Replays a trace of requests: lengths, arrival times, and which prompts begin alike.
+"""Replay of a request trace: lengths, arrival times and common prefixes.
 
 The format is that of the Mooncake traces (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces), JSON lines of
-``timestamp`` in milliseconds, ``input_length``, ``output_length``, and ``hash_ids``: one id for each 512 tokens of the
-prompt, equal where prompts are equal up to and including them.
+``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``: one id for each 512 tokens of the
+prompt, equal where prompts are equal up to and including those tokens.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from cluster.bench.workload import FIRST_TOKEN_ID, PlannedRequest, check_least, describe_limit, random_tokens
+from cluster.bench.workload import PlannedRequest, Workload, check_common, describe_limit, random_tokens
 from cluster.spec.errors import UserError
 from cluster.spec.page_key import page_keys
 
@@ -31,75 +28,62 @@ class TraceEntry(msgspec.Struct, frozen=True):
     hash_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class TraceWorkload:
-    """One replay. Raises UserError when a value makes no sense."""
+def trace_workload(
+    entries: Sequence[TraceEntry],
+    *,
+    scale: float = 1.0,
+    speed: float = 1.0,
+    concurrency: int | None = None,
+    vocab_size: int = 4096,
+    seed: int = 0,
+) -> Workload:
+    """Return the requests of a trace, with lengths multiplied by ``scale`` and arrival times divided by ``speed``.
 
-    entries: Sequence[TraceEntry]
-    """In order of time."""
-    scale: float = 1.0
-    """Prompts and answers are so many times as long, as exactly as a whole number of tokens a block allows."""
-    speed: float = 1.0
-    """Requests arrive so many times as fast."""
-    concurrency: int | None = None
-    """Most requests open at once; None for no limit."""
-    vocab_size: int = 4096
-    seed: int = 0
+    Raises:
+        UserError: a value is not allowed.
+    """
+    settings = {"scale": scale, "speed": speed, "concurrency": concurrency, "vocab_size": vocab_size, "seed": seed}
+    if not entries:
+        raise UserError("--trace: got no requests; allowed: 1 or more")
+    check_common(vocab_size, concurrency)
+    for name, value in (("trace-scale", scale), ("trace-speed", speed)):
+        if not 0 < value < float("inf"):
+            raise UserError(f"--{name}: got {value}; allowed: a finite number greater than 0")
+    block_len, first_ms = scaled_block_len(scale), entries[0].timestamp
 
-    def __post_init__(self) -> None:
-        check_least("requests of the trace", len(self.entries), 1)
-        check_least("--vocab-size", self.vocab_size, FIRST_TOKEN_ID + 1)
-        if self.concurrency is not None:
-            check_least("--concurrency", self.concurrency, 1)
-        for name, value in (("trace-scale", self.scale), ("trace-speed", self.speed)):
-            if not 0 < value < float("inf"):
-                raise UserError(f"--{name}: got {value}; allowed: more than 0")
+    def planned(entry: TraceEntry) -> PlannedRequest:
+        def make_prompt() -> list[int]:
+            blocks = (random_tokens(f"block {seed} {hash_id}", vocab_size, block_len) for hash_id in entry.hash_ids)
+            tokens = [token for block in blocks for token in block]
+            return tokens[: max(1, entry.input_length * block_len // BLOCK_LEN)]
 
-    @property
-    def block_len(self) -> int:
-        """Tokens that one hash id becomes."""
-        return max(1, round(BLOCK_LEN * self.scale))
-
-    def requests(self) -> list[PlannedRequest]:
-        """In order of arrival, the first one at once."""
-        first_ms = self.entries[0].timestamp
-        return [self._request(entry, (entry.timestamp - first_ms) / 1000 / self.speed) for entry in self.entries]
-
-    def warmup(self, count: int) -> list[PlannedRequest]:
-        """One block each, of ids that no trace has."""
-        entries = [TraceEntry(0, BLOCK_LEN, BLOCK_LEN, [-1 - index]) for index in range(count)]
-        return [self._request(entry, 0.0) for entry in entries]
-
-    def settings(self) -> dict[str, Any]:
-        """Every field, of the entries only how many."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"entries": len(self.entries)}
-
-    def describe(self) -> str:
-        """How many, how long, how fast."""
-        lengths, times = f"lengths x {self.block_len / BLOCK_LEN:.3g}", f"{self.speed:g} times as fast"
-        return f"{len(self.entries)} requests of a trace, {lengths}, {times}, {describe_limit(self.concurrency)}"
-
-    def _request(self, entry: TraceEntry, arrival_s: float) -> PlannedRequest:
         return PlannedRequest(
-            arrival_s=arrival_s,
-            output_len=max(1, entry.output_length * self.block_len // BLOCK_LEN),
-            make_prompt=lambda: self._prompt(entry),
+            arrival_s=(entry.timestamp - first_ms) / 1000 / speed,
+            output_len=max(1, entry.output_length * block_len // BLOCK_LEN),
+            make_prompt=make_prompt,
         )
 
-    def _prompt(self, entry: TraceEntry) -> list[int]:
-        blocks = (
-            random_tokens(f"block {self.seed} {hash_id}", self.vocab_size, self.block_len) for hash_id in entry.hash_ids
-        )
-        tokens = [token for block in blocks for token in block]
-        return tokens[: max(1, entry.input_length * self.block_len // BLOCK_LEN)]
+    lengths = f"lengths x {block_len / BLOCK_LEN:.3g}, speed x {speed:g}"
+    return Workload(
+        requests=[planned(entry) for entry in entries],
+        # No trace has negative ids.
+        warmup=lambda count: [planned(TraceEntry(first_ms, BLOCK_LEN, BLOCK_LEN, [~index])) for index in range(count)],
+        concurrency=concurrency,
+        settings=settings | {"entries": len(entries)},
+        title=f"{len(entries)} requests of a trace, {lengths}, {describe_limit(concurrency)}",
+    )
+
+
+def scaled_block_len(scale: float) -> int:
+    """Return the tokens that one hash id becomes: a whole number, so that common prefixes stay common."""
+    return max(1, round(BLOCK_LEN * scale))
 
 
 def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
-    """The first entries of a trace file, by time.
+    """Return the first entries of a trace file by time.
 
     Raises:
-        UserError: it cannot be read, or a line is not one of a trace; names it.
+        UserError: the file cannot be read, or a line is not an entry.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -109,29 +93,17 @@ def read_trace(path: Path, most: int | None = None) -> list[TraceEntry]:
     return sorted(entries, key=lambda entry: entry.timestamp)[:most]
 
 
-class EndlessCache:
-    """Whole pages that are never forgotten."""
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._known: set[bytes] = set()
-
-    def take(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a prompt it has, and has all of it from now on.
-
-        The last token of a prompt is always computed, because its logits are needed.
-        """
-        keys = page_keys(tokens, self._page_size, "")
-        usable = (len(tokens) - 1) // self._page_size
-        num_known = next((page for page in range(usable) if keys[page] not in self._known), usable)
-        self._known.update(keys)
-        return self._page_size * num_known
-
-
 def infinite_cache_hits(prompts: Iterable[Sequence[int]], page_size: int) -> list[int]:
-    """How many tokens of each prompt an endless cache would have, one prompt after another."""
-    cache = EndlessCache(page_size)
-    return [cache.take(prompt) for prompt in prompts]
+    """Return how many tokens of each prompt an unbounded cache would have, one prompt after another."""
+    known: set[bytes] = set()
+    hits: list[int] = []
+    for prompt in prompts:
+        keys = page_keys(prompt, page_size, "")
+        # The last token of a prompt is always computed: its logits are needed.
+        usable = (len(prompt) - 1) // page_size
+        hits.append(page_size * next((page for page in range(usable) if keys[page] not in known), usable))
+        known.update(keys)
+    return hits
 
 
 def _entry(where: str, line: bytes) -> TraceEntry:
@@ -144,5 +116,5 @@ def _entry(where: str, line: bytes) -> TraceEntry:
         raise UserError(f"{where}: got {given}; allowed: 1 or more, and 0 or more")
     if len(entry.hash_ids) * BLOCK_LEN < entry.input_length:
         given = f"{entry.input_length} tokens and {len(entry.hash_ids)} hash_ids"
-        raise UserError(f"{where}: got {given}; one id is needed for each {BLOCK_LEN} tokens")
+        raise UserError(f"{where}: got {given}; allowed: one id for each {BLOCK_LEN} tokens")
     return entry

@@ -9,8 +9,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from cluster.bench.api_key import key_headers
-from cluster.bench.sse import error_message, parse_line
+from cluster.bench.endpoint import error_message, key_headers, parse_line
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation."

@@ -10,11 +10,8 @@ import typer
 from cluster.cli import (
     bench,
     bench_cp,
-    bench_engine,
-    bench_hicache,
-    bench_kernels,
-    bench_layouts,
-    bench_router,
+    bench_device,
+    bench_serve,
     chat,
     doctor,
     down,
@@ -44,12 +41,10 @@ app.command("restart")(orders.restart)
 app.command("scale")(orders.scale)
 app.command("doctor")(doctor.doctor)
 app.command("chat")(chat.chat)
+bench.bench.command("serve")(bench_serve.serve)
 bench.bench.command("cp")(bench_cp.cp)
-bench.bench.command("engine")(bench_engine.engine)
-bench.bench.command("hicache")(bench_hicache.hicache)
-bench.bench.command("kernels")(bench_kernels.kernels)
-bench.bench.command("layouts")(bench_layouts.layouts)
-bench.bench.command("router")(bench_router.router)
+bench.bench.command("engine")(bench_device.engine)
+bench.bench.command("kernels")(bench_device.kernels)
 app.add_typer(bench.bench, name="bench")
 app.command("simulate")(simulate.simulate)
 app.command("schema")(schema.schema)

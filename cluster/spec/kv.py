@@ -4,6 +4,9 @@ import hashlib
 
 import msgspec
 
+FULL_ATTENTION = "full_attention"
+"""Name of the group of ordinary attention, as in transformers' `layer_types`."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
@@ -142,7 +145,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 def key_value_group(layers: range, num_heads: int, head_dim: int, dtype: str) -> KvGroup:
     """Return the group of ordinary attention: K and V of one width in every layer."""
     parts = tuple(KvPart(name=name, dim=head_dim, dtype=dtype) for name in ("k", "v"))
-    return KvGroup(name="full_attention", num_heads=num_heads, layers=tuple(layers), parts=parts)
+    return KvGroup(name=FULL_ATTENTION, num_heads=num_heads, layers=tuple(layers), parts=parts)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

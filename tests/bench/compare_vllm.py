@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from cluster.bench.client import complete
+from cluster.bench.load import complete
 from tests.bench.servers import Server, idle_share, run_baton, run_vllm
 from tests.bench.where_time_goes import where_time_goes
 from tests.fakes.checkpoints import make_checkpoint

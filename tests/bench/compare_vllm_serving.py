@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cluster.bench.load import run_load
 from cluster.bench.statistics import Report, summarize
-from cluster.bench.workload import RandomWorkload
+from cluster.bench.workload import random_workload
 from tests.bench.compare_vllm import REST_S, VOCAB_SIZE, make_model
 from tests.bench.servers import Server, run_baton, run_vllm
 
@@ -96,7 +96,7 @@ def compare(load: Load, servers: list[Server], rounds: int) -> None:
 async def measure(load: Load, server: Server, seed: int) -> Report:
     """One run against one server."""
     await asyncio.sleep(REST_S)
-    workload = RandomWorkload(
+    workload = random_workload(
         num_requests=load.num_requests,
         input_len=load.input_len,
         output_len=load.output_len,
@@ -104,10 +104,8 @@ async def measure(load: Load, server: Server, seed: int) -> Report:
         vocab_size=VOCAB_SIZE,
         seed=seed,
     )
-    result = await run_load(
-        server.url, server.model, workload, num_warmup=0, timeout_s=600, timed=False, on_progress=lambda _: None
-    )
-    report = summarize(result.records)
+    _, records = await run_load(server.url, server.model, workload)
+    report = summarize(records)
     if report.failed:
         raise RuntimeError(f"{server.name}: {report.errors}")
     return report

@@ -10,8 +10,7 @@ import random
 
 import httpx
 
-from cluster.bench.client import complete
-from cluster.bench.load import first_model
+from cluster.bench.load import complete, first_model
 from cluster.bench.statistics import RequestRecord, quantiles_ms
 
 OUTPUT_LEN = 1

@@ -18,8 +18,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from cluster.bench.client import complete
-from cluster.bench.load import first_model
+from cluster.bench.load import complete, first_model
 from cluster.bench.statistics import RequestRecord, quantiles_ms
 from cluster.cli.running import find_running
 from tests.chaos.census import Census

@@ -19,7 +19,7 @@ import yaml
 from fastapi import HTTPException
 from safetensors.torch import save
 
-from cluster.bench.sse import error_message, parse_line
+from cluster.bench.endpoint import error_message, parse_line
 from cluster.bench.trace import read_trace
 from cluster.bootstrap.service import decode_body
 from cluster.bootstrap.table import BootstrapTable, TableRefusedError

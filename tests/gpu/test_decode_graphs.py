@@ -11,12 +11,12 @@ from cluster.spec.config import Device
 from cluster.spec.strategy import Strategy
 from tests.fakes.kv import kv_pool
 from workers.attention.triton.backend import TritonAttention
-from workers.bench_engine import EngineBench
+from workers.bench.engine import EngineBench
+from workers.bench.shapes import SHAPES
 from workers.engine.batch import BatchRow
 from workers.engine.gpu_recorder import GpuRecorder, RecordingError
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
-from workers.engine_result import ENGINE_SHAPES
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
@@ -51,7 +51,7 @@ def checked(found: T | None) -> T:
 def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> None:
     """But for the memory of the stream and of compiled kernels, which stays."""
     device = torch.device("cuda", 0)
-    model = random_model(parse_model_config(ENGINE_SHAPES["Qwen3-0.6B"]), torch.bfloat16, device)
+    model = random_model(parse_model_config(SHAPES["Qwen3-0.6B"].config_json()), torch.bfloat16, device)
     make_record = partial(GpuRecorder, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     taken = []
     for num_pages in (1, 1, 100):
@@ -77,7 +77,7 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
     In bf16 another choice of experts would be as good where two are nearly alike.
     """
     device = torch.device("cuda", 0)
-    shape = {**ENGINE_SHAPES["tiny"], **more}
+    shape = {**SHAPES["tiny"].config_json(), **more}
     model = random_model(parse_model_config(shape), dtype, device)
     runner = runner_of(model, 200)
     runner._pool.group("full_attention").normal_()

@@ -74,7 +74,7 @@ def routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routers]:
         stack.callback(os.close, descriptor)
         port, processes = 0, []
         for index, name in enumerate(router_names(2)):
-            process = WorkerProcess("cluster.bench.router_host:RouterHost")
+            process = WorkerProcess("tests.fakes.router_host:RouterHost")
             stack.callback(process.close)
             place = RouterPlace(name=name, index=index, num_processes=2, board=f"/proc/{os.getpid()}/fd/{descriptor}")
             url = start(process, folder, table_of(entry_of(prefill.peer), entry_of(decode.peer)), place, port)

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from cluster.spec.kv import GroupLayout, PoolLayout
+from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout
+from cluster.spec.pool import page_layout
+from cluster.spec.registry import RankCoords
 from transfer.page_range import PageRange
 from workers.kernel_devices import has_kernels
 from workers.memory.copy import PageMemory
@@ -37,6 +40,12 @@ class PagePool(PageMemory):
         self._layers = _attention_layers(layout, self._groups)
         self._load: LayerwiseLoad | None = None
         self._on_stored: OnStored | None = None
+
+    @classmethod
+    def of_one_rank(cls, geometry: KvGeometry, num_pages: int, device: torch.device | None = None) -> Self:
+        """Return the pool of a rank that holds the whole model."""
+        one = RankCoords(dp=1, cp=1, tp=1, pp=1)
+        return cls(page_layout(geometry, one, RankCoords(dp=0, cp=0, tp=0, pp=0), num_pages), device=device)
 
     @property
     def trash_slot(self) -> int:

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bench.sse import error_message, parse_line
-from cluster.bench.statistics import Quantiles, RequestRecord, quantiles_ms, summarize
-from cluster.bench.workload import RandomWorkload
+from cluster.bench.endpoint import error_message, parse_line
+from cluster.bench.statistics import Quantiles, RequestRecord, parse_goodput, quantiles_ms, summarize
+from cluster.bench.workload import Workload, random_workload
 from cluster.spec.errors import UserError
 
-_workload = partial(RandomWorkload, num_requests=2, input_len=4, output_len=2, concurrency=1)
+_workload = partial(random_workload, num_requests=2, input_len=4, output_len=2, concurrency=1)
 
 TWO_ANSWERS_AND_A_FAILURE = [
-    RequestRecord(sent_s=10.0, ended_s=12.0, arrivals_s=(10.5, 11.0, 12.0), num_prompt_tokens=8, num_output_tokens=4),
-    RequestRecord(sent_s=11.0, ended_s=14.0, arrivals_s=(11.1,), num_prompt_tokens=8, num_output_tokens=1),
-    RequestRecord(sent_s=12.0, ended_s=15.0, arrivals_s=(12.5, 13.0), error="HTTP 503: nothing is ready"),
+    RequestRecord(sent_s=10.0, ended_s=12.0, arrivals_s=[10.5, 11.0, 12.0], num_prompt_tokens=8, num_output_tokens=4),
+    RequestRecord(sent_s=11.0, ended_s=14.0, arrivals_s=[11.1], num_prompt_tokens=8, num_output_tokens=1),
+    RequestRecord(sent_s=12.0, ended_s=15.0, arrivals_s=[12.5, 13.0], error="HTTP 503: nothing is ready"),
 ]
 
 
@@ -41,13 +41,25 @@ def test_latencies_in_milliseconds() -> None:
     assert _values(report.ttft_ms) == pytest.approx((300, 300, 460, 496))
     assert _values(report.tpot_ms) == pytest.approx((500, 500, 500, 500))
     assert _values(report.itl_ms) == pytest.approx((750, 750, 950, 995))
-    assert _values(report.e2e_ms) == pytest.approx((2500, 2500, 2900, 2990))
+    assert _values(report.e2el_ms) == pytest.approx((2500, 2500, 2900, 2990))
+
+
+def test_goodput_counts_requests_within_all_limits() -> None:
+    for text, goodput in [("ttft:500", 2), ("ttft:499", 1), ("ttft:500, tpot:499", 1), ("e2el:1999", 0)]:
+        assert summarize(TWO_ANSWERS_AND_A_FAILURE, parse_goodput(text)).goodput_per_s == pytest.approx(goodput / 5)
+    assert summarize(TWO_ANSWERS_AND_A_FAILURE).goodput_per_s is None
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:x", "ttft:0", "itl:5", "ttft:5,"])
+def test_wrong_goodput_limits_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="allowed: METRIC:MILLISECONDS with a metric of ttft, tpot, e2el"):
+        parse_goodput(text)
 
 
 def test_failures_alone_have_no_latencies() -> None:
     report = summarize(TWO_ANSWERS_AND_A_FAILURE[2:])
     assert report.completed == 0
-    assert report.ttft_ms is report.tpot_ms is report.itl_ms is report.e2e_ms is None
+    assert report.ttft_ms is report.tpot_ms is report.itl_ms is report.e2el_ms is None
 
 
 def test_no_records_are_refused() -> None:
@@ -67,15 +79,16 @@ def test_quantiles_equal_numpys(values_s: list[float]) -> None:
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(11, 5000), st.integers(0, 3))
 def test_prompts_have_the_length_and_range_asked_for(count: int, length: int, vocab_size: int, seed: int) -> None:
     workload = _workload(num_requests=count, input_len=length, vocab_size=vocab_size, seed=seed)
-    prompts = [request.make_prompt() for request in workload.requests()]
+    prompts = [request.make_prompt() for request in workload.requests]
     assert [len(prompt) for prompt in prompts] == [length] * count
     first = 300 if vocab_size > 300 else 10
     assert all(first <= token < vocab_size for prompt in prompts for token in prompt)
-    assert prompts == [request.make_prompt() for request in workload.requests()]
+    assert prompts == [request.make_prompt() for request in workload.requests]
 
 
 def test_open_loop_arrivals_have_the_mean_rate() -> None:
-    arrivals_s = _workload(num_requests=4001, request_rate=20.0, concurrency=None).arrivals_s()
+    workload = _workload(num_requests=4001, request_rate=20.0, concurrency=None)
+    arrivals_s = [request.arrival_s for request in workload.requests]
     assert arrivals_s[0] == 0.0
     assert arrivals_s == sorted(arrivals_s)
     gaps_s = np.diff(arrivals_s)
@@ -85,7 +98,7 @@ def test_open_loop_arrivals_have_the_mean_rate() -> None:
 
 
 def test_closed_loop_sends_everything_at_once() -> None:
-    assert _workload(num_requests=3).arrivals_s() == [0.0, 0.0, 0.0]
+    assert [request.arrival_s for request in _workload(num_requests=3).requests] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -96,12 +109,12 @@ def test_closed_loop_sends_everything_at_once() -> None:
         (partial(_workload, output_len=0), "--output-len: got 0; allowed: 1 or more"),
         (partial(_workload, concurrency=0), "--concurrency: got 0; allowed: 1 or more"),
         (partial(_workload, concurrency=None), "--concurrency: got none, and no --request-rate"),
-        (partial(_workload, request_rate=0.0), "--request-rate: got 0.0; allowed: more than 0"),
-        (partial(_workload, request_rate=math.nan), "--request-rate: got nan; allowed: more than 0"),
+        (partial(_workload, request_rate=0.0), "--request-rate: got 0.0; allowed: a finite number"),
+        (partial(_workload, request_rate=math.nan), "--request-rate: got nan; allowed: a finite number"),
         (partial(_workload, vocab_size=10), "--vocab-size: got 10; allowed: 11 or more"),
     ],
 )
-def test_senseless_workloads_are_refused(make: Callable[[], RandomWorkload], message: str) -> None:
+def test_senseless_workloads_are_refused(make: Callable[[], Workload], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
 

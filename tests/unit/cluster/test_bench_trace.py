@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bench.trace import BLOCK_LEN, TraceEntry, TraceWorkload, infinite_cache_hits, read_trace
+from cluster.bench.trace import (
+    BLOCK_LEN,
+    TraceEntry,
+    infinite_cache_hits,
+    read_trace,
+    scaled_block_len,
+    trace_workload,
+)
 from cluster.spec.errors import UserError
 from tests.fakes.traces import make_entries, write_trace
 
@@ -18,34 +25,34 @@ SCALES = st.floats(0.001, 2)
 @given(SCALES, st.integers(0, 1000))
 def test_prompts_have_scaled_lengths_and_begin_alike_exactly_as_far_as_their_ids(scale: float, seed: int) -> None:
     entries = [TraceEntry(**entry) for entry in make_entries(8, seed)]
-    workload = TraceWorkload(entries, scale)
-    prompts = [request.make_prompt() for request in workload.requests()]
-    assert prompts == [request.make_prompt() for request in workload.requests()]
+    workload, block_len = trace_workload(entries, scale=scale), scaled_block_len(scale)
+    prompts = [request.make_prompt() for request in workload.requests]
+    assert prompts == [request.make_prompt() for request in workload.requests]
     for entry, prompt in zip(entries, prompts, strict=True):
-        assert len(prompt) == max(1, entry.input_length * workload.block_len // BLOCK_LEN)
+        assert len(prompt) == max(1, entry.input_length * block_len // BLOCK_LEN)
     for entry, prompt in zip(entries, prompts, strict=True):
         for other_entry, other in zip(entries, prompts, strict=True):
-            shared = min(len(prompt), len(other), _common(entry.hash_ids, other_entry.hash_ids) * workload.block_len)
+            shared = min(len(prompt), len(other), _common(entry.hash_ids, other_entry.hash_ids) * block_len)
             assert prompt[:shared] == other[:shared]
             # A few tokens after it may be equal by chance, a whole block of them may not.
-            assert _common(prompt, other) < shared + max(workload.block_len, 8)
+            assert _common(prompt, other) < shared + max(block_len, 8)
 
 
 def test_arrivals_are_kept_and_can_be_hurried() -> None:
     entries = [TraceEntry(time_ms, 1, 3, [1]) for time_ms in (500, 1500, 4500)]
-    assert [request.arrival_s for request in TraceWorkload(entries).requests()] == [0.0, 1.0, 4.0]
-    assert [request.arrival_s for request in TraceWorkload(entries, speed=4).requests()] == [0.0, 0.25, 1.0]
+    assert [request.arrival_s for request in trace_workload(entries).requests] == [0.0, 1.0, 4.0]
+    assert [request.arrival_s for request in trace_workload(entries, speed=4).requests] == [0.0, 0.25, 1.0]
 
 
 def test_answers_are_scaled_too_and_never_empty() -> None:
     entries = [TraceEntry(0, 1, output_len, [1]) for output_len in (0, 3, 512)]
-    assert [request.output_len for request in TraceWorkload(entries, 0.25).requests()] == [1, 1, 128]
+    assert [request.output_len for request in trace_workload(entries, scale=0.25).requests] == [1, 1, 128]
 
 
 def test_warm_up_has_nothing_in_common_with_the_trace() -> None:
-    workload = TraceWorkload([TraceEntry(**entry) for entry in make_entries(20)], 0.1)
+    workload = trace_workload([TraceEntry(**entry) for entry in make_entries(20)], scale=0.1)
     (warmed,) = [request.make_prompt() for request in workload.warmup(1)]
-    assert all(_common(warmed, request.make_prompt()) < 8 for request in workload.requests())
+    assert all(_common(warmed, request.make_prompt()) < 8 for request in workload.requests)
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), max_size=12), st.integers(1, 4))
@@ -89,9 +96,9 @@ def test_a_missing_file_and_senseless_values_are_refused(tmp_path: Path) -> None
         read_trace(tmp_path / "trace.jsonl")
     entries = [TraceEntry(0, 1, 1, [1])]
     for make, message in [
-        (partial(TraceWorkload, entries, scale=0.0), "--trace-scale: got 0.0"),
-        (partial(TraceWorkload, entries, speed=-1.0), "--trace-speed: got -1"),
-        (partial(TraceWorkload, []), "0"),
+        (partial(trace_workload, entries, scale=0.0), "--trace-scale: got 0.0"),
+        (partial(trace_workload, entries, speed=-1.0), "--trace-speed: got -1"),
+        (partial(trace_workload, []), "--trace: got no requests"),
     ]:
         with pytest.raises(UserError, match=message):
             make()

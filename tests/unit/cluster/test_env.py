@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.api_key import key_headers
+from cluster.bench.endpoint import key_headers
 from cluster.spec.env import ALL, API_KEYS, CACHE_DIR, TOKEN
 from cluster.spec.errors import UserError
 

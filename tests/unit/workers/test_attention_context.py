@@ -15,7 +15,7 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers import device
 from workers.attention import single_tokens
 from workers.attention.torch_backend import TorchAttention
-from workers.cache import page_pool
+from workers.memory import page_pool
 from workers.context_parallel import gather
 from workers.context_parallel.gather import RowGather, join_rows
 from workers.context_parallel.runs import Run

@@ -1,21 +1,24 @@
 """`baton bench engine` on the CPU: floors that can be worked out on paper, and two engines that say the same."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.spec.config import Device
-from workers.bench_engine import EngineBench, model_work
-from workers.bench_transformers import TransformersPeer
+from workers.bench.engine import EngineBench, num_same, timed
+from workers.bench.results import DeviceLimits
+from workers.bench.shapes import SHAPES, BenchShape
+from workers.bench.transformers_peer import TransformersPeer
+from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
-from workers.engine_result import ENGINE_SHAPES, ModelWork, Timed, num_same
-from workers.kernel_result import ChipLimits
+from workers.models.registry import parse_model_config
 
-LIMITS = ChipLimits(device="none", flops_per_s=1e6, bytes_per_s=1e3)
-LAYER = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64
-WEIGHTS = 2 * 256 * 64 + 2 * LAYER + 64
-"""Of the shape `tiny`."""
+LIMITS = DeviceLimits(device="none", flops_per_s=1e6, bytes_per_s=1e3)
+WEIGHTS = 2 * 256 * 64 + 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 96)
+"""Elements of the matrices of `tiny`."""
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +31,20 @@ def bench() -> Iterator[EngineBench]:
 
 def test_floors_of_a_known_model() -> None:
     """Llama 3 8B, at 790 TFLOP/s and 4.3 TB/s."""
-    shape = ENGINE_SHAPES["Llama-3-8B"]
-    assert shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"] == 131072
-    work = ModelWork(num_weights=8_030_261_248, weight_bytes=16_060_522_496, attention_width=131072, token_bytes=131072)
-    assert work.prefill_flops(8192) == pytest.approx(1.49e14, rel=0.005)
-    assert work.decode_bytes(0) / 4.3e12 == pytest.approx(3.73e-3, rel=0.005)
-    assert work.decode_bytes(8192) / 4.3e12 == pytest.approx(3.73e-3 + 0.25e-3, rel=0.005)
+    shape = SHAPES["Llama-3-8B"]
+    assert shape.num_weights == pytest.approx(8_030_261_248, rel=1e-4)
+    assert shape.prefill_flops(8192) == pytest.approx(1.49e14, rel=0.005)
+    assert shape.decode_bytes(0, 2) / 4.3e12 == pytest.approx(3.73e-3, rel=0.005)
+    assert shape.decode_bytes(8192, 2) / 4.3e12 == pytest.approx(3.73e-3 + 0.25e-3, rel=0.005)
+
+
+def test_a_tp_rank_has_a_part_of_the_heads() -> None:
+    rank = SHAPES["Llama-3-70B"].of_tp_rank(16)
+    assert (rank.heads, rank.kv_heads, rank.inner, rank.hidden) == (4, 1, 1792, 8192)
 
 
 def test_times_begin_and_end_with_tokens() -> None:
-    timed = Timed.of(1.0, [3.0, 4.0, 7.0], [5, 6, 7])
-    assert (timed.ttft_s, timed.tpot_s) == (2.0, 2.0)
+    assert timed(1.0, [3.0, 4.0, 7.0], [5, 6, 7]) == (2.0, 2.0, [5, 6, 7])
     assert [num_same([1, 2, 3], theirs) for theirs in ([1, 2, 3], [1, 4, 3], [0, 2, 3])] == [3, 1, 0]
 
 
@@ -58,15 +64,20 @@ def test_both_engines_say_the_same(bench: EngineBench, monkeypatch: pytest.Monke
     assert len(bench._host_s) == 5, "of the round that counts, each step but the prompt's"
 
 
-def test_tables_that_are_one_count_once_and_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And heads that are normalised, as Qwen3's."""
-    small = {name: value for name, value in ENGINE_SHAPES["tiny"].items() if name.endswith(("_size", "_dim", "_heads"))}
-    shapes: Any = ENGINE_SHAPES
-    monkeypatch.setitem(shapes, "small", {**ENGINE_SHAPES["Qwen3-0.6B"], **small, "num_hidden_layers": 2})
-    bench = EngineBench("small", Device.CPU, most_tokens=80, chunk_tokens=50)
-    work = model_work(bench._model)
-    assert work.num_weights == WEIGHTS - 256 * 64 + 2 * 2 * 16
-    assert bench.measure(70, 6, 1).num_same_tokens == 6
+@pytest.mark.parametrize("name", ["small", "tiny", "tied"])
+def test_a_shape_counts_the_weights_that_its_model_has(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Matrices alone; a tied embedding counts once."""
+    shapes: Any = SHAPES
+    monkeypatch.setitem(shapes, "tied", replace(SHAPES["tiny"], family="qwen3", tied=True))
+    shape: BenchShape = SHAPES[name]
+    model = random_model(parse_model_config(shape.config_json()), torch.float32, torch.device("cpu"))
+    assert sum(weight.numel() for weight in model.parameters() if weight.ndim > 1) == shape.num_weights
+
+
+def test_transformers_ties_embeddings_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: Any = SHAPES
+    monkeypatch.setitem(shapes, "tied", replace(SHAPES["tiny"], family="qwen3", tied=True))
+    assert EngineBench("tied", Device.CPU, most_tokens=80, chunk_tokens=50).measure(70, 6, 1).num_same_tokens == 6
 
 
 def test_answers_depend_on_prompts(bench: EngineBench) -> None:
@@ -77,7 +88,7 @@ def test_answers_depend_on_prompts(bench: EngineBench) -> None:
 def test_what_does_not_fit_for_the_other_engine_is_told(bench: EngineBench, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def fail(*_: Any) -> Timed:
+    def fail(*_: Any) -> None:
         calls.append(1)
         raise RuntimeError("CUDA out of memory.\nTried to allocate 1 TiB.")
 

@@ -20,9 +20,9 @@ from cluster.spec.strategy import MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.counted_launches import CountedLaunches
 from tests.fakes.kv import kv_pool
+from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import on_thread_layout
-from workers import kernel_devices
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
@@ -76,7 +76,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
         [BatchRow([6], 7, [4, 1], True)],
     ]
     with torch.inference_mode():
-        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+        kernels_on_cpu(monkeypatch)
         graphs = DecodeGraphs(model, pool, 3, record)
         before = pool.group("full_attention").clone()
         replayed = []
@@ -84,17 +84,17 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
             hidden = graphs.run(rows)
             assert hidden is not None
             replayed.append(hidden.clone())
-        monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
+        kernels_on_cpu(monkeypatch, on=False)
         after, pool.group("full_attention")[:] = pool.group("full_attention").clone(), before
         for rows, found in zip(steps, replayed, strict=True):
             torch.testing.assert_close(found, usual(model, pool, rows), atol=1e-4, rtol=1e-4)
-        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+        kernels_on_cpu(monkeypatch)
         unknown = [row._replace(token_ids=[0]) for row in steps[0]]
         followed = Followed(torch.tensor([0, 2]), torch.tensor([5, 9]))
         hidden = graphs.run([unknown[0], steps[0][1], unknown[2]], followed)
         assert hidden is not None
         torch.testing.assert_close(hidden, replayed[0])
-        monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
+        kernels_on_cpu(monkeypatch, on=False)
     torch.testing.assert_close(after[:-1], pool.group("full_attention")[:-1], atol=1e-4, rtol=1e-4)
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
@@ -108,7 +108,7 @@ def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         config = model.config
         pool = kv_pool(1, config.num_kv_heads, num_layers, 4, config.head_dim, torch.float32)
         with torch.inference_mode(), monkeypatch.context() as patch:
-            patch.setattr(kernel_devices, "on_cpu_too", True)
+            kernels_on_cpu(patch)
             launches = CountedLaunches(patch)
 
             def record_counting(compute: Callable[[], Tensor], launches: CountedLaunches = launches) -> Any:
@@ -138,7 +138,7 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
     with torch.inference_mode():
         expected = usual(model, pool, rows)
         by_usual, _ = loads(), [layer.loads.zero_() for layer in experts]
-        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+        kernels_on_cpu(monkeypatch)
         graphs = DecodeGraphs(model, pool, 5, record)
         assert not any(map(any, loads())), "no request was in what was recorded"
         hidden = graphs.run(rows)

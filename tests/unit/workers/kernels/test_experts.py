@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cluster.spec.config import ParallelConfig
+from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.unit.workers.test_feed_forward import HIDDEN, MOE, moe
-from workers import kernel_devices
 from workers.expert_parallel.routed_tokens import NO_EXPERT, RoutedTokens
 from workers.layers import experts
 from workers.parallel.model_groups import ModelGroups
@@ -24,7 +24,7 @@ def test_experts_of_a_rank(monkeypatch: pytest.MonkeyPatch, few_choices: int, nu
     with torch.inference_mode():
         expected = held(routed)
         loads = held.loads.tolist()
-        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+        kernels_on_cpu(monkeypatch)
         torch.testing.assert_close(held(routed), expected, atol=1e-5, rtol=1e-5)
     assert held.loads.tolist() == [2 * load for load in loads]
     assert sum(loads) == int((chosen.long() >= MOE.num_experts // 2).sum())

@@ -9,7 +9,7 @@ from torch import Tensor
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
-from workers import kernel_devices
+from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
@@ -48,6 +48,6 @@ def test_hidden_states(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = load_model(make_checkpoint(tmp_path, family))
     with torch.inference_mode():
         expected = hidden_states(model, TorchAttention())
-        monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+        kernels_on_cpu(monkeypatch)
         found = hidden_states(model, TritonAttention())
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from cluster.spec.lifecycle import Role
 from cluster.spec.tiers import TierPage
+from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_geometry, kv_layout, kv_pool
 from tests.fakes.loopback import Loopback
 from tests.fakes.page_copies import check_copies, layout_of
 from tests.fakes.paged_ranks import row
-from workers import kernel_devices
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.kernels import copy_pages as kernel
 from workers.memory import copy as memory_copy
@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> _Counted:
         counted.append(places.shape[1])
         copy_pages(source, target, places)
 
-    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(kernel, "copy_pages", count)
     return counted
 
@@ -57,7 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> _Counted:
 def test_pages_are_where_they_belong(data: st.DataObject, launches: _Counted) -> None:
     launches.clear()
     check_copies(data, torch.device("cpu"))
-    assert len(launches) in (0, 3)
+    assert len(launches) % 3 == 0
 
 
 @pytest.mark.parametrize(("least", "by_a_kernel"), [(0, False), (255, False), (256, False), (257, True)])
@@ -97,6 +97,6 @@ def test_what_copies_is_there_before_the_first_request(launches: _Counted, monke
     warm_up_copies(pool)
     assert launches == [1]
     assert torch.equal(pool.group("full_attention"), before)
-    monkeypatch.setattr(kernel_devices, "on_cpu_too", False)
+    kernels_on_cpu(monkeypatch, on=False)
     warm_up_copies(pool)
     assert launches == [1]

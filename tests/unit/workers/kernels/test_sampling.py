@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.sampling import Sampling
+from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.unit.workers.test_sampler import FILTERS, VOCAB_SIZE
-from workers import device, kernel_devices
+from workers import device
 from workers.engine import chances, draw_settings, logits_processors, sampler
 from workers.engine.chances import key_of
 from workers.engine.cutoffs import ranked_cutoffs
@@ -94,7 +95,7 @@ def test_tokens_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     ] * 3
     logits = torch.randn(len(rows), 6000, generator=torch.Generator().manual_seed(0))
     expected = sampler.draw(logits, rows, range(len(rows)))
-    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    kernels_on_cpu(monkeypatch)
     assert sampler.draw(logits, rows, range(len(rows))).tolist() == expected.tolist()
 
 
@@ -102,7 +103,7 @@ def test_a_gpu_is_not_waited_for_to_draw(monkeypatch: pytest.MonkeyPatch) -> Non
     """Tensors without content raise where something must be known of it."""
     for module in (device, draw_settings, logits_processors):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
-    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: None)
     monkeypatch.setattr(race, "win_race", lambda _, keys: torch.empty_like(keys))
     rows = [*FILTERS.values(), Sampling(), Sampling(temperature=1.0, top_k=2000, top_p=0.5), Sampling(top_p=0.5)]

@@ -15,8 +15,8 @@ from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
+from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.thread_group import on_thread_ranks
-from workers import kernel_devices
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend
 from workers.attention.triton.backend import TritonAttention
@@ -63,7 +63,7 @@ def test_drawing_and_copying_are_warm(tmp_path: Path, monkeypatch: pytest.Monkey
         launched.append("race")
         return torch.empty_like(keys)
 
-    monkeypatch.setattr(kernel_devices, "on_cpu_too", True)
+    kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(cutoffs, "find_cutoffs", lambda *_: launched.append("cutoffs"))
     monkeypatch.setattr(race, "win_race", win_race)
     monkeypatch.setattr(copy_pages, "copy_pages", lambda *_: launched.append("copies"))

@@ -1,9 +1,10 @@
-"""The engine on one device, for `baton bench engine`: steps as on a replica of one rank. No scheduler, no handoff."""
+"""The engine on one device without scheduler and handoff, for `baton bench engine`."""
 
 import random
 import time
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -14,76 +15,81 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from workers.attention.registry import choose_backend
-from workers.bench_kernels import KernelBench
-from workers.bench_transformers import TransformersPeer
-from workers.cache.page_pool import PagePool
+from workers.bench.results import DeviceLimits, EngineResult
+from workers.bench.shapes import SHAPES
+from workers.bench.timing import GpuTimer, cpu_limits, gpu_limits
+from workers.bench.transformers_peer import TransformersPeer
 from workers.cpu import use_cpu
 from workers.device import open_device
 from workers.engine.begun_step import BegunStep
 from workers.engine.gpu_recorder import GpuRecorder
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
-from workers.engine_result import ENGINE_SHAPES, EngineResult, ModelWork, Timed, num_same
-from workers.kernel_result import ChipLimits
+from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.models.registry import parse_model_config
 from workers.parallel.collectives import Communicator
 
 _PAGE_SIZE = 64
 _ROOM = Room(1)
-_CPU_MATRIX = 1024
-_CPU_COPY_BYTES = 64 << 20
-_CPU_REPEATS = 5
+
+
+class Timed(NamedTuple):
+    """One answer of at least two tokens."""
+
+    ttft_s: float
+    tpot_s: float
+    token_ids: Sequence[int]
 
 
 class EngineBench:
-    """A model of random weights; bf16 on a GPU, and fp32 on a CPU, where both engines then say the same."""
+    """A model of random weights: bf16 on a GPU, and fp32 on a CPU, where both engines then give the same tokens."""
 
     def __init__(self, name: str, device: Device, most_tokens: int, chunk_tokens: int) -> None:
-        """For requests of so many tokens in all; UserError where there is no such device."""
+        """Load the model for requests of at most ``most_tokens``. Raises UserError where there is no such device."""
         self._device = open_device(device)
         use_cpu(1)  # a worker's default
         self._name, self._chunk_tokens = name, chunk_tokens
-        # Before anything else takes memory.
-        self._limits = KernelBench().limits() if device is Device.CUDA else _cpu_limits()
+        # First of all, while the memory is free.
+        self._limits = gpu_limits(self._device, GpuTimer(self._device)) if device is Device.CUDA else cpu_limits()
         dtype = torch.bfloat16 if device is Device.CUDA else torch.float32
-        config = parse_model_config(ENGINE_SHAPES[name])
-        self._model = random_model(config, dtype, self._device)
+        raw = SHAPES[name].config_json()
+        self._model = random_model(parse_model_config(raw), dtype, self._device)
         self._runner = _make_runner(self._model, most_tokens)
+        self._host_s: list[float] = []
+        """Host time of each launch after the prompt's."""
         self._peer: TransformersPeer | None = None
         self._no_peer = ""
-        self._host_s: list[float] = []
-        """That each step after a prompt took to begin."""
         try:
-            self._peer = TransformersPeer(ENGINE_SHAPES[name], self._model)
+            self._peer = TransformersPeer(raw, self._model)
         except ImportError as error:
             self._no_peer = f"cannot be loaded: {error}"
 
     def close(self) -> None:
-        """Nothing is held that the process's end does not give back."""
+        """Release nothing: the end of the process does."""
 
-    def limits(self) -> ChipLimits:
-        """What the device can do, measured first."""
+    def limits(self) -> DeviceLimits:
+        """Return the limits that the floors are made of."""
         return self._limits
 
     def measure(self, prompt_len: int, output_len: int, num_rounds: int) -> EngineResult:
-        """Both engines in turns, after a round that does not count."""
+        """Time both engines alternately, after a round that does not count."""
         rng = random.Random(prompt_len)
         prompt = [rng.randrange(self._model.config.vocab_size) for _ in range(prompt_len)]
-        ours, theirs, problem = [], [], self._no_peer
+        ours, theirs, problem = list[Timed](), list[Timed](), self._no_peer
         for number in range(1 + num_rounds):
             if number == 1:
                 self._host_s.clear()
             ours.append(self._generate(prompt, output_len))
             if not problem and self._peer is not None:
                 try:
-                    theirs.append(self._peer.generate(prompt, output_len))
-                except RuntimeError as error:  # of which one without memory is the likeliest
+                    theirs.append(timed(*self._peer.generate(prompt, output_len)))
+                except RuntimeError as error:  # most likely out of memory
                     problem = str(error).partition("\n")[0]
-        work = model_work(self._model)
-        own, peer = _medians(ours), None if problem else _medians(theirs)
-        ttft_floor_s = work.prefill_flops(prompt_len) / self._limits.flops_per_s
-        tpot_floor_s = work.decode_bytes(prompt_len + output_len / 2) / self._limits.bytes_per_s
+        own, peer, shape = _medians(ours), None if problem else _medians(theirs), SHAPES[self._name]
+        num_keys, itemsize = prompt_len + output_len / 2, self._model.dtype.itemsize
+        ttft_floor_s = shape.prefill_flops(prompt_len) / self._limits.flops_per_s
+        tpot_floor_s = shape.decode_bytes(num_keys, itemsize) / self._limits.bytes_per_s
         return EngineResult(
             model=self._name,
             prompt_len=prompt_len,
@@ -95,33 +101,32 @@ class EngineBench:
             ttft_ratio=own.ttft_s / ttft_floor_s,
             tpot_ratio=own.tpot_s / tpot_floor_s,
             host_s=median(self._host_s) if self._runner.is_asynchronous else None,
-            transformers_ttft_s=None if peer is None else peer.ttft_s,
-            transformers_tpot_s=None if peer is None else peer.tpot_s,
-            num_same_tokens=None if peer is None else num_same(own.token_ids, peer.token_ids),
+            transformers_ttft_s=peer and peer.ttft_s,
+            transformers_tpot_s=peer and peer.tpot_s,
+            num_same_tokens=peer and num_same(own.token_ids, peer.token_ids),
             transformers_problem=problem or None,
         )
 
     def _generate(self, prompt: Sequence[int], num_tokens: int) -> Timed:
-        """Chunk after chunk, then token after token, of which a GPU begins the next before one is read."""
+        """Compute the prompt in chunks, then token after token; on a GPU the next step is launched before one ends."""
         start_s = time.perf_counter()
         admit = Admit(room=_ROOM, prompt_len=len(prompt), owner_base=0, sampling=Sampling(), target=None)
         pages = list(range(pages_for(len(prompt) + num_tokens, _PAGE_SIZE)))
         for first in range(0, len(prompt), self._chunk_tokens):
-            chunk = list(prompt[first : first + self._chunk_tokens])
-            is_last = first + len(chunk) == len(prompt)
-            row = _row(first, chunk, new_pages=[] if first else pages, samples=is_last)
+            chunk = prompt[first : first + self._chunk_tokens]
+            row = _row(first, chunk, new_pages=[] if first else pages, samples=first + len(chunk) == len(prompt))
             begun = self._begin(row, admit=None if first else admit)
         tokens = [begun.wait()[_ROOM].token_id]
-        times = [time.perf_counter()]
+        times_s = [time.perf_counter()]
         following: BegunStep | None = None
-        for place in range(1, num_tokens):
-            begun = following or self._begin(_row(len(prompt) + place - 1, [tokens[-1]], place))
+        for index in range(1, num_tokens):
+            begun = following or self._begin(_row(len(prompt) + index - 1, [tokens[-1]], index))
             following = None
-            if self._runner.is_asynchronous and place + 1 < num_tokens:
-                following = self._begin(_row(len(prompt) + place, [0], place + 1, follows=True))
+            if self._runner.is_asynchronous and index + 1 < num_tokens:
+                following = self._begin(_row(len(prompt) + index, [0], index + 1, follows=True))
             tokens.append(begun.wait()[_ROOM].token_id)
-            times.append(time.perf_counter())
-        return Timed.of(start_s, times, tokens)
+            times_s.append(time.perf_counter())
+        return timed(start_s, times_s, tokens)
 
     def _begin(self, row: ScheduledRequest, admit: Admit | None = None) -> BegunStep:
         admits, releases = ([], []) if admit is None else ([admit], [_ROOM])
@@ -133,23 +138,20 @@ class EngineBench:
         return begun
 
 
-def model_work(model: DecoderModel) -> ModelWork:
-    """Of a model that is whole on one rank."""
-    config, weights = model.config, list(model.parameters())
-    return ModelWork(
-        num_weights=sum(weight.numel() for weight in weights),
-        weight_bytes=sum(weight.nbytes for weight in weights),
-        attention_width=config.num_layers * config.num_heads * config.head_dim,
-        token_bytes=2 * config.num_layers * config.num_kv_heads * config.head_dim * model.dtype.itemsize,
-    )
+def timed(start_s: float, times_s: Sequence[float], token_ids: Sequence[int]) -> Timed:
+    """Return an answer's figures; ``times_s`` are those at which each token was on the host."""
+    return Timed(times_s[0] - start_s, (times_s[-1] - times_s[0]) / (len(times_s) - 1), token_ids)
+
+
+def num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return next((index for index, (own, other) in pairs if own != other), len(ours))
 
 
 def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
-    """Ready for one request."""
-    config = model.config
-    num_pages = pages_for(most_tokens, _PAGE_SIZE)
-    shape = (config.num_kv_heads, config.num_layers, _PAGE_SIZE, config.head_dim, model.dtype)
-    pool = PagePool(num_pages, *shape, device=model.device)
+    geometry = model.config.kv_geometry("bench", str(model.dtype).removeprefix("torch."), _PAGE_SIZE)
+    pool = PagePool.of_one_rank(geometry, pages_for(most_tokens, _PAGE_SIZE), model.device)
     attention = choose_backend(AttentionSetting.AUTO, model.device, model.dtype)
     runner = ModelRunner(model, pool, attention.backend, Communicator("cp"))
     runner.warm_up()
@@ -160,7 +162,7 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
 
 def _row(
     first_position: int,
-    token_ids: list[int],
+    token_ids: Sequence[int],
     output_position: int = 0,
     *,
     new_pages: Sequence[int] = (),
@@ -170,7 +172,7 @@ def _row(
     return ScheduledRequest(
         room=_ROOM,
         first_position=first_position,
-        token_ids=token_ids,
+        token_ids=list(token_ids),
         new_pages=list(new_pages),
         samples=samples,
         output_position=output_position,
@@ -179,27 +181,8 @@ def _row(
 
 
 def _medians(rounds: Sequence[Timed]) -> Timed:
-    """Of all rounds but the first."""
+    """Return medians over all rounds but the first."""
     counted = rounds[1:]
-    times = (median(timed.ttft_s for timed in counted), median(timed.tpot_s for timed in counted))
-    return Timed(*times, counted[-1].token_ids)
-
-
-def _cpu_limits() -> ChipLimits:
-    """Of one thread, in fp32."""
-    a, b = torch.randn(2, _CPU_MATRIX, _CPU_MATRIX)
-    source = torch.ones(_CPU_COPY_BYTES, dtype=torch.uint8)
-    target = source.clone()
-    matmul_s, copy_s = [], []
-    for _ in range(_CPU_REPEATS):
-        start_s = time.perf_counter()
-        a @ b
-        middle_s = time.perf_counter()
-        target.copy_(source)
-        matmul_s.append(middle_s - start_s)
-        copy_s.append(time.perf_counter() - middle_s)
-    return ChipLimits(
-        device="one CPU thread",
-        flops_per_s=2 * _CPU_MATRIX**3 / min(matmul_s),
-        bytes_per_s=2 * _CPU_COPY_BYTES / min(copy_s),
+    return Timed(
+        median(each.ttft_s for each in counted), median(each.tpot_s for each in counted), counted[-1].token_ids
     )

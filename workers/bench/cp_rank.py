@@ -1,4 +1,4 @@
-"""One rank of `baton bench cp`: a model with random weights, and the time of single steps. No scheduler, no handoff."""
+"""One rank of `baton bench cp`: a model with random weights that computes single prefill steps."""
 
 import random
 import time
@@ -13,9 +13,7 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting
 from workers.attention.registry import choose_backend
-from workers.bench_attention import TimedAttention
-from workers.bench_step import StepLens, StepTime, Way
-from workers.cache.page_pool import PagePool
+from workers.bench.results import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Choice, StrategyChooser
 from workers.context_parallel.rates import Rates
 from workers.cpu import use_cpu
@@ -23,6 +21,7 @@ from workers.engine.calibration import calibrate
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import torch_dtype
+from workers.memory.page_pool import PagePool
 from workers.models.interface import DecoderConfig
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
@@ -34,8 +33,8 @@ _PAGE_SIZE = 64
 _OWNERSHIP = {CpMode.GATHER: KvOwnership.REPLICATED, CpMode.RING: KvOwnership.SHARDED}
 
 
-class BenchRank:
-    """One process; with its first ``cp`` peers it forms a group of every size asked for."""
+class CpBenchRank:
+    """One process, which forms a group of every requested size with the ranks before it."""
 
     def __init__(self, global_rank: int, config: DecoderConfig, max_len: int) -> None:
         use_cpu(1)
@@ -46,35 +45,29 @@ class BenchRank:
         self._model = random_model(config, dtype, torch.device("cpu"))
         self._model.pack()
         num_pages = pages_for(max_len, _PAGE_SIZE)
-        self._pool = PagePool(num_pages, config.num_kv_heads, config.num_layers, _PAGE_SIZE, config.head_dim, dtype)
+        self._pool = PagePool.of_one_rank(config.kv_geometry("bench", config.dtype, _PAGE_SIZE), num_pages)
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype)
         if attention.name == "native":
             use_native_rows()
-        self._backend = TimedAttention(attention.backend)
+        self._backend = attention.backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, Communicator] = {}
         self._rates: dict[int, Rates] = {}
         self._runners: dict[tuple[int, CpMode], ModelRunner] = {}
 
     def open_store(self) -> str:
-        """On rank 0: open the store at which the ranks meet; returns its ``host:port``."""
+        """Open the store at which the ranks meet, on rank 0; return its ``host:port``."""
         self._store, port = open_store(_HOST, _TIMEOUT_S)
         return f"{_HOST}:{port}"
 
     def join(self, store: str, cp: int, collectives: Collectives) -> None:
-        """Form the group of ranks 0..cp-1, warm up and measure rates; every one of them calls this."""
+        """Form the group of ranks 0..cp-1, warm up and measure rates; each of these ranks calls this."""
         if self._store is None:
             self._store = join_store(store, _TIMEOUT_S)
-        group = join_group(
-            self._store,
-            f"cp{cp}",
-            range(cp),
-            self._global_rank,
-            host=_HOST,
-            timeout_s=_TIMEOUT_S,
-            collectives=collectives,
+        ranks, rank = range(cp), self._global_rank
+        self._groups[cp] = group = join_group(
+            self._store, f"cp{cp}", ranks, rank, host=_HOST, timeout_s=_TIMEOUT_S, collectives=collectives
         )
-        self._groups[cp] = group
         for mode, ownership in _OWNERSHIP.items():
             runner = ModelRunner(self._model, self._pool, self._backend, group, ownership)
             runner.warm_up()
@@ -82,7 +75,7 @@ class BenchRank:
         self._rates[cp] = calibrate(self._model, self._pool, self._backend, group, self._shape)
 
     def choose(self, way: Way, lens: StepLens) -> Choice:
-        """How to run a step, by this rank's measured rates; rank 0's word counts."""
+        """Return how to run a step by this rank's measured rates; rank 0 decides for all."""
         chooser = StrategyChooser(
             setting=way.strategy,
             cp=way.cp,
@@ -94,23 +87,21 @@ class BenchRank:
         return chooser([lens.prompt_len], [lens.prefix_len])
 
     def kv_bytes(self, way: Way, num_tokens: int) -> int:
-        """Bytes of the pages that hold a request on the rank that has most of them."""
-        owners = way.cp if way.mode is CpMode.RING else 1
-        return -(-pages_for(num_tokens, _PAGE_SIZE) // owners) * self._pool.page_bytes
+        """Return the bytes of a request's pages on the rank that owns most of them."""
+        num_owners = way.cp if way.mode is CpMode.RING else 1
+        return -(-pages_for(num_tokens, _PAGE_SIZE) // num_owners) * self._pool.page_bytes
 
     def step(self, way: Way, choice: Choice, lens: StepLens) -> StepTime:
         """Compute one prompt in one step with the first ``cp`` ranks, up to its first token."""
         plan = self._plan(choice, lens)
         group, runner = self._groups[way.cp], self._runners[way.cp, way.mode]
         group.barrier()
-        waited_before_s, attended_before_s = group.waited_s, self._backend.seconds
-        cpu_before_s, start_s = time.thread_time(), time.perf_counter()
+        waited_before_s, cpu_before_s, start_s = group.waited_s, time.thread_time(), time.perf_counter()
         runner.execute(plan)
         return StepTime(
             seconds=time.perf_counter() - start_s,
             waited_s=group.waited_s - waited_before_s,
             cpu_s=time.thread_time() - cpu_before_s,
-            attention_s=self._backend.seconds - attended_before_s,
         )
 
     def close(self) -> None:

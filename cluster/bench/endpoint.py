@@ -1,14 +1,27 @@
-"""Reads one line of an OpenAI event stream. No I/O, so that chat and the load generator share it."""
+"""Parts of the OpenAI protocol that every client of an endpoint needs: `baton chat` and the load generator."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
+
+from cluster.spec.env import API_KEY
+
+
+def key_headers(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return request headers with the API key of the environment, if it has one.
+
+    Raises:
+        UserError: the value cannot be a key.
+    """
+    key = API_KEY.get(environ)
+    return {"authorization": f"Bearer {key}"} if key is not None else {}
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """The object of a ``data:`` line; None for comments, blank lines and the closing ``[DONE]``.
+    """Return the object of a ``data:`` line; None for comments, blank lines and the closing ``[DONE]``.
 
     Raises:
-        ValueError: the line holds data that is not a JSON object.
+        ValueError: the data is not a JSON object.
     """
     if not line.startswith("data:"):
         return None
@@ -25,7 +38,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 
 def error_message(body: str) -> str:
-    """What an OpenAI-shaped error says, or the beginning of the body if it has another shape."""
+    """Return the message of an OpenAI-shaped error, or the start of a body of any other shape."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

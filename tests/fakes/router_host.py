@@ -1,4 +1,4 @@
-"""A router in a process of its own, before replicas that never change."""
+"""A router in a process of its own over a rank table that never changes; called through WorkerProcess."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from router.server import ALONE, RouterServer, spare_requests_collections
 
 
 class RouterHost:
-    """Called over a pipe."""
+    """Serves until ``close``."""
 
     def __init__(
         self, config: DeployConfig, model_folder: Path, table: TableSnapshot, place: RouterPlace = ALONE
@@ -29,15 +29,15 @@ class RouterHost:
         )
 
     def start(self) -> str:
-        """The base url."""
+        """Start serving; return the base URL."""
         url = self._server.start()
         spare_requests_collections()
         return url
 
     def cpu_s(self) -> float:
-        """Seconds of processor time that this process has used."""
+        """Return the CPU time of this process so far."""
         return time.process_time()
 
     def close(self) -> None:
-        """End the router."""
+        """Stop the router."""
         self._server.stop()

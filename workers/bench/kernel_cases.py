@@ -1,0 +1,273 @@
+"""Kernels of `baton bench kernels` at the shapes of a model, with the FLOPs or bytes that each cannot do without."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from cluster.spec.kv import FULL_ATTENTION, KvGeometry, key_value_group, pages_for
+from workers.attention.triton.backend import TritonAttention
+from workers.attention.triton.decode import DecodeAttention
+from workers.bench.results import Limit
+from workers.bench.shapes import BenchShape
+from workers.bench.timing import Launch
+from workers.context_parallel.runs import Run
+from workers.engine.chances import plain_race
+from workers.engine.cutoffs import ranked_cutoffs
+from workers.kernels.copy_pages import copy_pages
+from workers.kernels.cutoffs import find_cutoffs
+from workers.kernels.grouped_matmul import grouped_matmul, tiles_of
+from workers.kernels.merge import merge_partials
+from workers.kernels.race import win_race
+from workers.kernels.rms_norm import add_rms_norm
+from workers.kernels.rotate import rotate_storing
+from workers.kernels.store_kv import store_kv
+from workers.kernels.sum_choices import sum_choices
+from workers.kernels.swiglu import swiglu
+from workers.memory.page_pool import PagePool
+
+PAGE_SIZE = 64
+NUM_EXPERTS, NUM_CHOSEN = 8, 2
+"""Experts, each as wide as the shape's MLP, that share the tokens evenly; and those that each token chooses."""
+NUM_LAYERS, PIECE_LAYERS = 32, 4
+"""Layers of the pages that go to the host and back, and those that go in one copy: pieces so small that a kernel copies
+them. The copy engine moves whole pages, and sets the limit."""
+_DTYPE = torch.bfloat16
+_Batch = Sequence[tuple[int, int]]
+"""Number of requests and their length."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One kernel at one shape."""
+
+    kernel: str
+    limit: Limit
+    work: float
+    """FLOPs, or bytes read and written, at least."""
+    run: Launch
+    peers: Mapping[str, Launch] = field(default_factory=dict)
+    """Other implementations: torch, flash_attn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Amount of work."""
+
+    prompt_len: int = 8192
+    prefix_len: int = 30_720
+    chunk_len: int = 2048
+    decode_len: int = 32_768
+    decode_kv_bytes: int = 2 << 30
+    """KV of a batch of requests of ``decode_len``."""
+    long_len: int = 131_072
+    """Length of a request that is decoded alone, and then in a batch of short ones."""
+    short_len: int = 2000
+    num_short: int = 63
+    num_sampled: int = 64
+    moved_kv_bytes: int = 1 << 30
+    """KV that is stored, gathered, saved and loaded: as much as is copied to measure the device."""
+    least_bytes: int = 512 << 20
+    """Memory that is timed together: far more than a cache holds."""
+
+
+def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Iterator[list[KernelCase]]:
+    """Yield one kernel after another, so that the memory of each can be released before the next.
+
+    A short kernel comes as several copies over different memory: launched in a row they find nothing in a cache, and
+    launch overhead counts little.
+    """
+    num_moved = sizes.moved_kv_bytes // (shape.kv_row_len * _DTYPE.itemsize)
+    for make in (
+        partial(_prefill, num_tokens=sizes.prompt_len, prefix_len=0),
+        partial(_prefill, num_tokens=sizes.chunk_len, prefix_len=sizes.prefix_len),
+        *(partial(_decode, batch=batch) for batch in _decode_batches(shape, sizes)),
+        *(partial(make, num=sizes.prompt_len) for make in (_merge, _rotate, _norm, _swiglu, _experts, _sum_choices)),
+        *(partial(make, num=sizes.num_sampled) for make in (_sample, _top_p)),
+        *(partial(make, num=num_moved) for make in (_store, _gather)),
+        *(partial(_host_copy, num=num_moved // PAGE_SIZE // NUM_LAYERS, to_host=to_host) for to_host in (True, False)),
+    ):
+        cases = [make(shape, device)]
+        if cases[0].limit is Limit.BYTES:
+            cases += [make(shape, device) for _ in range(1, math.ceil(sizes.least_bytes / cases[0].work))]
+        yield cases
+
+
+def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix_len: int) -> KernelCase:
+    total = prefix_len + num_tokens
+    pool, table = _pages(shape, device, total)
+    kv = pool.layer_view(0)
+    query = _random(device, num_tokens, shape.heads, shape.head_dim)
+    step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
+    key, value = _random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
+    pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
+    return KernelCase(
+        f"prefill {num_tokens}" + (f" after {prefix_len}" if prefix_len else ""),
+        Limit.FLOPS,
+        4.0 * shape.heads * shape.head_dim * pairs,
+        lambda: step.attend(query, *kv),
+        _attention_peers([(query[None], key, value)], is_causal=True),
+    )
+
+
+def _decode_batches(shape: BenchShape, sizes: Sizes) -> list[_Batch]:
+    request_bytes = sizes.decode_len * shape.kv_row_len * _DTYPE.itemsize
+    long = (1, sizes.long_len)
+    return [
+        [(max(1, sizes.decode_kv_bytes // request_bytes), sizes.decode_len)],
+        [long],
+        [(sizes.num_short, sizes.short_len), long],
+    ]
+
+
+def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> KernelCase:
+    """Attention of a captured decode step."""
+    lens = [length for count, length in batch for _ in range(count)]
+    num_pages = [pages_for(length, PAGE_SIZE) for length in lens]
+    pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
+    kv = pool.layer_view(0)
+    query = _random(device, len(lens), shape.heads, shape.head_dim)
+    step = DecodeAttention(len(lens), max(num_pages), PAGE_SIZE, shape.kv_heads, query[:1], device)
+    step.fill(lens, [table.numpy() for table in torch.split(pages.cpu(), num_pages)])
+    contiguous = []
+    for queries, (count, length) in zip(torch.split(query, [count for count, _ in batch]), batch, strict=True):
+        key, value = _random(device, 2, count, shape.kv_heads, length, shape.head_dim).transpose(2, 3)
+        contiguous.append((queries[:, None], key, value))
+    return KernelCase(
+        "decode " + " + ".join(f"{count} x {length}" for count, length in batch),
+        Limit.BYTES,
+        float(sum(lens) * shape.kv_row_len * _DTYPE.itemsize),
+        lambda: step.attend(query, *kv),
+        _attention_peers(contiguous, is_causal=False),
+    )
+
+
+def _attention_peers(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[str, Launch]:
+    """Return attention of ``[request, token, head, D]``, one call per batch; causal ones end with the same token."""
+    peers: dict[str, Launch] = {"torch": lambda: [_sdpa(*batch, is_causal=is_causal) for batch in batches]}
+    try:
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return peers
+    return peers | {"flash_attn": lambda: [flash_attn_func(*batch, causal=is_causal) for batch in batches]}
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if is_causal else None
+    return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def _merge(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    outs = [_random(device, num, shape.heads, shape.head_dim) for _ in range(4)]
+    lses = [torch.zeros(num, shape.heads, device=device) for _ in outs]
+    work = 5.0 * (outs[0].nbytes + lses[0].nbytes)
+    return KernelCase("merge 4 partials", Limit.BYTES, work, lambda: merge_partials(outs, lses))
+
+
+def _rotate(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    heads = _random(device, num, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    angles = _random(device, num, 1, shape.head_dim)
+    layer, slots = _slots(shape, device, num)
+    run = partial(rotate_storing, heads, angles, angles, None, 0.0, layer, slots)
+    return KernelCase("rotate and store", Limit.BYTES, 2.0 * heads.nbytes, run)
+
+
+def _norm(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    (hidden, added), weight = _random(device, 2, num, shape.hidden), _random(device, shape.hidden)
+    run = partial(add_rms_norm, hidden, added, weight, 1e-6)
+    return KernelCase("add and normalize", Limit.BYTES, 4.0 * hidden.nbytes, run)
+
+
+def _swiglu(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    gate_up = _random(device, num, 2 * shape.inner)
+    return KernelCase("swiglu", Limit.BYTES, 1.5 * gate_up.nbytes, lambda: swiglu(gate_up))
+
+
+def _experts(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    counts = [num // NUM_EXPERTS + (expert < num % NUM_EXPERTS) for expert in range(NUM_EXPERTS)]
+    x, weights = _random(device, num, shape.hidden), _random(device, NUM_EXPERTS, shape.inner, shape.hidden)
+    tiles = tiles_of(counts, x.itemsize, device)
+    work = 2.0 * num * shape.hidden * shape.inner
+    return KernelCase(f"{NUM_EXPERTS} experts", Limit.FLOPS, work, lambda: grouped_matmul(x, weights, tiles))
+
+
+def _sum_choices(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    answers = _random(device, num * NUM_CHOSEN, shape.hidden)
+    rows = torch.randperm(len(answers), device=device).to(torch.int32).view(num, NUM_CHOSEN)
+    weights = torch.rand(num, NUM_CHOSEN, device=device)
+    work = answers.nbytes * (1 + 1 / NUM_CHOSEN)
+    return KernelCase("combine experts", Limit.BYTES, work, lambda: sum_choices(answers, rows, weights))
+
+
+def _sample(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    weights, keys = torch.rand(num, shape.vocab, device=device), torch.arange(num, device=device)
+    peers = {"torch": lambda: plain_race(weights, keys)}
+    return KernelCase("sample", Limit.BYTES, float(weights.nbytes), lambda: win_race(weights, keys), peers)
+
+
+def _top_p(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    """Cutoffs of flat distributions, the costliest ones."""
+    scores = torch.rand(num, shape.vocab, device=device)
+    scores -= scores.amax(dim=-1, keepdim=True)
+    top_k, top_p = torch.full((num,), shape.vocab, device=device), torch.full((num,), 0.9, device=device).double()
+    cutoffs, is_sure = scores[:, 0].clone(), torch.zeros(num, dtype=torch.bool, device=device)
+    run = partial(find_cutoffs, scores, top_k, top_p, is_sure, cutoffs)
+    peers = {"torch": lambda: ranked_cutoffs(scores, top_k, top_p, shape.vocab)}
+    return KernelCase("top-p", Limit.BYTES, float(scores.nbytes), run, peers)
+
+
+def _store(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    layer, slots = _slots(shape, device, num)
+    kv = _random(device, num, 2, shape.kv_heads, shape.head_dim)
+    return KernelCase("store K and V", Limit.BYTES, 2.0 * kv.nbytes, lambda: store_kv(layer, slots, kv))
+
+
+def _gather(shape: BenchShape, device: torch.device, *, num: int) -> KernelCase:
+    pool, pages = _pages(shape, device, num)
+    data = pool.group(FULL_ATTENTION)
+    staged = torch.zeros_like(data[: len(pages)])
+    indices = torch.stack([pages, torch.arange(len(pages), device=device)])
+    run, peers = partial(copy_pages, data, staged, indices), {"torch": lambda: data[pages]}
+    return KernelCase("gather pages", Limit.BYTES, 2.0 * staged.nbytes, run, peers)
+
+
+def _host_copy(shape: BenchShape, device: torch.device, *, num: int, to_host: bool) -> KernelCase:
+    """Copy some layers of ``num`` pages to or from the host, one piece per head."""
+    pool, pages = _pages(shape, device, num * PAGE_SIZE, NUM_LAYERS)
+    layers = pool.group(FULL_ATTENTION)[:, :, PIECE_LAYERS : 2 * PIECE_LAYERS]
+    on_host = torch.zeros(layers[:num].shape, dtype=_DTYPE, pin_memory=device.type == "cuda")
+    row = torch.arange(num, device=device)
+    name, work = f"{PIECE_LAYERS} of {NUM_LAYERS} layers", float(on_host.nbytes)
+    if to_host:
+        run = partial(copy_pages, layers, on_host, torch.stack([pages, row]))
+        return KernelCase(f"save {name}", Limit.TO_HOST, work, run)
+    run = partial(copy_pages, on_host, layers, torch.stack([row, pages]))
+    return KernelCase(f"load {name}", Limit.FROM_HOST, work, run)
+
+
+def _pages(shape: BenchShape, device: torch.device, num_tokens: int, num_layers: int = 1) -> tuple[PagePool, Tensor]:
+    """Return a pool and all of its pages in random order."""
+    num_pages = pages_for(num_tokens, PAGE_SIZE)
+    dtype = str(_DTYPE).removeprefix("torch.")
+    group = key_value_group(range(num_layers), shape.kv_heads, shape.head_dim, dtype)
+    geometry = KvGeometry(model="bench", num_layers=num_layers, groups=(group,), page_size=PAGE_SIZE)
+    pool = PagePool.of_one_rank(geometry, num_pages, device)
+    pool.group(FULL_ATTENTION).normal_()
+    return pool, torch.randperm(num_pages, device=device)
+
+
+def _slots(shape: BenchShape, device: torch.device, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the pages of a layer and a slot for each token."""
+    pool, pages = _pages(shape, device, num_tokens)
+    slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()[:num_tokens]
+    return pool.layer_pages(0), slots
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).to(_DTYPE)

@@ -1,0 +1,59 @@
+"""Roofline of the GPU kernels, for `baton bench kernels`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from cluster.spec.config import Device
+from workers.bench.results import DeviceLimits, KernelResult
+from workers.bench.shapes import SHAPES
+from workers.bench.timing import GpuTimer, gpu_limits
+from workers.device import open_device
+
+if TYPE_CHECKING:
+    from workers.bench.kernel_cases import KernelCase
+
+
+class KernelBench:
+    """Measures this process's GPU."""
+
+    def __init__(self) -> None:
+        """Raises UserError where there is no GPU."""
+        self._device = open_device(Device.CUDA)
+        self._timer = GpuTimer(self._device)
+        self._limits = gpu_limits(self._device, self._timer)
+
+    def close(self) -> None:
+        """Release nothing: the end of the process does."""
+
+    def limits(self) -> DeviceLimits:
+        """Return the limits that kernels are compared with."""
+        return self._limits
+
+    def measure(self, model: str, tp: int) -> list[KernelResult]:
+        """Run every kernel at the shapes of one of ``tp`` ranks of a model."""
+        from workers.bench.kernel_cases import Sizes, kernel_cases  # loads Triton
+
+        name = model if tp == 1 else f"{model}/TP{tp}"
+        with torch.inference_mode():
+            cases = kernel_cases(SHAPES[model].of_tp_rank(tp), Sizes(), self._device)
+            return [self._result(name, copies) for copies in cases]
+
+    def _result(self, model: str, copies: "Sequence[KernelCase]") -> KernelResult:
+        """Time one kernel, whose copies differ in nothing but their memory."""
+        case = copies[0]
+        peers = [name for name in ("torch", "flash_attn") if name in case.peers]
+        ways = [[copy.run for copy in copies], *([copy.peers[name] for copy in copies] for name in peers)]
+        seconds, *others = self._timer.medians(ways)
+        by_peer = dict(zip(peers, others, strict=True))
+        return KernelResult(
+            model=model,
+            kernel=case.kernel,
+            limit=case.limit,
+            work=case.work,
+            seconds=seconds,
+            share_of_limit=case.work / self._limits.rate(case.limit) / seconds,
+            torch_seconds=by_peer.get("torch"),
+            flash_attn_seconds=by_peer.get("flash_attn"),
+        )

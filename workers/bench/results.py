@@ -1,0 +1,123 @@
+"""Requests and results of the processes that benchmarks run. No torch: the process that asks needs none."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from cluster.spec.strategy import CpMode, PassingSetting, StrategySetting
+
+
+class Limit(StrEnum):
+    """Hardware limit of a kernel: the roof of its roofline."""
+
+    FLOPS = "flops"
+    """Rate of bf16 matrix products."""
+    BYTES = "bytes"
+    """Bandwidth of a copy in device memory."""
+    TO_HOST = "to_host"
+    """Bandwidth of a copy to pinned host memory."""
+    FROM_HOST = "from_host"
+    """Bandwidth of a copy from pinned host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimits:
+    """Measured limits of a device."""
+
+    device: str
+    flops_per_s: float
+    bytes_per_s: float
+    to_host_bytes_per_s: float | None = None
+    """None for a CPU, as the next."""
+    from_host_bytes_per_s: float | None = None
+
+    def rate(self, limit: Limit) -> float:
+        """Return a limit in FLOPs or bytes per second; infinite where it was not measured."""
+        rates = {
+            Limit.FLOPS: self.flops_per_s,
+            Limit.BYTES: self.bytes_per_s,
+            Limit.TO_HOST: self.to_host_bytes_per_s,
+            Limit.FROM_HOST: self.from_host_bytes_per_s,
+        }
+        return rates[limit] or inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelResult:
+    """One line of `baton bench kernels`; times are medians."""
+
+    model: str
+    kernel: str
+    limit: Limit
+    work: float
+    """FLOPs or bytes, at least."""
+    seconds: float
+    share_of_limit: float
+    """1 for a kernel that takes no longer than its work must."""
+    torch_seconds: float | None = None
+    """Time of torch alone; attention by SDPA over contiguous keys, one call per length."""
+    flash_attn_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineResult:
+    """One line of `baton bench engine`; times are medians of a greedy answer to one prompt."""
+
+    model: str
+    prompt_len: int
+    output_len: int
+    ttft_s: float
+    tpot_s: float
+    """Time per output token after the first."""
+    ttft_floor_s: float
+    """Time that the prompt's FLOPs take at the measured rate of matrix products."""
+    tpot_floor_s: float
+    """Time that reading weights and KV takes at the measured bandwidth."""
+    ttft_ratio: float
+    """Time to first token as a multiple of its floor."""
+    tpot_ratio: float
+    host_s: float | None
+    """Host time to launch a decode step; None on a CPU."""
+    transformers_ttft_s: float | None
+    transformers_tpot_s: float | None
+    num_same_tokens: int | None
+    """Length of the common prefix of both answers."""
+    transformers_problem: str | None
+    """Reason why transformers has no times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to compute a prefill step over CP ranks."""
+
+    cp: int
+    mode: CpMode = CpMode.GATHER
+    strategy: StrategySetting = StrategySetting.NONE
+    passing: PassingSetting | None = None
+    """None in gather mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLens:
+    """Lengths of a prefill step."""
+
+    prompt_len: int
+    prefix_len: int
+    """Tokens that count as cached before the prompt."""
+
+    @property
+    def total(self) -> int:
+        """Tokens that have KV after the step."""
+        return self.prompt_len + self.prefix_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Times of one step on one rank."""
+
+    seconds: float
+    """Time from the common start to the end of this rank's part."""
+    waited_s: float
+    """Part of it inside collectives."""
+    cpu_s: float
+    """CPU time of the computing thread, which neither waiting nor other processes add to."""

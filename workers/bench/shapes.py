@@ -1,0 +1,79 @@
+"""Model shapes that benchmarks run with random weights, and the work that a model of a shape cannot avoid. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchShape:
+    """Shape of a dense decoder."""
+
+    family: str
+    layers: int
+    hidden: int
+    inner: int
+    """Width of the MLP."""
+    heads: int
+    kv_heads: int
+    vocab: int
+    head_dim: int = 128
+    tied: bool = False
+    """Whether the embedding is the output layer's matrix, too."""
+
+    def config_json(self, max_len: int = 1 << 18) -> dict[str, Any]:
+        """Return the content of the model's config.json."""
+        return {
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.tied,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": max_len,
+        }
+
+    def of_tp_rank(self, tp: int) -> "BenchShape":
+        """Return the part of one of ``tp`` ranks."""
+        return replace(self, heads=self.heads // tp, kv_heads=max(1, self.kv_heads // tp), inner=self.inner // tp)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all matrices; norms are left out."""
+        per_layer = self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.inner)
+        return self.layers * per_layer + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def kv_row_len(self) -> int:
+        """Elements of K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def prefill_flops(self, prompt_len: int) -> float:
+        """Return two FLOPs per weight and token, and two per visible token pair in scores and in outputs."""
+        pairs = prompt_len * (prompt_len + 1) / 2
+        return 2.0 * self.num_weights * prompt_len + 4.0 * self.layers * self.heads * self.head_dim * pairs
+
+    def decode_bytes(self, num_keys: float, itemsize: int) -> float:
+        """Return the bytes that a decode step reads: all weights, and the KV of ``num_keys`` tokens."""
+        return itemsize * (self.num_weights + self.layers * self.kv_row_len * num_keys)
+
+
+SHAPES: Mapping[str, BenchShape] = {
+    "Llama-3-8B": BenchShape(family="llama", layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, vocab=128_256),
+    "Llama-3-70B": BenchShape(family="llama", layers=80, hidden=8192, inner=28672, heads=64, kv_heads=8, vocab=128_256),
+    "Qwen3-8B": BenchShape(family="qwen3", layers=36, hidden=4096, inner=12288, heads=32, kv_heads=8, vocab=151_936),
+    "Qwen3-0.6B": BenchShape(
+        family="qwen3", layers=28, hidden=1024, inner=3072, heads=16, kv_heads=8, vocab=151_936, tied=True
+    ),
+    "small": BenchShape(family="qwen3", layers=8, hidden=512, inner=1536, heads=8, kv_heads=4, vocab=4096, head_dim=64),
+    "tiny": BenchShape(family="llama", layers=2, hidden=64, inner=96, heads=4, kv_heads=2, vocab=256, head_dim=16),
+}
+"""The last two are for CPUs."""
