@@ -15,7 +15,7 @@ from cluster.spec.strategy import CpMode
 from cluster.spec.tiers import CachedTokens, PinPages, Tier, UseStorage
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.local_engine import LocalEngine
-from tests.integration.test_hicache import LONG, PAGE_SIZE, ask, config_of, stored_parts
+from tests.integration.test_hicache import LONG, PAGE_SIZE, ask, config_of, stored_by
 from workers.local import LocalCluster
 
 pytestmark = pytest.mark.integration
@@ -44,7 +44,7 @@ def pin(cluster: LocalCluster, *, is_pinned: bool = True) -> int:
 
 def num_prompt_pages(folder: Path) -> int:
     """Stored by prefill, which has two CP ranks."""
-    return sum(part.startswith(("cp0of2", "cp1of2")) for part in stored_parts(folder))
+    return sum(part.startswith(("cp0of2", "cp1of2")) for part in stored_by(folder))
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])
@@ -76,11 +76,11 @@ def test_storage_is_left_alone_while_it_is_detached_and_given_what_it_missed_the
         for _ in range(3):
             ask(cluster, LONG)
         time.sleep(0.5)
-        assert stored_parts(tmp_path) == []
+        assert stored_by(tmp_path) == []
         for role in Role:
             cluster.tell(role, UseStorage(is_attached=True), timeout_s=60)
         deadline_s = time.monotonic() + 60
-        while len(stored_parts(tmp_path)) < len(KEYS):
+        while len(stored_by(tmp_path)) < len(KEYS):
             assert time.monotonic() < deadline_s, "nothing was stored after storage was attached again"
             ask(cluster, LONG)
 
