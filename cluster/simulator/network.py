@@ -11,8 +11,7 @@ from functools import partial
 from random import Random
 
 from cluster.simulator.scenario import Hazards
-from cluster.simulator.timeline import Timeline
-from cluster.simulator.trace import Trace
+from cluster.simulator.timeline import Timeline, Trace
 from cluster.spec.messages import Message
 
 HOME = "home"

@@ -5,11 +5,10 @@ from functools import partial
 
 from cluster.simulator.bootstrap import LEASE_S, Bootstrap
 from cluster.simulator.client import Client, End
-from cluster.simulator.duties import Duties
-from cluster.simulator.known_pages import KnownPages
 from cluster.simulator.memory import Violation
 from cluster.simulator.network import HOME
 from cluster.simulator.process import Process
+from cluster.simulator.promises import Duties, KnownPages
 from cluster.simulator.scenario import PAGE_SIZE, Ask
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.config import DeployConfig

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
@@ -110,6 +111,8 @@ class TierShape:
     """Of each rank."""
     write: WritePolicy
     prefetch: PrefetchPolicy
+    shares_host: bool = True
+    """Ranks of a replica can read each other's host memory even when its owner is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,15 @@ class Shape:
     cp: int = 1
     dp: int = 1
     """Of prefill; each DP rank has requests and pages of its own."""
+    tp: int = 1
+    """Of prefill, as pp is."""
+    pp: int = 1
     decode_dp: int = 1
+    decode_tp: int = 1
+    decode_pp: int = 1
+    num_layers: int = 4
+    num_kv_heads: int = 2
+    """Ranks of a larger TP group share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
     """Of a whole DP rank of prefill; sharded, its ranks divide them evenly."""
@@ -146,7 +157,7 @@ class Shape:
     request_timeout_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """Everything that decides a run: two runs of one scenario are the same."""
 
@@ -161,7 +172,7 @@ class Scenario:
         """Nothing goes wrong, so every request must be answered, whatever an operator orders."""
         return self.hazards == Hazards() and all(fault.kind in ORDERS for fault in self.faults)
 
-    @property
+    @cached_property
     def is_mild(self) -> bool:
         """A replica of each role, the router and the network are spared, so every request must be answered."""
         struck = {fault.member for fault in self.faults} - {"bootstrap"}

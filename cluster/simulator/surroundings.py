@@ -4,11 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster.simulator.memory import Memory, Tickets
+from cluster.simulator.memory import Memory, Text, Tickets
 from cluster.simulator.network import Network
 from cluster.simulator.scenario import Hazards, Scenario, Shape
-from cluster.simulator.timeline import Event, Timeline
-from cluster.simulator.trace import Trace
+from cluster.simulator.timeline import Event, Timeline, Trace
 from cluster.spec.ids import Room
 from cluster.spec.messages import Submit
 
@@ -25,8 +24,9 @@ class Surroundings:
     tickets: Tickets = field(default_factory=Tickets)
     memories: dict[str, Memory] = field(default_factory=dict)
     """By session."""
-    storage: dict[bytes, bytes] = field(default_factory=dict)
-    """Tokens of stored pages by key."""
+    storage: dict[tuple[bytes, int, int], bytes] = field(default_factory=dict)
+    """KV of stored pages by key, head and layer."""
+    texts: dict[Room, Text] = field(default_factory=dict)
     submits: dict[Room, Submit] = field(default_factory=dict)
     """Every request that was ever sent."""
     happened: Counter[str] = field(default_factory=Counter)
@@ -35,6 +35,12 @@ class Surroundings:
     """A replica took no requests for a while, since too many of its pages were not proven free."""
     moved: Counter[str] = field(default_factory=Counter)
     """Pages of tier jobs, by kind, once for each rank."""
+
+    def text_of(self, room: Room) -> Text:
+        """The tokens of a request."""
+        if room not in self.texts:
+            self.texts[room] = Text(bytes(self.submits[room].prompt_ids))
+        return self.texts[room]
 
     @property
     def shape(self) -> Shape:

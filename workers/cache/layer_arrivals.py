@@ -1,10 +1,10 @@
 """Layers of cached pages that a thread copies into the pool while a step that reads them is computed."""
 
 import threading
+from typing import TYPE_CHECKING
 
-import torch
-
-from workers.device import Moment
+if TYPE_CHECKING:  # torch stays out of the simulator
+    from workers.device import Moment
 
 
 class LayerArrivals:
@@ -16,11 +16,17 @@ class LayerArrivals:
         """By layer."""
         self._error: Exception | None = None
 
-    def note(self, num_layers: int, moment: Moment) -> None:
+    def note(self, num_layers: int, moment: "Moment") -> None:
         """So many more layers are there, or will be at that moment."""
         with self._changed:
             self._moments += [moment] * num_layers
             self._changed.notify_all()
+
+    @property
+    def num_here(self) -> int:
+        """Layers that `wait_for` returns for at once."""
+        with self._changed:
+            return len(self._moments)
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come."""
@@ -40,4 +46,4 @@ class LayerArrivals:
                 raise self._error
             moment = self._moments[layer]
         if moment is not None:
-            torch.cuda.current_stream().wait_event(moment)
+            moment.wait()

@@ -1,13 +1,16 @@
 """Copies between the device pool and the host pools of a replica: bytes, no keys."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
 from transfer.backends.interface import Region, TransferBackend
 from transfer.plan import Span, local_page
 from workers.cache.layer_arrivals import LayerArrivals
-from workers.hicache.device_pages import DevicePages, Event, Pair
+
+if TYPE_CHECKING:  # torch stays out of the simulator
+    from workers.hicache.device_pages import DevicePages, Event, Pair
 
 READ_SPANS = 64
 """Most spans read from a peer in one call."""
@@ -20,7 +23,7 @@ class Copier:
         self,
         rows: Sequence[RankRow],
         rank: int,
-        device: DevicePages,
+        device: "DevicePages",
         region: Region,
         host: Region,
         backend: TransferBackend,
@@ -50,17 +53,17 @@ class Copier:
         start = self._slot(page) * self._page_bytes
         return self._host[start : start + self._page_bytes]
 
-    def record_event(self) -> Event:
+    def record_event(self) -> "Event":
         """Return the event after which the copies of a new job begin; called on the computing thread."""
         return self._device.record_event()
 
-    def save(self, pages: Sequence[TierPage], after: Event) -> int:
+    def save(self, pages: Sequence[TierPage], after: "Event") -> int:
         """Copy the pages that this rank owns to host memory; return the bytes copied."""
         pairs = self._owned(pages)
         self._device.save(pairs, after)
         return len(pairs) * self._page_bytes
 
-    def load_layerwise(self, pages: Sequence[TierPage], after: Event, arrivals: LayerArrivals) -> int:
+    def load_layerwise(self, pages: Sequence[TierPage], after: "Event", arrivals: LayerArrivals) -> int:
         """Load pages layer by layer, and report each; return the bytes copied."""
         pages = self._kept(pages)
         elsewhere = [page for page in pages if not self.owns(page)]
@@ -73,7 +76,7 @@ class Copier:
         )
         return len(pages) * self._page_bytes
 
-    def load(self, pages: Sequence[TierPage], after: Event) -> int:
+    def load(self, pages: Sequence[TierPage], after: "Event") -> int:
         """Fill the device pages that this rank has of these; return the bytes copied.
 
         Raises:
@@ -91,7 +94,7 @@ class Copier:
         is_sharded = self._row.ownership is KvOwnership.SHARDED
         return [page for page in pages if self.owns(page)] if is_sharded else pages
 
-    def _owned(self, pages: Sequence[TierPage]) -> list[Pair]:
+    def _owned(self, pages: Sequence[TierPage]) -> "list[Pair]":
         return [(self._local(page), self._slot(page)) for page in pages if self.owns(page)]
 
     def _local(self, page: TierPage) -> int:
