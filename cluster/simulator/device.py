@@ -52,7 +52,7 @@ class VirtualDevice:
             known = self._known.get(row.room)
             if known is None:
                 name = self._memory.session
-                raise Violation(f"{name} is to compute room {row.room}, of which it was never told")
+                raise Violation(f"{name} is to compute room {row.room}, which it was never given")
             known.pages += row.new_pages
             known.text.put(row.first_position, bytes(row.token_ids))
         return on_stored
@@ -84,7 +84,7 @@ class VirtualDevice:
 
     @property
     def draws(self) -> bool:
-        """Whether this rank samples the tokens of its DP rank."""
+        """Return whether this rank samples the tokens of its DP rank."""
         coords, sizes = self._memory.row.coords, self._memory.row.sizes
         return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1
 

@@ -39,7 +39,7 @@ def draw_scenario(seed: int) -> Scenario:
 
 
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
-    """The same with two replicas of each role, of which the first ones have a hard time."""
+    """Return a scenario with two replicas of each role, of which only the first ones meet faults."""
     shape = replace(scenario.shape, num_prefill=2, num_decode=2)
     kinds = (FaultKind.KILL, FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE)
     faults = [

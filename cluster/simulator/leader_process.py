@@ -59,7 +59,7 @@ class LeaderProcess(RankProcess):
         self._inbox: deque[Message] = deque()
         self._load = ReplicaLoad()
         self.num_news: dict[str, int] = {}
-        """By router's address, how many news it was sent since it was told everything."""
+        """News sent to each router, by its address, since it was sent the whole cache."""
         self._outgoing: list[tuple[str, Message]] = []
         """Messages that the checks have seen."""
         self._unwatch = bootstrap.watch(machine_of(self.address), self._on_table)
@@ -74,7 +74,7 @@ class LeaderProcess(RankProcess):
         return is_done and pages_are_free and super().is_idle
 
     def cached_keys(self) -> set[bytes]:
-        """Of the pages in all device caches."""
+        """Return the keys of the pages in all device caches."""
         return {key for allocator in self._allocators for key in allocator.cached_keys()}
 
     def kill(self) -> None:
@@ -166,7 +166,7 @@ class LeaderProcess(RankProcess):
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
     def _renew(self, table: BootstrapTable) -> None:
-        """What the lease keeper does: one heartbeat; where the rows are unknown, all of them first."""
+        """Renew as the lease keeper does: one heartbeat; where the rows are unknown, all of them first."""
         try:
             table.heartbeat(self._heartbeat(), self.around.now_s())
         except TableRefusedError as error:

@@ -37,7 +37,7 @@ def step_depth(row: RankRow) -> int:
 
 
 def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int) -> tuple[Leader, PageAllocator]:
-    """What ``workers.build`` makes for a DP rank; ``rows`` are those of all ranks."""
+    """Make a DP rank's leader as ``workers.build`` does; ``rows`` are those of all ranks."""
     own = shard_of(rows, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None

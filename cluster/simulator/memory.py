@@ -85,7 +85,7 @@ class Memory:
 
     row: RankRow
     allocator: PageAllocator
-    """Of the rank's leader."""
+    """The leader's, which all ranks of a DP rank follow."""
     pool: bytearray
     host: bytearray
     filled: set[int] = field(default_factory=set)
@@ -115,7 +115,7 @@ class Memory:
         self.pool[start : start + len(image)] = image
 
     def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
-        """Whether some pieces of a page are those of an image."""
+        """Return whether some pieces of a page are those of an image."""
         start = page * len(image)
         return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
 
@@ -162,7 +162,7 @@ class _Permission:
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     memories: Sequence[Memory]
-    """Of the ranks of the DP rank."""
+    """One for each rank of the DP rank."""
     text: Text
     num_tokens: int
 
@@ -222,5 +222,5 @@ def num_head_copies(row: RankRow) -> int:
 
 
 def _is_sent_to(row: RankRow, page: int) -> bool:
-    """Whether prefill sends a page to this rank of decode, of those that hold the same heads."""
+    """Return whether prefill sends a page to this rank of decode, of those that hold the same heads."""
     return (row.coords.tp - page) % num_head_copies(row) == 0

@@ -100,7 +100,7 @@ class RankProcess(Process):
         self.memory.is_gone = True
 
     def _check_pages(self, message: CheckPages) -> None:
-        """What ``workers.page_checker`` does on a thread."""
+        """Check pages as ``workers.page_checker`` does on a thread."""
         wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.told)
         answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)

@@ -52,7 +52,7 @@ class RouterProcess(Process):
         """The newest request that is no further choice."""
         self._first_prompt = b""
         self._clients: dict[Room, Client] = {}
-        """Of the open requests."""
+        """By open request."""
         self._unwatch = bootstrap.watch(HOME, self._on_table)
         self.every(_LOOK_S, self._look)
 

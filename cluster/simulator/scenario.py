@@ -1,4 +1,4 @@
-"""What one simulation is about: the cluster, its requests and its faults."""
+"""The input of one simulation: the cluster, its requests and its faults."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,7 +17,7 @@ MACHINE_LOST_S = 15.0
 
 
 class FaultKind(StrEnum):
-    """What can go wrong at a given moment."""
+    """Faults that begin at a given time."""
 
     KILL = "kill"
     """One process of a member dies."""
@@ -45,12 +45,12 @@ _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.L
 _LOSSY_TIMEOUT_S = 600.0
 """Time for every attempt of every request, one after the other, though each loses some messages."""
 _MAX_MILD_FAULTS = 3
-"""As many as a request has further attempts."""
+"""The number of a request's further attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault at one moment."""
+    """One fault at one time."""
 
     kind: FaultKind
     at_s: float
@@ -64,7 +64,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazards:
-    """What goes wrong all the time: how often, in parts of one, with a message between machines or with a write."""
+    """Rates at which messages between machines, writes and tier jobs go wrong, from 0 to 1."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -108,7 +108,7 @@ class TierShape:
     """Host memory, and storage that outlives replicas."""
 
     host_pages: int
-    """Of each rank."""
+    """In each rank's host memory."""
     write: WritePolicy
     prefetch: PrefetchPolicy
     shares_host: bool = True
@@ -123,9 +123,9 @@ class Shape:
     num_decode: int = 1
     cp: int = 1
     dp: int = 1
-    """Of prefill; each DP rank has requests and pages of its own."""
+    """DP ranks of prefill; each has requests and pages of its own."""
     tp: int = 1
-    """Of prefill, as pp is."""
+    """TP ranks of prefill; cp and pp are prefill's, too."""
     pp: int = 1
     decode_dp: int = 1
     decode_tp: int = 1
@@ -135,7 +135,7 @@ class Shape:
     """Ranks of a larger TP group share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
-    """Of a whole DP rank of prefill; sharded, its ranks divide them evenly."""
+    """Pages of one DP rank of prefill; sharded, its ranks divide them evenly."""
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS
@@ -201,6 +201,6 @@ class Scenario:
 
     @property
     def members(self) -> list[str]:
-        """What the supervisor runs."""
+        """Return the names of all that the supervisor runs."""
         prefill = [f"prefill-{index}" for index in range(self.shape.num_prefill)]
         return ["bootstrap", "router", *prefill, *(f"decode-{index}" for index in range(self.shape.num_decode))]

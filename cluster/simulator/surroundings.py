@@ -1,4 +1,4 @@
-"""What every simulated process is given: time, chance, the network, the memories, and the eyes of the checks."""
+"""The world of simulated processes: time, chance, the network, all memories, and what the checks see."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Surroundings:
 
     @property
     def hazards(self) -> Hazards:
-        """What goes wrong with messages and writes."""
+        """How often messages, writes and tier jobs go wrong."""
         return self.scenario.hazards
 
     def now_s(self) -> float:

@@ -32,7 +32,7 @@ _QUEUES = {
 class _Queued:
     job: TierJob
     arrivals: LayerArrivals | None = None
-    """Of a step that waits for these pages."""
+    """Present if a step waits for these pages."""
 
 
 class VirtualTierWorker:
@@ -60,7 +60,7 @@ class VirtualTierWorker:
 
     @property
     def is_idle(self) -> bool:
-        """No job is open."""
+        """Whether no job is open."""
         return not any(self._queues.values())
 
     def submit(self, job: TierJob) -> None:
@@ -127,7 +127,7 @@ class VirtualTierWorker:
             self._begin(queue)
 
     def _has(self, page: TierPage) -> bool:
-        """Whether a device page is on this rank."""
+        """Return whether a device page is on this rank."""
         assert self._copier is not None
         return self._row.ownership is KvOwnership.REPLICATED or self._copier.owns(page)
 

@@ -10,7 +10,7 @@ Event = Callable[[], None]
 
 
 class Timeline:
-    """What will happen when; a ``Clock``."""
+    """Future events by time; a ``Clock``."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

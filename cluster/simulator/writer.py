@@ -29,12 +29,12 @@ class _Copy:
     """All that one job writes into one page."""
 
     session: str
-    """Of the target pool."""
+    """The target pool."""
     page: int
-    """In the target pool."""
+    """Page of the target pool."""
     spans: list[Span]
     share: float
-    """Of the page's KV over all heads and layers: what goes wrong does so as often, however KV is divided."""
+    """Part of the page's KV over all heads and layers: hazards strike a page as often, however KV is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Work:
     digests: list[PageDigests]
     num_bytes: int
     copies: Iterator[_Copy]
-    """Those that are still to be made."""
+    """Copies still to be made."""
 
 
 class VirtualWriter:

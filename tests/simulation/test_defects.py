@@ -207,7 +207,7 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
         (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
         (defects.miscount_pages, calm, FAILS_IN_CALM),
         (defects.end_before_it_is_drained, orders, FAILS_IN_CALM),
-        (defects.restart_one_rank_alone, dying_ranks, f"of which it was never told|{EARLY_READ}|{NEVER_ENDS}"),
+        (defects.restart_one_rank_alone, dying_ranks, f"which it was never given|{EARLY_READ}|{NEVER_ENDS}"),
         (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
         (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
         (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
