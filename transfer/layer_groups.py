@@ -8,8 +8,8 @@ LEAST_SPAN_BYTES = 64 << 10
 """Smaller spans would cost more than they hide."""
 
 
-def early_ends(layout: PoolLayout) -> list[int]:
+def early_ends(layout: PoolLayout, least_span_bytes: int = LEAST_SPAN_BYTES) -> list[int]:
     """Return after how many of a rank's layers the finished ones are sent; empty if all leave together."""
-    least = -(-LEAST_SPAN_BYTES // min(group.layer_bytes for group in layout.groups))
+    least = -(-least_span_bytes // min(group.layer_bytes for group in layout.groups))
     size = max(least, -(-layout.num_layers // MOST_GROUPS))
     return list(range(size, layout.num_layers - least + 1, size))

@@ -27,6 +27,7 @@ from workers.hicache.storage.registry import make_storage
 from workers.hicache.tier_worker import NoTierWorker, PageTierWorker, TierWorker
 from workers.hicache.tiers import Tiers
 from workers.kv_sender import KvSender
+from workers.memory.tier_memory import TierMemory
 from workers.page_checker import PageChecker
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
@@ -156,7 +157,8 @@ def make_tier_worker(
     """Return what does this rank's part of tier jobs."""
     if rank.host_region is None:
         return NoTierWorker()
-    copier = Copier(rows, spec.global_rank, rank.memory, rank.host_region, rank.backend)
+    memory = TierMemory(rank.memory, rank.host_region)
+    copier = Copier(rows, spec.global_rank, memory, rank.backend)
     store = make_page_store(spec, rank, rows[spec.global_rank])
     return PageTierWorker(copier, store, spec.global_rank, rows[0].address, open_outbox)
 

@@ -16,7 +16,7 @@ from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, ScheduledReq
 from cluster.spec.timeline import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
-from transfer.layer_groups import early_ends
+from transfer.layer_groups import LEAST_SPAN_BYTES, early_ends
 from transfer.page_range import PageRange
 from transfer.plan import PagePair, PageShare, local_page, owned_pages, receivers, sent_groups
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
@@ -60,6 +60,7 @@ class KvSender:
         start_writer: Callable[[Callable[[Outcome], None]], Writer],
         recorder: Recorder | None = None,
         memory: SourceMemory | None = None,
+        least_span_bytes: int = LEAST_SPAN_BYTES,
     ) -> None:
         """Takes outbox and writer over.
 
@@ -67,6 +68,7 @@ class KvSender:
             prefill: the replica this rank is part of; its leader gets the reports.
             pool: memory of this rank's pages that peers are sent from.
             memory: publishes computed pages to peers before they are sent; None where computed pages are visible.
+            least_span_bytes: smallest span that is worth sending before a step is over.
             start_writer: makes the writer, which never tells an outcome before the call that asks for it has returned.
         """
         self._prefill = prefill
@@ -80,7 +82,7 @@ class KvSender:
         self.num_sent_bytes = 0
         """Of KV, written and acknowledged."""
         self._sessions: dict[Transfer, SenderSession] = {}
-        self._early_ends = early_ends(row.layout) if row.role is Role.PREFILL else []
+        self._early_ends = early_ends(row.layout, least_span_bytes) if row.role is Role.PREFILL else []
         self._num_gone: dict[Transfer, int] = {}
         """Layers that have left before their step is over, of the pages that it completes."""
         self._failed: set[Room] = set()

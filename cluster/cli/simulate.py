@@ -91,8 +91,8 @@ def _print(campaign: "Campaign", seconds: float) -> None:
 
 
 def _print_shortest(seed: int) -> None:
+    from cluster.simulator.campaign import shrink
     from cluster.simulator.draw import draw_scenario
-    from cluster.simulator.shrink import shrink
 
     scenario, outcome = shrink(draw_scenario(seed))
     typer.echo(

@@ -40,7 +40,7 @@ class Bootstrap:
     def start(self) -> None:
         """Serve a new table; versions count on from the clock, as the real service's."""
         self.table = BootstrapTable(LEASE_S, first_version=int(self._around.now_s() * 1000) + 1)
-        self._tell()
+        self._announce()
 
     def kill(self) -> None:
         """End; the table is forgotten."""
@@ -66,16 +66,16 @@ class Bootstrap:
                 ask(self.table)
             except TableRefusedError as error:
                 answer = error
-            self._tell()
+            self._announce()
         self._around.after(self._delay_s(machine), partial(on_answer, answer))
 
     def _look(self) -> None:
         if self.table is not None:
             self.table.expire(self._around.now_s())
-            self._tell()
+            self._announce()
         self._around.after(_LOOK_S, self._look)
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         for watcher in self._watchers:
             if self.table is not None and watcher.seen_version != self.table.version:
                 self._make_due(watcher)

@@ -1,20 +1,15 @@
-"""One rank's device: follows step plans, and computes by arithmetic on what its pages hold.
-
-The next token is a function of all tokens so far, read back from the pages: a missing, stale or foreign page gives a
-wrong token.
-"""
+"""One rank's device: follows step plans, layer after layer, and computes by arithmetic on what its pages hold."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.simulator.memory import Memory, Violation
+from cluster.simulator.memory import Memory, Pieces, Text, Violation, num_head_copies
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
+from cluster.simulator.surroundings import Surroundings
 from cluster.spec.ids import Room
-from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
-from transfer.plan import local_page
 from workers.kv_sender import KvSender
 
 
@@ -34,67 +29,84 @@ def answer(prompt: bytes, count: int) -> bytes:
 @dataclass(slots=True)
 class _Known:
     admit: Admit
+    text: Text
     pages: list[int] = field(default_factory=list)
 
 
 class VirtualDevice:
-    """Page tables and page memory of one rank; a step has a beginning and an end."""
+    """Page tables of one rank; reads and writes its pages."""
 
-    def __init__(self, rows: Sequence[RankRow], cp_rank: int, memories: Mapping[str, Memory], sender: KvSender) -> None:
-        """``rows`` are those of all ranks of the DP rank, ``memories`` everybody's by session."""
-        self.sender = sender
-        self._row = rows[cp_rank]
-        self._sessions = [row.endpoint.session for row in rows]
-        self._memories = memories
+    def __init__(self, around: Surroundings, memory: Memory, sender: KvSender) -> None:
+        self._around, self._memory, self._sender = around, memory, sender
         self._known: dict[Room, _Known] = {}
 
-    def begin(self, plan: StepPlan) -> None:
-        """Send what was cached while the step computes."""
-        self.sender.before_step(plan)
-
-    def end(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Write the step's tokens, sample, and send the pages that are whole."""
+    def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
+        """Send what was cached; returns whom to call for every layer that the step has stored, if anybody."""
+        self._sender.before_step(plan)
+        on_stored = self._sender.during_step(plan, self._known)
         for room in plan.releases:
             self._known.pop(room, None)
         for admit in plan.admits:
-            self._known[admit.room] = _Known(admit)
-        sampled = {}
+            self._known[admit.room] = _Known(admit, self._around.text_of(admit.room))
         for row in plan.scheduled:
-            pages = self._table(row)
-            pages += row.new_pages
-            self._write(row, pages)
-            if row.samples and self._row.coords.cp == 0:
-                sampled[row.room] = Sampled(token_id=next_token(self._read(row, pages), row.output_position))
-        self.sender.after_step(plan, self._known)
+            known = self._known.get(row.room)
+            if known is None:
+                name = self._memory.session
+                raise Violation(f"{name} is to compute room {row.room}, which it was never given")
+            known.pages += row.new_pages
+            known.text.put(row.first_position, bytes(row.token_ids))
+        return on_stored
+
+    def take_copies(self, pages: Sequence[int], mates: Sequence[Memory]) -> None:
+        """Get pages that have arrived from the ranks that they were sent to, if these hold the same heads."""
+        mine = self._memory.row
+        num_copies = num_head_copies(mine)
+        for page in pages if num_copies > 1 else ():
+            tp_rank = mine.coords.tp // num_copies * num_copies + page % num_copies
+            source = next(mate for mate in mates if mate.row.coords.tp == tp_rank)
+            self._memory.put(page, source.page(page))
+
+    def compute(self, plan: StepPlan, layers: range) -> None:
+        """Read the KV that some layers of this rank have of all requests of the step, and write that of its tokens."""
+        pieces = self._memory.pieces(layers)
+        for row in plan.scheduled:
+            self._compute(row, self._known[row.room], layers, pieces)
+
+    def end(self, plan: StepPlan) -> dict[Room, Sampled]:
+        """Sample, and send the pages that are whole."""
+        sampled = {}
+        for row in plan.scheduled if self.draws else ():
+            if row.samples:
+                tokens = self._known[row.room].text.tokens(row.first_position + len(row.token_ids))
+                sampled[row.room] = Sampled(token_id=next_token(tokens, row.output_position))
+        self._sender.after_step(plan, self._known)
         return sampled
 
-    def _table(self, row: ScheduledRequest) -> list[int]:
-        known = self._known.get(row.room)
-        if known is None:
-            raise Violation(f"{self._row.endpoint.session} is to compute room {row.room}, of which it was never told")
-        return known.pages
+    @property
+    def draws(self) -> bool:
+        """Return whether this rank samples the tokens of its DP rank."""
+        coords, sizes = self._memory.row.coords, self._memory.row.sizes
+        return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1
 
-    def _write(self, row: ScheduledRequest, pages: Sequence[int]) -> None:
-        """Store the tokens of the pages that this rank has: all of them, or those it owns."""
-        num_owners = self._row.num_owners
-        memory = self._memories[self._row.endpoint.session]
-        for position, token in enumerate(row.token_ids, start=row.first_position):
-            page = pages[position // PAGE_SIZE]
-            # Followers may be some steps behind their leader, whose allocator says what is true there.
-            if self._row.global_rank == 0 and not memory.allocator.is_held(page):
-                raise Violation(f"{memory.session} computes into page {page}, which no sequence holds alone")
-            if num_owners == 1 or page % num_owners == self._row.coords.cp:
-                memory.write(local_page(self._row, page), position % PAGE_SIZE, token)
+    def _compute(self, row: ScheduledRequest, known: _Known, layers: range, pieces: Pieces) -> None:
+        """Go through the pages that this rank has: all of them, or those it owns."""
+        memory, mine = self._memory, self._memory.row
+        num_owners, layout, text = mine.num_owners, mine.layout, known.text
+        first, end = row.first_position, row.first_position + len(row.token_ids)
+        for number, page in enumerate(known.pages[: -(-end // PAGE_SIZE)]):
+            if page % num_owners != (mine.coords.cp if num_owners > 1 else 0):
+                continue
+            is_read = number * PAGE_SIZE < first
+            if is_read and not memory.holds(page // num_owners, text.page(number, first, layout), pieces):
+                where = f"layers {layers.start} to {layers.stop - 1} of page {page} of {memory.session}"
+                raise Violation(f"room {row.room} is read before {where} have the KV of its first {first} tokens")
+            if (number + 1) * PAGE_SIZE > first:
+                self._check_own(page)
+                memory.put_pieces(page // num_owners, text.page(number, end, layout), pieces)
 
-    def _read(self, row: ScheduledRequest, pages: Sequence[int]) -> bytes:
-        """The KV of all tokens up to the row's last, from the ranks that have it."""
-        length = row.first_position + len(row.token_ids)
-        tokens = b"".join(self._page(page) for page in pages)[:length]
-        if len(tokens) != length:
-            raise Violation(f"room {row.room}: {self._row.replica} has no KV for some of its {length} tokens")
-        return tokens
-
-    def _page(self, page: int) -> bytes:
-        num_owners = self._row.num_owners
-        owner = page % num_owners if num_owners > 1 else self._row.coords.cp
-        return self._memories[self._sessions[owner]].tokens(page // num_owners)
+    def _check_own(self, page: int) -> None:
+        """See that a page is written to by its request alone."""
+        # Followers may be some steps behind their leader, whose allocator says what is true there.
+        if self._memory.row.global_rank == 0 and not self._memory.allocator.is_held(page):
+            raise Violation(f"{self._memory.session} computes into page {page}, which no sequence holds alone")
+        self._around.tickets.end(self._memory, page)

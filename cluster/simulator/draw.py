@@ -33,13 +33,13 @@ def draw_scenario(seed: int) -> Scenario:
         return Scenario(seed=seed, shape=shape, asks=asks, faults=_draw_orders(random, members))
     if weather < 0.25:
         return draw_mild(random, Scenario(seed=seed, shape=shape, asks=asks))
-    faults = tuple(_draw_fault(random, members, shape) for _ in range(random.randint(0, 4)))
+    faults = tuple(_draw_fault(random, members) for _ in range(random.randint(0, 4)))
     hazards = _draw_hazards(random, shape)
     return Scenario(seed=seed, shape=shape, asks=asks, faults=faults + _draw_orders(random, members), hazards=hazards)
 
 
 def draw_mild(random: Random, scenario: Scenario) -> Scenario:
-    """The same with two replicas of each role, of which the first ones have a hard time."""
+    """Return a scenario with two replicas of each role, of which only the first ones meet faults."""
     shape = replace(scenario.shape, num_prefill=2, num_decode=2)
     kinds = (FaultKind.KILL, FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE)
     faults = [
@@ -47,7 +47,7 @@ def draw_mild(random: Random, scenario: Scenario) -> Scenario:
             kind=random.choice(kinds),
             at_s=random.uniform(0, 10),
             member=random.choice(["prefill-0", "decode-0"]),
-            rank=random.randrange(shape.cp * shape.dp),
+            rank=random.randrange(8),
             duration_s=random.uniform(0.1, 12),
         )
         for _ in range(random.randint(1, 3))
@@ -56,14 +56,24 @@ def draw_mild(random: Random, scenario: Scenario) -> Scenario:
 
 
 def _draw_shape(random: Random) -> Shape:
-    cp = random.randint(1, 4)
+    tp, pp, decode_tp, decode_pp = (
+        random.choice(sizes) for sizes in ([1, 1, 2, 4], [1, 1, 1, 2], [1, 1, 2, 4], [1, 1, 1, 2])
+    )
+    cp = random.randint(1, max(1, 4 // (tp * pp)))
     is_sharded = cp > 1 and random.random() < 0.3
     return Shape(
         num_prefill=random.randint(1, 2),
         num_decode=random.randint(1, 2),
         cp=cp,
-        dp=random.choice([1, 1, 2]),
-        decode_dp=random.choice([1, 1, 2, 3]),
+        dp=random.choice([1, 1, 2]) if cp * tp * pp <= 4 else 1,
+        tp=tp,
+        pp=pp,
+        decode_dp=random.choice([1, 1, 2, 3]) if decode_tp * decode_pp == 1 else random.choice([1, 1, 2]),
+        decode_tp=decode_tp,
+        decode_pp=decode_pp,
+        num_layers=random.randint(2, 6),
+        num_kv_heads=random.choice([1, 2, 4]),
+        has_extra_group=random.random() < 0.4,
         dp_policy=random.choice(list(DpPolicy)),
         prefill_pages=random.randint(3, 7) * cp if is_sharded else random.randint(10, 30),
         decode_pages=random.randint(10, 24),
@@ -85,6 +95,7 @@ def _draw_tiers(random: Random) -> TierShape:
         host_pages=random.randint(4, 16),
         write=random.choice(list(WritePolicy)),
         prefetch=random.choice(list(PrefetchPolicy)),
+        shares_host=random.random() < 0.7,
     )
 
 
@@ -117,13 +128,13 @@ def _draw_tokens(random: Random, count: int) -> bytes:
     return bytes(random.randrange(VOCAB_SIZE) for _ in range(count))
 
 
-def _draw_fault(random: Random, members: list[str], shape: Shape) -> Fault:
+def _draw_fault(random: Random, members: list[str]) -> Fault:
     kinds = [kind for kind in FaultKind if kind not in ORDERS]
     kind = random.choices(kinds, weights=[5, 3, 3, 1, 1])[0]
     replicas = members[2:]
     at_s = random.uniform(0, 10)
     if kind is FaultKind.KILL:
-        return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(shape.cp * shape.dp))
+        return Fault(kind=kind, at_s=at_s, member=random.choice(members), rank=random.randrange(8))
     if kind is FaultKind.PARTITION:
         member, other = random.sample([*replicas, "home"], 2)
         return Fault(kind=kind, at_s=at_s, member=member, other=other, duration_s=random.uniform(0.1, 12))

@@ -108,7 +108,7 @@ class Driver:
         self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
 
     def _follow_table(self) -> None:
-        """What ``cluster.supervisor.table_watch`` does, on virtual time."""
+        """Follow the table as ``cluster.supervisor.table_watch`` does."""
         table = self.bootstrap.table
         if table is None:
             self.post(words.TableLost())
@@ -156,7 +156,7 @@ class Driver:
                 pass
 
     def _wait_drained(self, watch: DrainWatch, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """What ``cluster.launch.draining`` does, on virtual time."""
+        """Wait as ``cluster.launch.draining`` does."""
         now_s, table = self._around.now_s(), self.bootstrap.table
         watch.saw(table.snapshot(now_s) if table is not None else None, now_s)
         if watch.is_over(now_s) or now_s >= end_s:
@@ -178,7 +178,7 @@ class Driver:
             self._wait_ready(name, incarnation, self._around.now_s() + _START_TIMEOUT_S)
 
     def _wait_ready(self, name: str, incarnation: Incarnation, end_s: float) -> None:
-        """What ``cluster.launch.gang`` does, on virtual time; half of the looks come late."""
+        """Wait as ``cluster.launch.gang`` does; half of the looks come late."""
 
         def look() -> None:
             table = self.bootstrap.table

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cluster.bootstrap.table import BootstrapTable, RefusalCode, TableRefusedError, rows_digest
 from cluster.simulator.bootstrap import Bootstrap
-from cluster.simulator.fence import hand_over
-from cluster.simulator.leaders import shard_of
+from cluster.simulator.leaders import shard_of, step_depth
 from cluster.simulator.network import machine_of
+from cluster.simulator.promises import hand_over
 from cluster.simulator.rank_process import RankProcess
 from cluster.simulator.stale import send_late_words
 from cluster.simulator.surroundings import Surroundings
@@ -48,7 +48,9 @@ class LeaderProcess(RankProcess):
         super().__init__(around, rows, 0, me, made[0][1])
         self._leaders = [leader for leader, _ in made]
         self._allocators = [allocator for _, allocator in made]
-        self.leader = ReplicaLeader(self._leaders, rows[0].sizes, policy=around.shape.dp_policy)
+        self.leader = ReplicaLeader(
+            self._leaders, rows[0].sizes, depth=step_depth(rows[0]), policy=around.shape.dp_policy
+        )
         self.me = me
         self.rows = rows
         self._digest = rows_digest(rows)
@@ -57,7 +59,7 @@ class LeaderProcess(RankProcess):
         self._inbox: deque[Message] = deque()
         self._load = ReplicaLoad()
         self.num_news: dict[str, int] = {}
-        """By router's address, how many news it was sent since it was told everything."""
+        """News sent to each router, by its address, since it was sent the whole cache."""
         self._outgoing: list[tuple[str, Message]] = []
         """Messages that the checks have seen."""
         self._unwatch = bootstrap.watch(machine_of(self.address), self._on_table)
@@ -72,7 +74,7 @@ class LeaderProcess(RankProcess):
         return is_done and pages_are_free and super().is_idle
 
     def cached_keys(self) -> set[bytes]:
-        """Of the pages in all device caches."""
+        """Return the keys of the pages in all device caches."""
         return {key for allocator in self._allocators for key in allocator.cached_keys()}
 
     def kill(self) -> None:
@@ -88,7 +90,7 @@ class LeaderProcess(RankProcess):
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         """Commit the part of the step that this rank has drawn."""
-        if plan.scheduled:
+        if self.device.draws and plan.scheduled:
             self.leader.commit(0, sampled, self.around.now_s())
         self._close_turn()
         self.after(0.0, self._turn)
@@ -102,7 +104,6 @@ class LeaderProcess(RankProcess):
                 hand_over(self.leader, self.me, message, self.around.now_s())
                 self._show_new()
         self.leader.tick(self.around.now_s())
-        self._show_new()
         if self.leader.must_end:
             self.around.was_quarantined = True
             self.around.happened["quarantine"] += 1
@@ -121,11 +122,12 @@ class LeaderProcess(RankProcess):
             self.begin(plans[0])
 
     def _close_turn(self) -> None:
-        self._load = load = self.leader.load()
-        # The limit is one for every DP rank's own pages, which are as many as the others'.
-        limit = self.around.shape.quarantine_limit * load.total_pages / len(self._leaders)
-        if load.quarantined_pages > limit:
-            self.around.was_quarantined = True
+        if self.around.scenario.is_mild:  # nobody else asks
+            load = self.leader.load()
+            # The limit is one for every DP rank's own pages, which are as many as the others'.
+            limit = self.around.shape.quarantine_limit * load.total_pages / len(self._leaders)
+            if load.quarantined_pages > limit:
+                self.around.was_quarantined = True
         self._emit()
 
     def _emit(self) -> None:
@@ -134,7 +136,7 @@ class LeaderProcess(RankProcess):
         outgoing, self._outgoing = self._outgoing, []
         for address, message in outgoing:
             if isinstance(message, TierJob) and address == self.address:
-                self.mover.take(message)
+                self.tier_worker.submit(message)
             else:
                 self.send(address, message)
 
@@ -148,8 +150,10 @@ class LeaderProcess(RankProcess):
             if isinstance(message, PageNews):
                 self.num_news[address] = message.number + 1
             elif isinstance(message, Ticket):
-                memory = self.around.memories[shard_of(self.rows, message.dp_rank)[0].endpoint.session]
-                self.around.tickets.give(memory, message, bytes(self.around.submits[message.room].prompt_ids))
+                rows = shard_of(self.rows, message.dp_rank)
+                memories = [self.around.memories[row.endpoint.session] for row in rows]
+                num_tokens = len(self.around.submits[message.room].prompt_ids)
+                self.around.tickets.give(memories, message, self.around.text_of(message.room), num_tokens)
                 send_late_words(self.around, message, self.rows[0].layout.page_bytes)
             elif isinstance(message, Output) and message.first_index == self.around.submits[message.room].num_given:
                 self.around.tickets.check_start(message.room)
@@ -158,10 +162,11 @@ class LeaderProcess(RankProcess):
         self.take(TableUpdate(snapshot=snapshot))
 
     def _beat(self) -> None:
+        self._load = self.leader.load()
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
     def _renew(self, table: BootstrapTable) -> None:
-        """What the lease keeper does: one heartbeat; where the rows are unknown, all of them first."""
+        """Renew as the lease keeper does: one heartbeat; where the rows are unknown, all of them first."""
         try:
             table.heartbeat(self._heartbeat(), self.around.now_s())
         except TableRefusedError as error:

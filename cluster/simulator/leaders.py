@@ -9,6 +9,7 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow
 from cluster.spec.strategy import Strategy
+from transfer.plan import copies_of
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import Choice, fixed
@@ -25,12 +26,18 @@ TICKET_TIMEOUT_S = 5.0
 
 
 def shard_of(rows: Sequence[RankRow], dp_rank: int) -> list[RankRow]:
-    """The rows of one DP rank, by CP rank."""
+    """The rows of one DP rank, by global rank."""
     return [row for row in rows if row.coords.dp == dp_rank]
 
 
+def step_depth(row: RankRow) -> int:
+    """Steps under way at once, as ``workers.build`` has it."""
+    num_stages = row.sizes.pp
+    return num_stages + (num_stages > 1 and row.role is Role.PREFILL)
+
+
 def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int) -> tuple[Leader, PageAllocator]:
-    """What ``workers.build`` makes for a DP rank; ``rows`` are those of all ranks."""
+    """Make a DP rank's leader as ``workers.build`` does; ``rows`` are those of all ranks."""
     own = shard_of(rows, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None
@@ -50,8 +57,8 @@ def _make_tiers(shape: TierShape | None, tree: PrefixTree | None, own: list[Rank
     return Tiers(HicacheConfig(write=shape.write, storage=storage), tree, shape.host_pages, own)
 
 
-def _limits(around: Surroundings) -> StepLimits:
-    return StepLimits(PAGE_SIZE, around.shape.chunk_tokens, MAX_REQUESTS)
+def _limits(around: Surroundings, row: RankRow) -> StepLimits:
+    return StepLimits(PAGE_SIZE, around.shape.chunk_tokens, MAX_REQUESTS, depth=step_depth(row))
 
 
 def _make_decode_leader(
@@ -63,19 +70,21 @@ def _make_decode_leader(
     tiers: Tiers | None,
 ) -> Leader:
     shape, first = around.shape, rows[0]
+    own, num_copies = shard_of(rows, dp_rank), copies_of(first)
     settings = DecodeSettings(
         me=me,
         dp_rank=dp_rank,
         geometry=first.geometry,
         layout=first.layout,
-        page_bytes=first.layout.page_bytes,
+        page_bytes=sum(row.layout.page_bytes for row in own) // num_copies,
+        num_copies=num_copies,
         transfer_timeout_s=shape.transfer_timeout_s,
         quarantine_limit=shape.quarantine_limit,
         rank_addresses=tuple(row.address for row in rows),
         verify=shape.verify,
         settle_s=shape.settle_s,
     )
-    steps = StepScheduler(allocator, _limits(around), fixed(Strategy.NONE), tiers=tiers)
+    steps = StepScheduler(allocator, _limits(around, first), fixed(Strategy.NONE), tiers=tiers)
     return DecodeLeader(settings, steps, allocator, tiers=tiers)
 
 
@@ -92,5 +101,5 @@ def _make_prefill_leader(
         ticket_timeout_s=TICKET_TIMEOUT_S,
         settle_s=around.shape.settle_s,
     )
-    steps = StepScheduler(allocator, _limits(around), choose, tiers=tiers)
+    steps = StepScheduler(allocator, _limits(around, own[0]), choose, tiers=tiers)
     return PrefillLeader(settings, steps, allocator, tiers=tiers)

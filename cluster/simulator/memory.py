@@ -1,12 +1,21 @@
-"""The page memory of every rank, and who may write to it: the rules that no message may break."""
+"""The KV that every page must hold, the page memory of every rank, and who may write to it.
 
+A KV byte depends on every token up to its own, on the head, the layer, and on K or V: a page that is stale, torn,
+short, or in the wrong place shows in each head and layer where it is.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
-from cluster.spec.kv import PoolLayout
+from cluster.spec.kv import FULL_ATTENTION, GroupLayout, PoolLayout
+from cluster.spec.registry import RankRow
 from cluster.spec.transfer_messages import Ticket
+from transfer.page_range import PageRange, Span
 from workers.cache.page_allocator import PageAllocator
 
 
@@ -15,93 +24,208 @@ class Violation(AssertionError):  # noqa: N818
 
 
 _NOTHING = VOCAB_SIZE
-"""The byte where no token is."""
+"""The byte of a slot that no token is in."""
+TORN = 255
+"""The byte that a failed copy leaves."""
+_MAX_LAYERS = 8
+_TABLES = [
+    bytes((seed + salt) % _NOTHING for seed in range(_NOTHING)) + bytes(range(_NOTHING, 256)) for salt in range(128)
+]
+"""From the seed of a token to its KV byte, by head, layer, and K or V."""
+
+Pieces = Sequence[tuple[int, int]]
+"""First and last byte of ranges in a page."""
+
+
+class Text:
+    """The tokens of one request so far, and the KV that they have."""
+
+    def __init__(self, prompt: bytes) -> None:
+        self._tokens = bytearray()
+        self._seeds = bytearray()
+        """For each token a byte that depends on it and on all before it."""
+        self._digest = 0
+        self._images: dict[tuple[int, int, tuple[GroupLayout, ...]], bytes] = {}
+        self.put(0, prompt)
+
+    def put(self, first: int, tokens: bytes) -> None:
+        """Take in tokens that a rank computes from a position on; all ranks must compute the same ones."""
+        num_known = len(self._tokens) - first
+        if num_known < 0 or not tokens.startswith(bytes(self._tokens[first : first + len(tokens)])):
+            raise Violation(f"wrong tokens: {list(tokens)} are computed behind {list(self._tokens[:first])}")
+        for token in tokens[num_known:]:
+            self._tokens.append(token)
+            self._digest = zlib.crc32(bytes([token]), self._digest)
+            self._seeds.append(self._digest % _NOTHING)
+
+    def tokens(self, length: int) -> bytes:
+        """The first tokens."""
+        return bytes(self._tokens[:length])
+
+    def page(self, number: int, length: int, layout: PoolLayout) -> bytes:
+        """The page of this number, as a pool holds it when the first ``length`` tokens have KV."""
+        end = min(length, (number + 1) * PAGE_SIZE)
+        image = self._images.get((number, end, layout.groups))
+        if image is None:
+            seeds = bytes(self._seeds[number * PAGE_SIZE : end]).ljust(PAGE_SIZE, bytes([_NOTHING]))
+            image = b"".join(
+                bytes(byte for byte in seeds.translate(table) for _ in range(dim))
+                for group in layout.groups
+                for table, dim in _tables(group)
+            )
+            self._images[number, end, layout.groups] = image
+        return image
 
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """One rank's pool. A page begins with the tokens written to it, one byte each; behind them is nothing."""
+    """One rank's device pool and host pool."""
 
-    session: str
-    """Name of this pool; a restarted rank has another one."""
+    row: RankRow
     allocator: PageAllocator
-    """Of the rank's leader."""
-    page_bytes: int
+    """The leader's, which all ranks of a DP rank follow."""
     pool: bytearray
-    host: dict[int, bytes] = field(default_factory=dict)
-    """Its pages in host memory."""
+    host: bytearray
+    filled: set[int] = field(default_factory=set)
+    """Pages of the host pool that were ever written."""
     is_gone: bool = False
     """Its process is dead."""
 
     @classmethod
-    def empty(cls, session: str, allocator: PageAllocator, layout: PoolLayout) -> Self:
+    def empty(cls, row: RankRow, allocator: PageAllocator) -> Self:
         """Nothing is in any page."""
-        return cls(session, allocator, layout.page_bytes, bytearray([_NOTHING]) * layout.pool_bytes)
+        host_bytes = row.host_endpoint.num_bytes if row.host_endpoint is not None else 0
+        return cls(row, allocator, bytearray([_NOTHING]) * row.layout.pool_bytes, bytearray([TORN]) * host_bytes)
 
-    def tokens(self, page: int) -> bytes:
-        """What a page holds."""
-        start = page * self.page_bytes
-        return bytes(self.pool[start : start + PAGE_SIZE]).rstrip(bytes([_NOTHING]))
+    @property
+    def session(self) -> str:
+        """Name of this pool; a restarted rank has another one."""
+        return self.row.endpoint.session
 
-    def put(self, page: int, tokens: bytes) -> None:
-        """Fill a page with these tokens."""
-        self.copy_in(page, tokens.ljust(self.page_bytes, bytes([_NOTHING])))
-
-    def write(self, page: int, place: int, token: int) -> None:
-        """Store a token that was computed here."""
-        self.put(page, self.tokens(page)[:place] + bytes([token]))
-
-    def copy_out(self, page: int) -> bytes:
+    def page(self, page: int) -> bytes:
         """All bytes of a page."""
-        return bytes(self.pool[page * self.page_bytes : (page + 1) * self.page_bytes])
+        size = self.row.layout.page_bytes
+        return bytes(self.pool[page * size : (page + 1) * size])
 
-    def copy_in(self, page: int, copy: bytes) -> None:
-        """Bytes that came from another pool."""
-        self.pool[page * self.page_bytes : (page + 1) * self.page_bytes] = copy
+    def put(self, page: int, image: bytes) -> None:
+        """Set all bytes of a page."""
+        start = page * self.row.layout.page_bytes
+        self.pool[start : start + len(image)] = image
+
+    def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
+        """Return whether some pieces of a page are those of an image."""
+        start = page * len(image)
+        return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
+
+    def put_pieces(self, page: int, image: bytes, pieces: Pieces) -> None:
+        """Set some pieces of a page to those of an image."""
+        start = page * len(image)
+        for first, last in pieces:
+            self.pool[start + first : start + last] = image[first:last]
+
+    def host_page(self, page: int) -> memoryview:
+        """A page of the host pool."""
+        size = self.row.layout.page_bytes
+        return memoryview(self.host)[page * size : (page + 1) * size]
+
+    def filled_host_page(self, page: int) -> memoryview:
+        """A page of the host pool that somebody has written."""
+        if page not in self.filled:
+            raise Violation(f"host page {page} of {self.session} is read, which nobody has filled")
+        return self.host_page(page)
+
+    def pieces(self, layers: range) -> Pieces:
+        """The bytes of some layers in a page; layers count from the rank's first one."""
+        layout = self.row.layout
+        page = PageRange(layout, [0], layout.layers[layers.start : layers.stop])
+        return [(span.source_offset, span.source_offset + span.num_bytes) for span in page.spans_to(page)]
+
+
+def _tables(group: GroupLayout) -> Iterator[tuple[bytes, int]]:
+    """Yield the table and the bytes per token of each (head, layer, part) of a group, as they lie in a page."""
+    first = len(_TABLES) // 2 * (group.name != FULL_ATTENTION)
+    for head in group.heads:
+        for layer in group.layers:
+            for index, part in enumerate(group.parts):
+                yield _TABLES[first + 2 * (head * _MAX_LAYERS + layer) + index], part.slot_bytes
+
+
+def copy_spans(source: bytes | bytearray, target: bytearray, spans: Sequence[Span]) -> None:
+    """Copy bytes from one pool to another."""
+    for from_offset, to_offset, num_bytes in spans:
+        target[to_offset : to_offset + num_bytes] = source[from_offset : from_offset + num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class _Permission:
     room: Room
     generation: int
-    expected: bytes
-    """What the page must hold in the end."""
+    number: int
+    """Page of the prompt that it is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    memories: Sequence[Memory]
+    """One for each rank of the DP rank."""
+    text: Text
+    num_tokens: int
 
 
 class Tickets:
     """Every permission to write that was given, from the messages that give it."""
 
     def __init__(self) -> None:
-        self._permissions: dict[str, dict[int, _Permission]] = {}
-        """By pool, by page."""
-        self._memories: dict[Room, Memory] = {}
-        """The pool that a room's newest ticket is for."""
+        self._permissions: dict[PageAllocator, dict[int, _Permission]] = {}
+        """By DP rank, which is named by its allocator, and by page."""
+        self._transfers: dict[Room, _Transfer] = {}
+        """For a room's newest ticket."""
 
-    def give(self, memory: Memory, ticket: Ticket, prompt: bytes) -> None:
+    def give(self, memories: Sequence[Memory], ticket: Ticket, text: Text, num_tokens: int) -> None:
         """Decode lets prefill write to the pages of a ticket."""
-        self._memories[ticket.room] = memory
-        permissions = self._permissions.setdefault(memory.session, {})
+        self._transfers[ticket.room] = _Transfer(memories, text, num_tokens)
+        allocator = memories[0].allocator
+        permissions = self._permissions.setdefault(allocator, {})
         for number, page in enumerate(ticket.pages[0], start=ticket.held_pages):
-            if not memory.allocator.is_held(page):
+            if not allocator.is_held(page):
                 raise Violation(f"room {ticket.room}: page {page} of its ticket is not its own")
-            expected = prompt[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
-            permissions[page] = _Permission(ticket.room, ticket.generation, expected)
+            permissions[page] = _Permission(ticket.room, ticket.generation, number)
 
     def check_write(self, memory: Memory, page: int, room: Room, generation: int) -> None:
-        """A byte of prefill arrives in a page."""
-        permission = self._permissions.get(memory.session, {}).get(page)
+        """Some bytes of prefill arrive in a page."""
+        permission = self._permissions.get(memory.allocator, {}).get(page)
         if permission is None or (permission.room, permission.generation) != (room, generation):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, for which it has no ticket")
         if not memory.allocator.is_held(page):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which is free or shared")
+        if not _is_sent_to(memory.row, page):
+            raise Violation(f"room {room} writes into page {page} of {memory.session}, which has it from another rank")
+
+    def end(self, memory: Memory, page: int) -> None:
+        """Let nobody write to a page any more: its replica does so itself."""
+        permissions = self._permissions.get(memory.allocator)
+        if permissions:
+            permissions.pop(page, None)
 
     def check_start(self, room: Room) -> None:
         """Decode reads the pages of a room from now on: all of them must be there, and nobody may write any more."""
-        memory = self._memories.pop(room, None)
-        if memory is None:
+        transfer = self._transfers.pop(room, None)
+        if transfer is None:
             return
-        permissions = self._permissions[memory.session]
+        permissions = self._permissions[transfer.memories[0].allocator]
         for page in [page for page, permission in permissions.items() if permission.room == room]:
-            expected = permissions.pop(page).expected
-            if not memory.tokens(page).startswith(expected):
-                raise Violation(f"room {room} is read before page {page} of {memory.session} has arrived")
+            number = permissions.pop(page).number
+            for memory in transfer.memories:
+                expected = transfer.text.page(number, transfer.num_tokens, memory.row.layout)
+                if _is_sent_to(memory.row, page) and memory.page(page) != expected:
+                    raise Violation(f"room {room} is read before page {page} of {memory.session} has arrived")
+
+
+def num_head_copies(row: RankRow) -> int:
+    """TP ranks that hold the same heads; they are neighbours."""
+    return math.gcd(*(max(1, row.sizes.tp // group.num_heads) for group in row.geometry.groups))
+
+
+def _is_sent_to(row: RankRow, page: int) -> bool:
+    """Return whether prefill sends a page to this rank of decode, of those that hold the same heads."""
+    return (row.coords.tp - page) % num_head_copies(row) == 0

@@ -11,8 +11,7 @@ from functools import partial
 from random import Random
 
 from cluster.simulator.scenario import Hazards
-from cluster.simulator.timeline import Timeline
-from cluster.simulator.trace import Trace
+from cluster.simulator.timeline import Timeline, Trace
 from cluster.spec.messages import Message
 
 HOME = "home"
@@ -34,7 +33,7 @@ class _Connection:
     last_s: float = 0.0
     """When the newest message arrives."""
     num_stalled: int = 0
-    """Of the pending ones: those that wait for the peer, not for their time."""
+    """Pending messages whose time has come, and that wait for the peer."""
 
     @property
     def crosses(self) -> bool:
@@ -73,7 +72,7 @@ class Network:
                 connection.pending.pop()
 
     def is_cut(self, machine: str, other: str) -> bool:
-        """Whether two machines cannot reach each other."""
+        """Return whether two machines cannot reach each other."""
         return bool(self._cuts) and frozenset((machine, other)) in self._cuts
 
     def cut(self, machine: str, other: str) -> None:

@@ -17,7 +17,7 @@ class Process(ABC):
         self.is_dead = False
         self._is_paused = False
         self._waiting: list[Event] = []
-        """What is to happen once it runs again."""
+        """Events put off until it runs again."""
         around.network.listen(address, self.take)
 
     @abstractmethod

@@ -2,15 +2,14 @@
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cluster.simulator.device import VirtualDevice
-from cluster.simulator.leaders import shard_of
 from cluster.simulator.memory import Memory
-from cluster.simulator.mover import VirtualMover
 from cluster.simulator.process import Process
 from cluster.simulator.surroundings import Surroundings
+from cluster.simulator.tier_worker import VirtualTierWorker
 from cluster.simulator.writer import VirtualWriter
 from cluster.spec.config import TransferConfig
 from cluster.spec.ids import Room
@@ -23,8 +22,10 @@ from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import TierJob
 from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
+from transfer.layer_groups import early_ends
 from workers.cache.page_allocator import PageAllocator
 from workers.kv_sender import KvSender
+from workers.memory.layerwise_load import LayerwiseLoad
 
 _CHECK_S = 0.1
 """Longest time in which a rank compares the pages of one request."""
@@ -38,19 +39,25 @@ class RankProcess(Process):
     ) -> None:
         """``rows`` are those of all ranks of the replica, ``allocator`` is that of the DP rank."""
         row, shape = rows[global_rank], around.shape
-        own = shard_of(rows, row.coords.dp)
         super().__init__(around, row.address)
         self.row = row
         self.leader_address = leader.address
         self.shard: list[RankProcess] = []
-        """All ranks of its DP rank, by CP rank."""
-        self.num_computed = 0
+        """All ranks of its DP rank, by global rank."""
+        self.num_begun = 0
         """Steps."""
+        self.num_computed = 0
         self._step: StepPlan | None = None
-        """The one at hand."""
-        self._is_computed = False
-        """This rank's own part of it."""
-        self.memory = Memory.empty(row.endpoint.session, allocator, row.layout)
+        """The current one."""
+        self._num_layers = 0
+        """Layers of it that are computed."""
+        self._ends: deque[int] = deque()
+        """Numbers of layers after which this rank shows what it has computed."""
+        self._part_s = 0.0
+        self._layerwise_load: LayerwiseLoad | None = None
+        self._waits_for_layers = False
+        self._on_stored: Callable[[int], None] | None = None
+        self.memory = Memory.empty(row, allocator)
         around.memories[self.memory.session] = self.memory
         self.sender = KvSender(
             prefill=leader,
@@ -58,16 +65,17 @@ class RankProcess(Process):
             pool=memoryview(self.memory.pool),
             config=TransferConfig(mode=shape.mode, page_filter=shape.page_filter, verify=shape.verify),
             outbox=_Post(self),
-            start_writer=partial(VirtualWriter, around, self.memory, row.layout.page_bytes, self.when_running),
+            start_writer=partial(VirtualWriter, around, self.memory, self.when_running),
+            least_span_bytes=1,
         )
-        self.mover = VirtualMover(self, leader.address, own, row.coords.cp, self.memory)
-        self.device = VirtualDevice(own, row.coords.cp, around.memories, self.sender)
+        self.tier_worker = VirtualTierWorker(self, leader.address, rows, self.memory, self._on_layers)
+        self.device = VirtualDevice(around, self.memory, self.sender)
 
     def obey(self, message: Message) -> bool:
         """Do what every rank does when its leader says so; False where it is nothing of the kind."""
         match message:
             case TierJob():
-                self.mover.take(message)
+                self.tier_worker.submit(message)
             case DropSend():
                 self.sender.drop(message)
             case ForgetPeer():
@@ -81,7 +89,7 @@ class RankProcess(Process):
     @property
     def is_idle(self) -> bool:
         """Nothing is left of any transfer, and no copy is on its way."""
-        return not self.sender.num_open and self.mover.is_idle
+        return not self.sender.num_open and self.tier_worker.is_idle
 
     def kill(self) -> None:
         """Die; what the sender has handed to the wire may still arrive."""
@@ -92,50 +100,94 @@ class RankProcess(Process):
         self.memory.is_gone = True
 
     def _check_pages(self, message: CheckPages) -> None:
-        """What ``workers.page_checker`` does on a thread."""
+        """Check pages as ``workers.page_checker`` does on a thread."""
         wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.told)
         answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)
 
     @property
-    def draws(self) -> bool:
-        """Whether this rank samples the tokens of its DP rank."""
-        return self.row.coords.cp == 0
+    def is_computing(self) -> bool:
+        """A step has begun and not ended."""
+        return self._step is not None
 
     @property
-    def is_computing(self) -> bool:
-        """A step is at hand."""
-        return self._step is not None
+    def mates(self) -> "list[RankProcess]":
+        """The ranks that meet this one in every layer: those of its TP group."""
+        coords = self.row.coords
+        return [rank for rank in self.shard if (rank.row.coords.cp, rank.row.coords.pp) == (coords.cp, coords.pp)]
 
     @abstractmethod
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         """The step is over, with this outcome."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Compute a step."""
-        self._step, self._is_computed = plan, False
-        self.device.begin(plan)
-        filled_s = self.mover.fill(plan.layerwise_load) if plan.layerwise_load is not None else 0.0
-        self.after(filled_s + self.step_s(plan), self._compute)
+        """Begin a step; the last one of the TP group to do so lets all of it compute."""
+        self._step, self._num_layers = plan, 0
+        self.num_begun += 1
+        self._on_stored = self.device.begin(plan)
+        mates = self.mates
+        if all(mate.num_begun >= self.num_begun for mate in mates):
+            for mate in mates:
+                mate.when_running(partial(mate._start, plan))
 
-    def _compute(self) -> None:
-        self._is_computed = True
+    def _start(self, plan: StepPlan) -> None:
+        """Compute layers in as many parts as others can see."""
+        self.device.take_copies(plan.arrived, [mate.memory for mate in self.mates])
+        layout = self.row.layout
+        job = plan.layerwise_load
+        self._layerwise_load = self.tier_worker.submit_layerwise(job) if job is not None else None
+        ends = [] if self._on_stored is None else early_ends(layout, 1)
+        if self._layerwise_load is not None:
+            ends = list(range(1, layout.num_layers))
+        self._ends = deque([*ends, layout.num_layers])
+        self._part_s = self.step_s(plan) / len(self._ends)
+        self.after(self._part_s, self._compute_layers)
+
+    def _on_layers(self) -> None:
+        """More layers can be read."""
+        if self._waits_for_layers:
+            self._waits_for_layers = False
+            self._compute_layers()
+
+    def _compute_layers(self) -> None:
+        """Compute the next layers, unless they have yet to be loaded."""
+        plan, end = self._step, self._ends[0]
+        assert plan is not None
+        if self._layerwise_load is not None and self._layerwise_load.num_here < end:
+            self._waits_for_layers = True
+            return
+        self.device.compute(plan, range(self._num_layers, end))
+        if self._on_stored is not None:
+            for layer in range(self._num_layers, end):
+                self._on_stored(layer)
+        self._num_layers = self._ends.popleft()
+        if self._ends:
+            self.after(self._part_s, self._compute_layers)
+        else:
+            self._compute_rest()
+
+    def _compute_rest(self) -> None:
         self.num_computed += 1
         self.end_if_over()
-        who_draws = self.shard[0]
+        who_draws = next(rank for rank in self.shard if rank.device.draws)
         if who_draws is not self:
             who_draws.when_running(who_draws.end_if_over)
 
     def end_if_over(self) -> None:
-        """End the step when this rank has computed it; where ranks meet in it, who draws waits for all of them."""
+        """End the step when this rank has computed it; the one that draws waits for all that it meets in it."""
         plan = self._step
-        if plan is None or not self._is_computed:
+        if plan is None or self.num_computed < self.num_begun:
             return
-        meets = self.draws and (plan.strategy is not Strategy.NONE or self.row.num_owners > 1)
-        if meets and any(rank.num_computed < self.num_computed for rank in self.shard):
+        if self.device.draws and any(rank.num_computed < self.num_computed for rank in self._met(plan)):
             return
         self._step = None
         self.on_ended(plan, self.device.end(plan))
+
+    def _met(self, plan: StepPlan) -> "list[RankProcess]":
+        """The ranks that compute a step together with this one; followers in other CP ranks may lag behind."""
+        if plan.strategy is not Strategy.NONE or self.row.num_owners > 1:
+            return self.shard
+        return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
 
     def step_s(self, plan: StepPlan) -> float:
         """How long this rank computes a step."""
@@ -158,8 +210,8 @@ class Follower(RankProcess):
         self.when_running(self._turn)
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Tell the leader what was drawn, and go on."""
-        if self.draws and plan.scheduled:
+        """Report to the leader what was drawn, and go on."""
+        if self.device.draws and plan.scheduled:
             result = StepResult(step=plan.step, dp_rank=self.row.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
         self._turn()

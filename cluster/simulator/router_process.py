@@ -5,11 +5,10 @@ from functools import partial
 
 from cluster.simulator.bootstrap import LEASE_S, Bootstrap
 from cluster.simulator.client import Client, End
-from cluster.simulator.duties import Duties
-from cluster.simulator.known_pages import KnownPages
 from cluster.simulator.memory import Violation
 from cluster.simulator.network import HOME
 from cluster.simulator.process import Process
+from cluster.simulator.promises import Duties, KnownPages
 from cluster.simulator.scenario import PAGE_SIZE, Ask
 from cluster.simulator.surroundings import Surroundings
 from cluster.spec.config import DeployConfig
@@ -53,7 +52,7 @@ class RouterProcess(Process):
         """The newest request that is no further choice."""
         self._first_prompt = b""
         self._clients: dict[Room, Client] = {}
-        """Of the open requests."""
+        """By open request."""
         self._unwatch = bootstrap.watch(HOME, self._on_table)
         self.every(_LOOK_S, self._look)
 

@@ -1,26 +1,26 @@
-"""The rows of a simulated replica: one layer, one head, so that a page is a page of tokens."""
+"""The rows of a simulated replica: a few layers and heads, with one byte for K and for V of each token."""
 
 from cluster.simulator.scenario import PAGE_SIZE, Shape
+from cluster.spec.config import TransferBackendName
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.kv import KvGeometry, key_value_group
+from cluster.spec.kv import KvGeometry, KvGroup, KvPart, key_value_group
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import page_layout
-from cluster.spec.ranks import coords_of
+from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow
 
-GEOMETRY = KvGeometry(
-    model="simulated", num_layers=1, groups=(key_value_group(range(1), 1, 1, "float32"),), page_size=PAGE_SIZE
-)
+_BYTE = "float8_e4m3fn"
+"""A type of one byte."""
 
 
 def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
     """The rows of one start of a replica, by global rank."""
     role = Role(replica.partition("-")[0])
     if role is Role.PREFILL:
-        sizes = RankCoords(dp=shape.dp, cp=shape.cp, tp=1, pp=1)
+        sizes = RankCoords(dp=shape.dp, cp=shape.cp, tp=shape.tp, pp=shape.pp)
     else:
-        sizes = RankCoords(dp=shape.decode_dp, cp=1, tp=1, pp=1)
-    return [_row(shape, replica, role, incarnation, machine, sizes, rank) for rank in range(sizes.dp * sizes.cp)]
+        sizes = RankCoords(dp=shape.decode_dp, cp=1, tp=shape.decode_tp, pp=shape.decode_pp)
+    return [_row(shape, replica, role, incarnation, machine, sizes, rank) for rank in range(world_size(sizes))]
 
 
 def _row(
@@ -33,22 +33,39 @@ def _row(
     global_rank: int,
 ) -> RankRow:
     start = f"{machine}/{replica}.{incarnation}.{global_rank}"
+    coords = coords_of(global_rank, sizes)
     ownership = shape.ownership if role is Role.PREFILL else KvOwnership.REPLICATED
     num_pages = shape.prefill_pages if role is Role.PREFILL else shape.decode_pages
-    layout = page_layout(GEOMETRY, sizes, coords_of(global_rank, sizes), num_pages // ownership.num_owners(sizes.cp))
+    geometry = geometry_of(shape)
+    layout = page_layout(geometry, sizes, coords, num_pages // ownership.num_owners(sizes.cp))
+    host = None
+    if shape.tiers is not None and shape.prefix_cache:
+        backend = TransferBackendName.SHARED_MEMORY if shape.tiers.shares_host else "simulated"
+        num_bytes = shape.tiers.host_pages * layout.page_bytes
+        host = Endpoint(backend=backend, session=start, base_address=0, num_bytes=num_bytes)
     return RankRow(
         replica=replica,
         role=role,
         incarnation=incarnation,
-        coords=coords_of(global_rank, sizes),
+        coords=coords,
         sizes=sizes,
         global_rank=global_rank,
         address=f"{machine}/{replica}.{global_rank}" if shape.reuses_addresses else start,
         endpoint=Endpoint(backend="simulated", session=start, base_address=0, num_bytes=layout.pool_bytes),
-        geometry=GEOMETRY,
+        geometry=geometry,
         layout=layout,
         transfer_mode=shape.mode,
         page_filter=shape.page_filter,
         ownership=ownership,
         build="simulated",
+        host_endpoint=host,
     )
+
+
+def geometry_of(shape: Shape) -> KvGeometry:
+    """Return K and V in every layer and, in some scenarios, one head of two unlike parts in every second one."""
+    groups = [key_value_group(range(shape.num_layers), shape.num_kv_heads, 1, _BYTE)]
+    if shape.has_extra_group:
+        parts = (KvPart(name="latent", dim=2, dtype=_BYTE), KvPart(name="keys", dim=1, dtype=_BYTE))
+        groups.append(KvGroup(name="extra", num_heads=1, layers=tuple(range(0, shape.num_layers, 2)), parts=parts))
+    return KvGeometry(model="simulated", num_layers=shape.num_layers, groups=tuple(groups), page_size=PAGE_SIZE)

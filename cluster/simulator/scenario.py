@@ -1,7 +1,8 @@
-"""What one simulation is about: the cluster, its requests and its faults."""
+"""The input of one simulation: the cluster, its requests and its faults."""
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.lifecycle import Role
@@ -16,7 +17,7 @@ MACHINE_LOST_S = 15.0
 
 
 class FaultKind(StrEnum):
-    """What can go wrong at a given moment."""
+    """Faults that begin at a given time."""
 
     KILL = "kill"
     """One process of a member dies."""
@@ -44,12 +45,12 @@ _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.L
 _LOSSY_TIMEOUT_S = 600.0
 """Time for every attempt of every request, one after the other, though each loses some messages."""
 _MAX_MILD_FAULTS = 3
-"""As many as a request has further attempts."""
+"""The number of a request's further attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault at one moment."""
+    """One fault at one time."""
 
     kind: FaultKind
     at_s: float
@@ -63,7 +64,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazards:
-    """What goes wrong all the time: how often, in parts of one, with a message between machines or with a write."""
+    """Rates at which messages between machines, writes and tier jobs go wrong, from 0 to 1."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -107,9 +108,11 @@ class TierShape:
     """Host memory, and storage that outlives replicas."""
 
     host_pages: int
-    """Of each rank."""
+    """In each rank's host memory."""
     write: WritePolicy
     prefetch: PrefetchPolicy
+    shares_host: bool = True
+    """Ranks of a replica can read each other's host memory even when its owner is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +123,21 @@ class Shape:
     num_decode: int = 1
     cp: int = 1
     dp: int = 1
-    """Of prefill; each DP rank has requests and pages of its own."""
+    """DP ranks of prefill; each has requests and pages of its own."""
+    tp: int = 1
+    """TP ranks of prefill; cp and pp are prefill's, too."""
+    pp: int = 1
     decode_dp: int = 1
+    decode_tp: int = 1
+    decode_pp: int = 1
+    num_layers: int = 4
+    has_extra_group: bool = False
+    """Whether layers store a second KV group, of one head."""
+    num_kv_heads: int = 2
+    """Ranks of a larger TP group share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
-    """Of a whole DP rank of prefill; sharded, its ranks divide them evenly."""
+    """Pages of one DP rank of prefill; sharded, its ranks divide them evenly."""
     decode_pages: int = 24
     chunk_tokens: int = 16
     mode: TransferMode = TransferMode.ALL_RANKS
@@ -146,7 +159,7 @@ class Shape:
     request_timeout_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """Everything that decides a run: two runs of one scenario are the same."""
 
@@ -161,7 +174,7 @@ class Scenario:
         """Nothing goes wrong, so every request must be answered, whatever an operator orders."""
         return self.hazards == Hazards() and all(fault.kind in ORDERS for fault in self.faults)
 
-    @property
+    @cached_property
     def is_mild(self) -> bool:
         """A replica of each role, the router and the network are spared, so every request must be answered."""
         struck = {fault.member for fault in self.faults} - {"bootstrap"}
@@ -190,6 +203,6 @@ class Scenario:
 
     @property
     def members(self) -> list[str]:
-        """What the supervisor runs."""
+        """Return the names of all that the supervisor runs."""
         prefill = [f"prefill-{index}" for index in range(self.shape.num_prefill)]
         return ["bootstrap", "router", *prefill, *(f"decode-{index}" for index in range(self.shape.num_decode))]

@@ -1,4 +1,4 @@
-"""One run of one scenario, from the start of the cluster to the moment when nothing is left of any request."""
+"""One run of one scenario, from the start of the cluster until nothing is left of any request."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run showed."""
+    """The outcome of one run."""
 
     violation: str | None
     """The promise that was broken; None when all were kept."""
@@ -110,7 +110,7 @@ class Simulation:
         return shape.num_prefill if role is Role.PREFILL else shape.num_decode
 
     def _left_over(self) -> list[str]:
-        """What has not come to its end."""
+        """Return all that has not ended."""
         assert self._faults is not None
         driver = self._driver
         left = [f"{self._faults.num_open} faults"] if self._faults.num_open else []
@@ -124,7 +124,7 @@ class Simulation:
         return left
 
     def _check_known_pages(self) -> None:
-        """Streams of news have no names, so that only in their own order they can be told apart."""
+        """Check the router's index, unless news were reordered: streams of news have no names to sort them by."""
         hazards, router = self._scenario.hazards, self._driver.router
         if hazards.duplicate or hazards.reorder or router is None:
             return

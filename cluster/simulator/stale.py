@@ -54,7 +54,7 @@ def _result(ticket: Ticket, prefill: Peer, num_pages: int, page_bytes: int) -> R
 
 
 def _names(ticket: Ticket, prefill: Peer) -> dict[str, Any]:
-    """What every answer to a ticket is known by."""
+    """Return the fields that identify an answer to a ticket."""
     return {
         "room": ticket.room,
         "generation": ticket.generation,

@@ -1,14 +1,13 @@
-"""What every simulated process is given: time, chance, the network, the memories, and the eyes of the checks."""
+"""The world of simulated processes: time, chance, the network, all memories, and what the checks see."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster.simulator.memory import Memory, Tickets
+from cluster.simulator.memory import Memory, Text, Tickets
 from cluster.simulator.network import Network
 from cluster.simulator.scenario import Hazards, Scenario, Shape
-from cluster.simulator.timeline import Event, Timeline
-from cluster.simulator.trace import Trace
+from cluster.simulator.timeline import Event, Timeline, Trace
 from cluster.spec.ids import Room
 from cluster.spec.messages import Submit
 
@@ -25,8 +24,9 @@ class Surroundings:
     tickets: Tickets = field(default_factory=Tickets)
     memories: dict[str, Memory] = field(default_factory=dict)
     """By session."""
-    storage: dict[bytes, bytes] = field(default_factory=dict)
-    """Tokens of stored pages by key."""
+    storage: dict[tuple[bytes, str, int, int], bytes] = field(default_factory=dict)
+    """KV of stored pages by key, head and layer."""
+    texts: dict[Room, Text] = field(default_factory=dict)
     submits: dict[Room, Submit] = field(default_factory=dict)
     """Every request that was ever sent."""
     happened: Counter[str] = field(default_factory=Counter)
@@ -36,6 +36,12 @@ class Surroundings:
     moved: Counter[str] = field(default_factory=Counter)
     """Pages of tier jobs, by kind, once for each rank."""
 
+    def text_of(self, room: Room) -> Text:
+        """The tokens of a request."""
+        if room not in self.texts:
+            self.texts[room] = Text(bytes(self.submits[room].prompt_ids))
+        return self.texts[room]
+
     @property
     def shape(self) -> Shape:
         """The cluster's shape."""
@@ -43,7 +49,7 @@ class Surroundings:
 
     @property
     def hazards(self) -> Hazards:
-        """What goes wrong with messages and writes."""
+        """How often messages, writes and tier jobs go wrong."""
         return self.scenario.hazards
 
     def now_s(self) -> float:

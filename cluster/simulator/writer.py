@@ -1,6 +1,6 @@
-"""The sender thread on virtual time: it writes page by page, fails, and leaves bytes on the way when it dies.
+"""The sender thread on virtual time: it writes page by page, fails, and leaves bytes in flight when it dies.
 
-It keeps the promises of ``transfer.sender.SenderThread``, whose place it takes.
+It stands in for ``transfer.sender.SenderThread`` and keeps its promises.
 """
 
 from collections import deque
@@ -8,21 +8,34 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.simulator.memory import Memory
+from cluster.simulator.memory import Memory, copy_spans
 from cluster.simulator.network import machine_of
+from cluster.simulator.scenario import PAGE_SIZE
 from cluster.simulator.surroundings import Surroundings
 from cluster.simulator.timeline import Event
 from cluster.spec.ids import Room
 from cluster.spec.registry import Endpoint
 from cluster.spec.transfer_messages import PageDigests
-from transfer.page_range import total_bytes
+from transfer.page_range import Span, total_bytes
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0
 """How long a write to a machine that is cut off tries."""
 
-_Copy = tuple[str, int, int]
-"""Session of the target pool, source page, target page."""
+_Key = tuple[Room, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """All that one job writes into one page."""
+
+    session: str
+    """The target pool."""
+    page: int
+    """Page of the target pool."""
+    spans: list[Span]
+    share: float
+    """Part of the page's KV over all heads and layers: hazards strike a page as often, however KV is divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +46,7 @@ class _Work:
     digests: list[PageDigests]
     num_bytes: int
     copies: Iterator[_Copy]
-    """Those that are still to be made."""
+    """Copies still to be made."""
 
 
 class VirtualWriter:
@@ -43,22 +56,21 @@ class VirtualWriter:
         self,
         around: Surroundings,
         source: Memory,
-        page_bytes: int,
         when_running: Callable[[Event], None],
         on_outcome: Callable[[Outcome], None],
     ) -> None:
-        """``when_running`` lets something happen now, or when its process is no longer paused."""
+        """``when_running`` runs an event now, or when its process is no longer paused."""
         self._around = around
         self._machine = machine_of(source.session)
         self._source = source
-        self._page_bytes = page_bytes
         self._when_running = when_running
         self._on_outcome = on_outcome
-        self._queue: deque[SendJob | Dropped] = deque()
-        self._barred: set[tuple[Room, int]] = set()
+        self._queue: deque[SendJob | Dropped | _Key] = deque()
+        """Jobs, drops, and transfers that failed, behind their last job."""
+        self._barred: set[_Key] = set()
         self._is_busy = False
         self._on_way: tuple[SendJob, _Copy] | None = None
-        """Handed to the wire and not yet at its target."""
+        """In flight."""
 
     @property
     def is_idle(self) -> bool:
@@ -75,16 +87,16 @@ class VirtualWriter:
         self._enqueue(Dropped(room, generation))
 
     def forget(self, target: Endpoint) -> None:
-        """Nothing is remembered of a target."""
+        """Nothing is held open for a target."""
 
     def close(self) -> None:
-        """Die: what is queued is lost, what is on the way arrives or does not."""
+        """Die: what is queued is lost, what is in flight may arrive, or a part of it."""
         self._queue.clear()
         if self._on_way is not None:
             self._straggle(*self._on_way)
         self._on_way = None
 
-    def _enqueue(self, item: SendJob | Dropped) -> None:
+    def _enqueue(self, item: SendJob | Dropped | _Key) -> None:
         self._queue.append(item)
         if not self._is_busy:
             self._is_busy = True
@@ -100,11 +112,15 @@ class VirtualWriter:
         if isinstance(item, Dropped):
             self._barred.discard((item.room, item.generation))
             self._end(item)
+        elif isinstance(item, tuple):
+            self._barred.discard(item)
+            self._next()
         elif (item.room, item.generation) in self._barred:
             self._next()
         else:
             digests, writes = item.make_ready(), item.make_writes()
             num_bytes = sum(total_bytes(write.spans) for write in writes)
+            self._around.moved["early"] += not item.num_pages
             self._write(_Work(item, digests, num_bytes, self._copies(writes)))
 
     def _write(self, work: _Work) -> None:
@@ -121,8 +137,8 @@ class VirtualWriter:
             return
         self._on_way = (job, copy)
         hazards, random = self._around.hazards, self._around.random
-        is_slow = random.random() < hazards.slow_write
-        delay_s = random.uniform(1.0, 15.0) if is_slow else hazards.slowness * random.uniform(1e-4, 1e-2)
+        is_slow = random.random() < hazards.slow_write * copy.share
+        delay_s = random.uniform(1.0, 15.0) if is_slow else hazards.slowness * random.uniform(1e-4, 1e-2) * copy.share
         event = partial(self._arrive, work, copy)
         self._around.after(delay_s, partial(self._when_running, event))
 
@@ -130,15 +146,15 @@ class VirtualWriter:
         if self._source.is_gone:
             return
         job = work.job
-        target = self._around.memories[copy[0]]
+        target = self._around.memories[copy.session]
         is_cut = self._around.network.is_cut(self._machine, machine_of(target.session))
-        fails = self._around.random.random() < self._around.hazards.fail_write
+        fails = self._around.random.random() < self._around.hazards.fail_write * copy.share
         if target.is_gone or is_cut or fails:
             self._around.happened["fail_write"] += fails
             event = partial(self._when_running, partial(self._fail, job, copy))
             self._around.after(WRITE_TIMEOUT_S if is_cut else 0.0, event)
             return
-        self._land(job, copy, self._source.copy_out(copy[1]))
+        self._land(job, copy, self._source.pool)
         self._on_way = None
         self._write(work)
 
@@ -146,45 +162,52 @@ class VirtualWriter:
         if self._source.is_gone:
             return
         self._barred.add((job.room, job.generation))
+        self._queue.append((job.room, job.generation))
         self._straggle(job, copy)
         self._on_way = None
-        self._end(WriteFailed(job.room, job.generation, f"page {copy[2]} of {copy[0]} could not be written"))
+        self._end(WriteFailed(job.room, job.generation, f"page {copy.page} of {copy.session} could not be written"))
 
     def _end(self, outcome: Outcome) -> None:
         self._on_outcome(outcome)
         self._next()
 
     def _straggle(self, job: SendJob, copy: _Copy) -> None:
-        """Bytes that nobody waits for any more may arrive all the same, within ``settle_s``."""
-        settle_s = self._around.shape.settle_s
-        if settle_s and self._around.random.random() < 0.5:
-            delay_s = self._around.random.uniform(0, settle_s * 0.99)
-            self._around.after(delay_s, partial(self._land, job, copy, self._source.copy_out(copy[1])))
+        """Let bytes that nobody waits for any more arrive within ``settle_s``, all of them, a part, or none."""
+        settle_s, random = self._around.shape.settle_s, self._around.random
+        if settle_s and random.random() < 0.5:
+            part = _Copy(copy.session, copy.page, copy.spans[: random.randint(1, len(copy.spans))], copy.share)
+            event = partial(self._land, job, part, bytes(self._source.pool))
+            self._around.after(random.uniform(0, settle_s * 0.99), event)
 
-    def _land(self, job: SendJob, copy: _Copy, sent: bytes) -> None:
-        session, _, page = copy
-        target = self._around.memories[session]
+    def _land(self, job: SendJob, copy: _Copy, source: bytes | bytearray) -> None:
+        target = self._around.memories[copy.session]
         if target.is_gone:
             return
-        self._around.tickets.check_write(target, page, job.room, job.generation)
-        self._around.trace.add(session, "page", page, "<-", self._source.session, "room", job.room)
-        target.copy_in(page, self._flipped(sent))
+        self._around.tickets.check_write(target, copy.page, job.room, job.generation)
+        self._around.trace.add(copy.session, "page", copy.page, "<-", self._source.session, "room", job.room)
+        copy_spans(source, target.pool, copy.spans)
+        self._flip(target, copy.spans)
 
-    def _flipped(self, sent: bytes) -> bytes:
-        """What arrives of a page: now and then one bit is another."""
+    def _flip(self, target: Memory, spans: Sequence[Span]) -> None:
+        """Change one bit of what arrives, now and then."""
         random = self._around.random
         if not self._around.hazards.flip or random.random() >= self._around.hazards.flip:
-            return sent
+            return
         self._around.happened["flip"] += 1
-        place, arrived = random.randrange(len(sent)), bytearray(sent)
-        arrived[place] ^= 1 << random.randrange(8)
-        return bytes(arrived)
+        span = random.choice(spans)
+        target.pool[span.target_offset + random.randrange(span.num_bytes)] ^= 1 << random.randrange(8)
 
     def _copies(self, writes: Sequence[Write]) -> Iterator[_Copy]:
-        """The pages of spans."""
-        size = self._page_bytes
+        """Divide writes by target page."""
         for write in writes:
-            for span in write.spans:
-                for offset in range(0, span.num_bytes, size):
-                    source, target = span.source_offset + offset, span.target_offset + offset
-                    yield write.target.session, source // size, target // size
+            size = self._around.memories[write.target.session].row.layout.page_bytes
+            whole = PAGE_SIZE * self._source.row.geometry.bytes_per_token
+            pages: dict[int, list[Span]] = {}
+            for source, target, num_bytes in write.spans:
+                for offset in range(-(target % size), num_bytes, size):
+                    # From here to the end of the page, or of the span.
+                    first, last = max(offset, 0), min(offset + size, num_bytes)
+                    piece = Span(source + first, target + first, last - first)
+                    pages.setdefault(piece.target_offset // size, []).append(piece)
+            for page, spans in pages.items():
+                yield _Copy(write.target.session, page, spans, total_bytes(spans) / whole)

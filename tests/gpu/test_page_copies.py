@@ -28,6 +28,7 @@ from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
 from workers.memory.pinned import PinnedMemory
+from workers.memory.tier_memory import TierMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -84,7 +85,7 @@ def world(way: None) -> Iterator[World]:  # noqa: ARG001 - it is asked while pag
         torch.frombuffer(each.buffer, dtype=torch.bfloat16).view(-1, *pool.group("full_attention").shape[1:])
         for each in (region, host)
     )
-    yield World(pool, memory, staged, Copier(rows, 0, memory, host, Loopback()), kept)
+    yield World(pool, memory, staged, Copier(rows, 0, TierMemory(memory, host), Loopback()), kept)
     pinned.close()
 
 

@@ -67,7 +67,7 @@ def test_each_layer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def load_late(self: Copier, pages: Sequence[TierPage], after: Event | None, load: LayerwiseLoad) -> int:
         """Into pages that hold nonsense."""
         for page in pages:
-            self._memory.pool.bytes[page.device] = 0xFF
+            self._memory._memory.pool.bytes[page.device] = 0xFF
         time.sleep(LATE_S)
         num_bytes = load_layerwise(self, pages, after, LateLoad(load))
         fills.append(len(pages))

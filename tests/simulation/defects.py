@@ -121,7 +121,7 @@ def restart_one_rank_alone(patch: Patch) -> None:
         for other in self.ranks:
             other.shard[:] = [new if it is old else it for it in other.shard]
         new.shard += old.shard
-        new.num_computed = old.num_computed
+        new.num_begun = new.num_computed = old.num_computed
         return True
 
     patch.setattr(Replica, "lose_rank", replace_rank)

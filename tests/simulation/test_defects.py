@@ -12,11 +12,11 @@ from cluster.simulator.scenario import PAGE_SIZE, Fault, FaultKind, Hazards, Sce
 from cluster.simulator.simulation import Simulation
 from cluster.spec.hicache_config import PrefetchPolicy, WritePolicy
 from cluster.spec.registry import KvOwnership, TransferMode, Verify
-from tests.simulation import defects, router_defects
+from tests.simulation import defects, layer_defects, router_defects
 
 MAX_SEEDS = 600
 
-FOREIGN_WRITE = r"has no ticket|is free or shared"
+FOREIGN_WRITE = r"has no ticket|is free or shared|from another rank"
 EARLY_READ = r"is read before|wrong tokens"
 NEVER_ENDS = r"never came to an end"
 DEADLINE = r"a deadline ended"
@@ -84,7 +84,9 @@ def restarts_in_place(scenario: Scenario) -> Scenario:
 
 def dying_ranks(scenario: Scenario) -> Scenario:
     """Prefill dies while requests come, and twice more with those that have come since."""
-    shape = replace(scenario.shape, num_prefill=1, cp=4, prefill_pages=24, settle_s=2.0)
+    shape = replace(
+        scenario.shape, num_prefill=1, cp=4, tp=1, pp=1, decode_tp=1, decode_pp=1, prefill_pages=24, settle_s=2.0
+    )
     asks = tuple(replace(ask, at_s=4 * (number % 3) + ask.at_s / 4) for number, ask in enumerate(scenario.asks))
     faults = [Fault(kind=FaultKind.KILL, at_s=4 * rank - 2, member="prefill-0", rank=rank) for rank in (1, 2, 3)]
     return replace(scenario, shape=shape, asks=asks, faults=tuple(faults), hazards=Hazards(slowness=30.0))
@@ -158,6 +160,35 @@ def cold_tiers(scenario: Scenario) -> Scenario:
     return replace(scenario, shape=shape, faults=(), hazards=Hazards(fail_move=0.1, slow_move=True))
 
 
+def calm_without_digests(scenario: Scenario) -> Scenario:
+    return calm(replace(scenario, shape=replace(scenario.shape, verify=Verify.COUNTS)))
+
+
+def shared_heads(scenario: Scenario) -> Scenario:
+    """Ranks of decode share heads, so that each is sent a part of the pages."""
+    shape = replace(scenario.shape, num_kv_heads=2, decode_tp=4, verify=Verify.COUNTS)
+    return calm(replace(scenario, shape=shape))
+
+
+def failing_writes(scenario: Scenario) -> Scenario:
+    """Writes fail between the layers of prompts that are computed in one step."""
+    shape = replace(scenario.shape, num_layers=4, pp=1, chunk_tokens=64)
+    return replace(scenario, shape=shape, faults=(), hazards=Hazards(fail_write=0.3, slowness=30.0))
+
+
+def cold_tiers_of_peers(scenario: Scenario) -> Scenario:
+    """Layers of cached pages come from the host memory of other ranks, too."""
+    cold = cold_tiers(scenario)
+    assert cold.shape.tiers is not None
+    shape = replace(cold.shape, tiers=replace(cold.shape.tiers, shares_host=True), cp=2, dp=1, tp=1)
+    return replace(cold, shape=replace(shape, num_kv_heads=2, ownership=KvOwnership.REPLICATED), hazards=Hazards())
+
+
+def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
+    cold = cold_tiers(scenario)
+    return replace(cold, shape=replace(cold.shape, num_kv_heads=1, decode_tp=4), hazards=Hazards())
+
+
 @pytest.mark.parametrize(
     ("defect", "weather", "promise"),
     [
@@ -176,13 +207,13 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.drop_the_drain_ack, as_drawn, NEVER_ENDS),
         (defects.miscount_pages, calm, FAILS_IN_CALM),
         (defects.end_before_it_is_drained, orders, FAILS_IN_CALM),
-        (defects.restart_one_rank_alone, dying_ranks, "of which it was never told|has no KV|" + NEVER_ENDS),
+        (defects.restart_one_rank_alone, dying_ranks, f"which it was never given|{EARLY_READ}|{NEVER_ENDS}"),
         (defects.start_before_pages_are_checked, changed_bytes, EARLY_READ),
         (defects.take_all_pages_for_right, changed_bytes, EARLY_READ),
         (defects.leave_out_a_digest, calm_with_digests, FAILS_IN_CALM),
         (defects.leave_out_a_digest_and_miss_none, changed_bytes, EARLY_READ),
         (defects.forget_who_has_a_room, several_dp_ranks, f"{FAILS_IN_CALM}|{NEVER_ENDS}"),
-        (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{EARLY_READ}|has no KV"),
+        (defects.ticket_pages_that_are_computed_into, leavers_of_dp_ranks, f"{FOREIGN_WRITE}|{EARLY_READ}"),
         (router_defects.miss_no_news, lossy, "knows other pages"),
         (defects.start_again_beside_what_is_left, ranks_that_die_elsewhere, FOREIGN_WRITE),
         (defects.free_source_pages_early, as_drawn, f"{FOREIGN_WRITE}|{EARLY_READ}"),
@@ -201,6 +232,22 @@ def cold_tiers(scenario: Scenario) -> Scenario:
         (defects.end_a_tier_job_with_the_first_result, cold_tiers, FOREIGN_PAGE),
         (defects.keep_copies_of_pages_that_were_given_up, cold_tiers, FOREIGN_PAGE),
         (defects.believe_failed_copies, cold_tiers, FOREIGN_PAGE),
+        (layer_defects.send_layers_before_they_are_computed, calm_without_digests, EARLY_READ),
+        (layer_defects.forget_the_last_layers, calm, FAILS_IN_CALM),
+        (layer_defects.forget_the_last_layers_and_count_none, calm_without_digests, EARLY_READ),
+        (layer_defects.send_the_first_layers_again, calm, FAILS_IN_CALM),
+        (layer_defects.count_pages_with_their_first_layers, calm_without_digests, f"{FAILS_IN_CALM}|{EARLY_READ}"),
+        (layer_defects.report_drained_at_once, as_drawn, FOREIGN_WRITE),
+        (layer_defects.begin_again_after_a_failure, failing_writes, FOREIGN_WRITE),
+        (layer_defects.read_layers_before_they_are_loaded, cold_tiers, EARLY_READ),
+        (layer_defects.announce_a_layer_too_many, cold_tiers, EARLY_READ),
+        (layer_defects.load_one_head_of_peers, cold_tiers_of_peers, EARLY_READ),
+        (layer_defects.load_other_layers_of_peers, cold_tiers_of_peers, EARLY_READ),
+        (layer_defects.send_pages_to_the_next_copy, shared_heads, FOREIGN_WRITE),
+        (layer_defects.send_all_pages_to_each_copy, shared_heads, FOREIGN_WRITE),
+        (layer_defects.give_no_copies, shared_heads, EARLY_READ),
+        (layer_defects.count_layers_from_the_first_stage, calm, FAILS_IN_CALM),
+        (layer_defects.swap_heads, calm_without_digests, EARLY_READ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -236,6 +283,11 @@ def test_a_defect_is_caught(
         calm_with_digests,
         changed_bytes,
         cold_tiers,
+        calm_without_digests,
+        shared_heads,
+        failing_writes,
+        cold_tiers_of_peers,
+        cold_tiers_of_shared_heads,
     ],
 )
 def test_without_a_defect_the_same_weather_breaks_nothing(weather: Weather) -> None:

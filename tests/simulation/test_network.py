@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.simulator.network import Network
 from cluster.simulator.scenario import Hazards
-from cluster.simulator.timeline import Timeline
-from cluster.simulator.trace import Trace
+from cluster.simulator.timeline import Timeline, Trace
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Cancel, Message
 

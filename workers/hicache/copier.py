@@ -1,18 +1,19 @@
-"""Copies between the device pool and the host pools of a replica. Moves bytes, knows no keys."""
+"""Copies between the device pool and the host pools of a replica. Knows owners and peers, no keys and no bytes."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from cluster.spec.registry import KvOwnership, RankRow
 from cluster.spec.tiers import TierPage
-from transfer.backends.interface import Region, TransferBackend
+from transfer.backends.interface import TransferBackend
 from transfer.page_range import PageRange, Span
 from transfer.plan import local_page
-from workers.device import Event
-from workers.memory.copy import PageMemory, copy, copy_stream
 from workers.memory.layerwise_load import LayerwiseLoad
-from workers.memory.peer_memory import PeerMemory
+
+if TYPE_CHECKING:  # the simulator has no torch
+    from workers.device import Event
+    from workers.memory.tier_memory import TierMemory
 
 READ_SPANS = 64
 """Most spans read from a peer in one call."""
@@ -21,29 +22,15 @@ MOST_LAYER_GROUPS = 8
 
 
 class Copier:
-    """Copies of one rank. A host page belongs to one CP rank; where KV is replicated, the others read it from there.
+    """Copies of one rank. A host page belongs to one CP rank; where KV is replicated, the others read it from there."""
 
-    On a GPU, copies run on streams of their own, between the pool and pinned host memory. Only what is read from peers
-    passes through the region where that is apart; a saved page does not, since peers may be writing to it there.
-    """
-
-    def __init__(
-        self, rows: Sequence[RankRow], rank: int, memory: PeerMemory, host: Region, backend: TransferBackend
-    ) -> None:
-        """Args:
-        rows: all ranks of the replica.
-        memory: this rank's pool and region; peers' memory is read into the region.
-        host: this rank's part of the host tier.
-        """
+    def __init__(self, rows: Sequence[RankRow], rank: int, memory: "TierMemory", backend: TransferBackend) -> None:
+        """``rows`` are all ranks of the replica; ``memory`` belongs to this one."""
         self._row = rows[rank]
         self._backend = backend
         self._memory = memory
-        self._host = PageMemory(torch.frombuffer(host.buffer, dtype=torch.uint8), self._row.layout)
-        self._host_bytes = host.buffer
         self._page_bytes = self._row.layout.page_bytes
         self._peers = {row.coords.cp: row for row in rows if _is_peer(row, self._row)}
-        device = memory.pool.bytes.device
-        self._inward, self._outward = copy_stream(device), copy_stream(device)
 
     @property
     def page_bytes(self) -> int:
@@ -51,25 +38,24 @@ class Copier:
         return self._page_bytes
 
     def owns(self, page: TierPage) -> bool:
-        """Return whether the page's copy in host memory is this rank's."""
+        """Return whether the page's host copy belongs to this rank."""
         return page.index % self._row.sizes.cp == self._row.coords.cp
 
     def host_page(self, page: TierPage) -> memoryview:
         """Return the bytes of a host page that this rank owns."""
-        start = self._slot(page) * self._page_bytes
-        return self._host_bytes[start : start + self._page_bytes]
+        return self._memory.host_page(self._slot(page))
 
-    def record_event(self) -> Event | None:
+    def record_event(self) -> "Event | None":
         """Record the event behind which the copies of a new job begin; on the computing thread."""
-        return self._memory.event()
+        return self._memory.record_event()
 
-    def save(self, pages: Sequence[TierPage], after: Event | None) -> int:
+    def save(self, pages: Sequence[TierPage], after: "Event | None") -> int:
         """Copy the owned ones of these pages to host memory; return the bytes copied."""
         local, slots = self._owned(pages)
-        _wait(copy(self._memory.pool.at(local), self._host.at(slots), after, self._outward))
+        self._memory.save(local, slots, after)
         return len(local) * self._page_bytes
 
-    def load(self, pages: Sequence[TierPage], after: Event | None) -> int:
+    def load(self, pages: Sequence[TierPage], after: "Event | None") -> int:
         """Copy those of these pages that this rank has to the device; return the bytes copied.
 
         Raises:
@@ -77,40 +63,40 @@ class Copier:
         """
         pages = self._held(pages)
         self._load(pages, None, after)
+        self._memory.wait_loads()
         return len(pages) * self._page_bytes
 
-    def load_layerwise(self, pages: Sequence[TierPage], after: Event | None, load: LayerwiseLoad) -> int:
-        """Load pages as ``load`` does, one layer group after the other; report each.
+    def load_layerwise(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> int:
+        """Load pages as ``load`` does, one layer group after the other; report each, and return the bytes copied.
 
         Raises:
             TransferError: a peer's memory cannot be read.
         """
+        deque(self.layer_loads(pages, after, load), maxlen=0)
+        return len(self._held(pages)) * self._page_bytes
+
+    def layer_loads(self, pages: Sequence[TierPage], after: "Event | None", load: LayerwiseLoad) -> Iterator[None]:
+        """Load and report one layer group at each step of the iterator."""
         pages = self._held(pages)
         if after is not None and not all(map(self.owns, pages)):
             # What arrived in the region at the same pages before must be on the GPU.
             after.synchronize()
         for layers in layer_groups(self._row.layout.layers):
-            load.add(len(layers), self._load(pages, layers, after, wait=False))
-        if self._inward is not None:
-            self._inward.synchronize()
-        return len(pages) * self._page_bytes
+            load.add(len(layers), self._load(pages, layers, after))
+            yield
+        self._memory.wait_loads()
 
-    def _load(
-        self, pages: Sequence[TierPage], layers: range | None, after: Event | None, *, wait: bool = True
-    ) -> Event | None:
+    def _load(self, pages: Sequence[TierPage], layers: range | None, after: "Event | None") -> "Event | None":
         local, slots = self._owned(pages)
-        loaded = copy(self._host.at(slots, layers), self._memory.pool.at(local, layers), after, self._inward)
-        if wait:
-            _wait(loaded)
+        loaded = self._memory.load(local, slots, layers, after)
         elsewhere = [page for page in pages if not self.owns(page)]
+        if not elsewhere:
+            return loaded
+        if layers is None and loaded is not None:
+            # What arrived in the region at the same pages before is on the GPU behind this event.
+            loaded.synchronize()
         self._read(elsewhere, layers)
-        if self._memory.host is not None and elsewhere:
-            read = [self._local(page) for page in elsewhere]
-            source, target = self._memory.host.at(read, layers), self._memory.pool.at(read, layers)
-            loaded = copy(source, target, after, self._inward)
-            if wait:
-                _wait(loaded)
-        return loaded
+        return self._memory.take_in([self._local(page) for page in elsewhere], layers, loaded)
 
     def _held(self, pages: Sequence[TierPage]) -> Sequence[TierPage]:
         """Return the pages that this rank has on its device."""
@@ -151,11 +137,6 @@ def layer_groups(layers: range) -> Iterator[range]:
     """Divide the layers of a stage into groups of like size for a layerwise load."""
     size = -(-len(layers) // MOST_LAYER_GROUPS)
     return (layers[first : first + size] for first in range(0, len(layers), size))
-
-
-def _wait(event: Event | None) -> None:
-    if event is not None:
-        event.synchronize()
 
 
 def _is_peer(row: RankRow, mine: RankRow) -> bool:

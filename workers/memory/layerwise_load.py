@@ -1,10 +1,10 @@
 """A layerwise load: a thread copies cached pages into the pool, layer by layer, while the step that reads them runs."""
 
 import threading
+from typing import TYPE_CHECKING
 
-import torch
-
-from workers.device import Event
+if TYPE_CHECKING:  # the simulator has no torch
+    from workers.device import Event
 
 
 class LayerwiseLoad:
@@ -16,11 +16,17 @@ class LayerwiseLoad:
         """By layer of the rank's stage."""
         self._error: Exception | None = None
 
-    def add(self, num_layers: int, event: Event | None) -> None:
+    def add(self, num_layers: int, event: "Event | None") -> None:
         """Report that the next layers are there, or will be when the event has come."""
         with self._changed:
             self._events += [event] * num_layers
             self._changed.notify_all()
+
+    @property
+    def num_here(self) -> int:
+        """Layers that `wait_for` returns for at once."""
+        with self._changed:
+            return len(self._events)
 
     def fail(self, error: Exception) -> None:
         """Report that nothing more will come."""
@@ -40,4 +46,4 @@ class LayerwiseLoad:
                 raise self._error
             event = self._events[layer]
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            event.wait()

@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.simulator.duties import Duties
+from cluster.simulator.promises import Duties
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.sampling import FinishReason, Sampling, Stopping

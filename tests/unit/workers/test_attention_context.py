@@ -15,7 +15,6 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers import device
 from workers.attention import single_tokens
 from workers.attention.torch_backend import TorchAttention
-from workers.memory import page_pool
 from workers.context_parallel import gather
 from workers.context_parallel.gather import RowGather, join_rows
 from workers.context_parallel.runs import Run
@@ -25,6 +24,7 @@ from workers.engine import pass_q_context
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, StepBatch, build_step_batch
 from workers.engine.contexts import make_context
+from workers.memory import page_pool
 from workers.parallel.collectives import Communicator
 
 

@@ -23,6 +23,7 @@ from transfer.backends.interface import TransferBackend, make_backend
 from transfer.page_range import Span
 from workers.hicache.copier import Copier
 from workers.memory.peer_memory import PeerMemory, _check_reachable, open_apart
+from workers.memory.tier_memory import TierMemory
 
 LAYOUT = row(Role.PREFILL, 0, 1, num_pages=5).layout
 PAGE = LAYOUT.page_bytes
@@ -167,7 +168,7 @@ def test_pages_of_peers_are_read_right_into_the_pool(fabric: FakeFabric) -> None
         for rank, host in enumerate(hosts)
     ]
     copiers = [
-        Copier(rows, rank, one, host, backend)
+        Copier(rows, rank, TierMemory(one, host), backend)
         for rank, (one, host, backend) in enumerate(zip(made, hosts, backends, strict=True))
     ]
     made[1].pool.group("full_attention").copy_(made[0].pool.group("full_attention"))

@@ -20,6 +20,7 @@ from tests.fakes.watched_load import WatchedLoad
 from workers.hicache.copier import MOST_LAYER_GROUPS, Copier
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
+from workers.memory.tier_memory import TierMemory
 
 NUM_PAGES, HOST_PAGES = 7, 4
 ONE_GROUP = kv_geometry()
@@ -47,7 +48,7 @@ class Replica:
             pool = PagePool(layout, torch.zeros_like(memory) if is_staged else memory)
             pool.bytes.copy_(torch.randint(1, 256, pool.bytes.shape))
             self.pools.append(pool)
-            self.copiers.append(Copier(rows, rank, PeerMemory(pool, region), host, self.loopback))
+            self.copiers.append(Copier(rows, rank, TierMemory(PeerMemory(pool, region), host), self.loopback))
 
     def order(self, kind: str, pages: Sequence[TierPage]) -> None:
         for copier in self.copiers:

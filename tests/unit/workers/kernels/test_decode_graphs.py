@@ -19,8 +19,8 @@ from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.strategy import MoeDispatch, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.counted_launches import CountedLaunches
-from tests.fakes.kv import kv_pool
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import on_thread_layout
 from workers.attention.torch_backend import TorchAttention

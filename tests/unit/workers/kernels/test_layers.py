@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.kv import kv_pool
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.kv import kv_pool
 from workers.attention.interface import AttentionBackend
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention

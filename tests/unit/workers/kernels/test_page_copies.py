@@ -22,6 +22,7 @@ from workers.memory.copy import PageMemory, copy, warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import PagePool
 from workers.memory.peer_memory import PeerMemory
+from workers.memory.tier_memory import TierMemory
 
 LAYOUT = kv_layout(
     num_pages=4,
@@ -83,7 +84,7 @@ def test_layers_of_all_pages_and_heads_come_by_one_launch_a_group(launches: _Cou
     kept = torch.frombuffer(host.buffer, dtype=torch.uint8).view(4, -1)
     kept.copy_(torch.randint(1, 256, kept.shape))
     rows = [msgspec.structs.replace(row(Role.PREFILL, 0, 1, 4), layout=LAYOUT)]
-    copier = Copier(rows, 0, PeerMemory(pool, region), host, loopback)
+    copier = Copier(rows, 0, TierMemory(PeerMemory(pool, region), host), loopback)
     pages = [TierPage(key=b"", index=0, device=page, host=slot) for page, slot in [(1, 3), (2, 0), (0, 1)]]
     copier.load_layerwise(pages, copier.record_event(), LayerwiseLoad())
     assert launches == [3] * MOST_LAYER_GROUPS

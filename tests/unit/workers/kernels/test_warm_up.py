@@ -14,8 +14,8 @@ from torch import Tensor
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.kv import kv_pool
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
+from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend

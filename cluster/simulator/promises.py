@@ -1,0 +1,132 @@
+"""Promises about messages: what router and leaders owe each other, and what the router knows of the caches."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cluster.simulator.memory import Violation
+from cluster.spec.ids import Incarnation, Room
+from cluster.spec.messages import Cancel, Command, Failure, FollowPages, Inquire, Message, Output, PageNews, Submit
+from cluster.spec.peer import Peer
+from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, Ticket
+from router.actions import Send
+from router.directory import Directory
+from router.picker import Picker
+from workers.scheduler.replica_leader import ReplicaLeader
+
+if TYPE_CHECKING:
+    from cluster.simulator.leader_process import LeaderProcess
+
+
+def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
+    """Let a leader take a message in, and see that it drops one for another start of its replica."""
+    incarnation = _addressed(message, me)
+    if incarnation in (None, me.incarnation):
+        leader.on_message(message, now_s)
+        return
+    before = _num_dropped(leader)
+    leader.on_message(message, now_s)
+    if _num_dropped(leader) == before:
+        raise Violation(f"{me.replica} heeds a {type(message).__name__} for another start of it")
+
+
+def _addressed(message: Message, me: Peer) -> Incarnation | None:
+    """Return the start that a message is for; None where it does not say."""
+    match message:
+        case Submit():
+            legs = filter(None, (message.prefill, message.decode))
+            return next(leg.incarnation for leg in legs if leg.replica == me.replica)
+        case Ticket() | Revoke():
+            return message.prefill_incarnation
+        case Result() | Done() | Refused() | Drained():
+            return message.decode_incarnation
+        case Cancel() | Inquire() | FollowPages() | Command():
+            return message.incarnation
+        case _:
+            return None
+
+
+def _num_dropped(leader: ReplicaLeader) -> int:
+    return sum(leader.load().dropped.values())
+
+
+class Duties:
+    """What one start of the router owes to replicas: it stops every leg that works for an attempt that is over."""
+
+    def __init__(self) -> None:
+        self._at_work: dict[Room, set[str]] = {}
+        """By attempt, the addresses of legs that have neither done their part nor been told to stop."""
+        self._submits: dict[Room, Submit] = {}
+
+    def note_sent(self, send: Send) -> None:
+        """Note that the router starts a leg, or stops it."""
+        message = send.message
+        if isinstance(message, Submit):
+            self._submits[message.room] = message
+            self._at_work.setdefault(message.room, set()).add(send.address)
+        elif isinstance(message, Cancel):
+            self._drop(message.room, send.address)
+
+    def note_heard(self, message: Output | Failure) -> None:
+        """Note that a leg has done its part, or will not do it."""
+        submit = self._submits.get(message.room)
+        if submit is None:
+            return
+        sender = (message.replica, message.incarnation)
+        for leg in filter(None, (submit.prefill, submit.decode)):
+            has_ended = isinstance(message, Failure) or message.finish is not None
+            if (leg.replica, leg.incarnation) == sender and has_ended:
+                self._drop(message.room, leg.address)
+        is_from_decode = sender == (submit.decode.replica, submit.decode.incarnation)
+        if isinstance(message, Output) and is_from_decode and submit.prefill is not None:
+            self._drop(message.room, submit.prefill.address)
+
+    def check(self, is_under_way: Callable[[Room], bool]) -> None:
+        """See that every leg at work belongs to an attempt under way."""
+        for room, addresses in self._at_work.items():
+            if not is_under_way(room):
+                raise Violation(f"the attempt in room {room} is over, and {', '.join(sorted(addresses))} not told so")
+
+    def _drop(self, room: Room, address: str) -> None:
+        addresses = self._at_work.get(room, set())
+        addresses.discard(address)
+        if not addresses:
+            self._at_work.pop(room, None)
+
+
+class KnownPages:
+    """One start of the router's index of the caches: it asks and hears as ``router.relay`` does."""
+
+    def __init__(self, me: Peer, directory: Directory, picker: Picker, send: Callable[[str, Message], None]) -> None:
+        self._me, self._directory, self._picker, self._send = me, directory, picker, send
+
+    def on_table(self, now_s: float) -> None:
+        """Follow the replicas that are new in the table."""
+        for peer in self._picker.pages.update(self._peers, now_s):
+            self._follow(peer)
+
+    def on_news(self, news: PageNews, now_s: float) -> None:
+        """Take in a replica's news; where some of it is missing, follow it anew."""
+        if self._picker.pages.on_news(news, now_s):
+            for peer in self._peers:
+                if (peer.replica, peer.incarnation) == (news.replica, news.incarnation):
+                    self._follow(peer)
+
+    def check(self, leader: "LeaderProcess") -> None:
+        """See that the index is right where it has heard all of a leader's news."""
+        pages, me = self._picker.pages, leader.me
+        number = pages.next_number(me)
+        if number is None or number != leader.num_news[self._me.address]:
+            return
+        known, cached = pages.keys_of(me), leader.cached_keys()
+        # Of a page in the caches of several DP ranks nothing is known any more when one of them has given it up.
+        if not known <= cached or (known != cached and leader.row.sizes.dp == 1):
+            raise Violation(
+                f"the router has heard all of {me.replica}'s news, and knows other pages than it has cached"
+            )
+
+    @property
+    def _peers(self) -> list[Peer]:
+        return self._directory.peers(*self._picker.prefix_roles)
+
+    def _follow(self, peer: Peer) -> None:
+        self._send(peer.address, FollowPages(router=self._me, incarnation=peer.incarnation))

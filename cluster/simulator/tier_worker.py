@@ -1,0 +1,235 @@
+"""One rank's part of the tiers, in place of ``workers.hicache.tier_worker``: the real copier moves pages during steps.
+
+Host memory dies with its process; storage, which all replicas share, does not.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.simulator.memory import TORN, Memory, Violation, copy_spans
+from cluster.simulator.process import Process
+from cluster.spec.config import TransferBackendName
+from cluster.spec.errors import TransferError
+from cluster.spec.registry import Endpoint, KvOwnership, RankRow
+from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierPage
+from transfer.backends.interface import Region
+from transfer.page_range import Span
+from transfer.plan import local_page
+from workers.hicache.copier import Copier
+from workers.memory.layerwise_load import LayerwiseLoad
+
+_QUEUES = {
+    TierJobKind.SAVE: "saves",
+    TierJobKind.LOAD: "loads",
+    TierJobKind.LOOK_UP: "reads",
+    TierJobKind.FETCH: "reads",
+    TierJobKind.STORE: "writes",
+}
+
+
+@dataclass(slots=True)
+class _Queued:
+    job: TierJob
+    load: LayerwiseLoad | None = None
+    """Present if a step waits for these pages."""
+
+
+class VirtualTierWorker:
+    """Queues that do one job after another."""
+
+    def __init__(
+        self,
+        process: Process,
+        leader_address: str,
+        rows: Sequence[RankRow],
+        memory: Memory,
+        on_layers: Callable[[], None],
+    ) -> None:
+        """``rows`` are those of all ranks of the replica; ``on_layers`` is called when a step can read more layers."""
+        self._process, self._around, self._leader_address = process, process.around, leader_address
+        self._row, self._memory, self._on_layers = memory.row, memory, on_layers
+        self._queues: dict[str, deque[_Queued]] = {queue: deque() for queue in _QUEUES.values()}
+        self._copier: Copier | None = None
+        if memory.row.host_endpoint is not None:
+            backend = _Reads(self._around.memories, memory)
+            self._copier = Copier(rows, memory.row.global_rank, _TierMemory(memory), backend)  # type: ignore[arg-type]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is open."""
+        return not any(self._queues.values())
+
+    def submit(self, job: TierJob) -> None:
+        """Do a job, after those that came before it."""
+        self._enqueue(_Queued(job))
+
+    def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
+        """Load pages that a step waits for, layer after layer. Such copies do not fail."""
+        load = LayerwiseLoad()
+        self._enqueue(_Queued(job, load))
+        return load
+
+    def _enqueue(self, item: _Queued) -> None:
+        queue = self._queues[_QUEUES[item.job.kind]]
+        queue.append(item)
+        if len(queue) == 1:
+            self._begin(queue)
+
+    def _begin(self, queue: deque[_Queued]) -> None:
+        job, load, random = queue[0].job, queue[0].load, self._around.random
+        if load is not None:
+            assert self._copier is not None
+            layers = self._copier.layer_loads(job.pages, None, load)
+            layer_s = random.uniform(1e-3, 0.1) / self._row.layout.num_layers
+            self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
+        else:
+            longest_s = random.choice([0.01, 0.1, 3.0 if self._around.hazards.slow_move else 0.1])
+            self._process.after(random.uniform(1e-3, longest_s), partial(self._end, queue))
+
+    def _load_layers(self, queue: deque[_Queued], load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
+        """Load the next layers, and end the job with the last ones."""
+        job = queue[0].job
+        if self._row.global_rank == 0:  # others may be behind their leader
+            self._check_held(job)
+        next(layers)
+        self._on_layers()
+        if load.num_here < self._row.layout.num_layers:
+            self._process.after(layer_s, partial(self._load_layers, queue, load, layers, layer_s))
+            return
+        self._around.moved["fill"] += len(job.pages)
+        self._answer(queue, [True] * len(job.pages), fails=False)
+
+    def _end(self, queue: deque[_Queued]) -> None:
+        job, hazards = queue[0].job, self._around.hazards
+        fails = self._around.random.random() < hazards.fail_move
+        self._around.happened["fail_move"] += fails
+        if job.kind is TierJobKind.LOAD:
+            fails = not self._load(job.pages, fails=fails)
+            done = [not fails or not self._has(page) for page in job.pages]
+            self._check_held(job)
+        else:
+            done = [self._move(job.kind, page, fails=fails) for page in job.pages]
+        self._answer(queue, done, fails=fails)
+
+    def _answer(self, queue: deque[_Queued], done: list[bool], *, fails: bool) -> None:
+        job = queue.popleft().job
+        self._around.moved[job.kind] += len(job.pages)
+        failures = {"error": len(done)} if fails else {}
+        answer = TierJobResult(job_id=job.job_id, global_rank=self._row.global_rank, done=done, failures=failures)
+        self._process.send(self._leader_address, answer)
+        if queue:
+            self._begin(queue)
+
+    def _has(self, page: TierPage) -> bool:
+        """Return whether a device page is on this rank."""
+        assert self._copier is not None
+        return self._row.ownership is KvOwnership.REPLICATED or self._copier.owns(page)
+
+    def _check_held(self, job: TierJob) -> None:
+        for page in job.pages:
+            assert page.device is not None
+            if not self._memory.allocator.is_held(page.device):
+                raise Violation(f"{self._memory.session} loads page {page.device}, which no sequence holds alone")
+
+    def _load(self, pages: Sequence[TierPage], *, fails: bool) -> bool:
+        assert self._copier is not None
+        try:
+            if fails:
+                raise TransferError("a copy fails")
+            self._copier.load(pages, None)
+        except TransferError:
+            for page in filter(self._has, pages):
+                assert page.device is not None
+                self._memory.put(local_page(self._row, page.device), bytes([TORN]) * self._row.layout.page_bytes)
+            return False
+        return True
+
+    def _move(self, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
+        """This rank's part of one page; true where it has none."""
+        assert self._copier is not None
+        if not self._copier.owns(page):
+            return True
+        if kind is TierJobKind.LOOK_UP:
+            return self._stored(page) is not None and not fails
+        assert page.host is not None
+        slot = page.host // self._row.sizes.cp
+        if kind is TierJobKind.STORE:
+            return not fails and self._store(page.key, bytes(self._memory.filled_host_page(slot)))
+        self._memory.filled.add(slot)
+        if kind is TierJobKind.SAVE and not fails:
+            # As it is now; the leader throws the copy away if the page was given up meanwhile.
+            return self._copier.save([page], None) > 0
+        found = None if fails else self._stored(page)
+        self._copier.host_page(page)[:] = found if found is not None else bytes([TORN]) * self._row.layout.page_bytes
+        return found is not None
+
+    def _pieces(self, key: bytes) -> list[tuple[bytes, str, int, int]]:
+        """The names of a page in storage: ranks of other layouts know them, too."""
+        groups = self._row.layout.groups
+        return [(key, group.name, head, layer) for group in groups for head in group.heads for layer in group.layers]
+
+    def _stored(self, page: TierPage) -> bytes | None:
+        pieces = [self._around.storage.get(name) for name in self._pieces(page.key)]
+        found = [piece for piece in pieces if piece is not None]
+        return b"".join(found) if len(found) == len(pieces) else None
+
+    def _store(self, key: bytes, content: bytes) -> bool:
+        sizes = {group.name: group.layer_bytes for group in self._row.layout.groups}
+        for name in self._pieces(key):
+            piece, content = content[: sizes[name[1]]], content[sizes[name[1]] :]
+            if self._around.storage.setdefault(name, piece) != piece:
+                raise Violation(f"{self._memory.session} stores the KV of one page under the key of another")
+        return True
+
+
+class _TierMemory:
+    """The copier's view of a rank's pages, in place of ``workers.memory.tier_memory``."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.region = Region(memoryview(memory.pool), memory.row.endpoint)
+
+    def record_event(self) -> None:
+        """Return nothing: whatever was started is done."""
+
+    def host_page(self, slot: int) -> memoryview:
+        return self._memory.host_page(slot)
+
+    def save(self, pages: Sequence[int], slots: Sequence[int], after: None) -> None:  # noqa: ARG002
+        for page, slot in zip(pages, slots, strict=True):
+            self._memory.host_page(slot)[:] = self._memory.page(page)
+
+    def load(self, pages: Sequence[int], slots: Sequence[int], layers: range | None, after: None) -> None:  # noqa: ARG002
+        layout = self._memory.row.layout
+        wanted = layout.layers if layers is None else layers
+        pieces = self._memory.pieces(range(wanted.start - layout.first_layer, wanted.stop - layout.first_layer))
+        for page, slot in zip(pages, slots, strict=True):
+            self._memory.put_pieces(page, bytes(self._memory.filled_host_page(slot)), pieces)
+
+    def take_in(self, pages: Sequence[int], layers: range | None, after: None) -> None:
+        """Do nothing: peers' pages are read to where they belong."""
+
+    def wait_loads(self) -> None:
+        """Do nothing: loads are done on return."""
+
+
+class _Reads:
+    """The half of a transfer backend that reads peers' host memory."""
+
+    def __init__(self, memories: dict[str, Memory], mine: Memory) -> None:
+        self._memories, self._mine = memories, mine
+
+    def read(self, source: Endpoint, target: Region, spans: Sequence[Span]) -> None:  # noqa: ARG002 - it is our pool
+        """Copy spans of a peer's host pool to our device pool.
+
+        Raises:
+            TransferError: the peer is dead, and its memory is not on this host.
+        """
+        peer = self._memories[source.session]
+        if peer.is_gone and source.backend != TransferBackendName.SHARED_MEMORY:
+            raise TransferError(f"{source.session} is gone")
+        for span in spans:
+            peer.filled_host_page(span.source_offset // peer.row.layout.page_bytes)
+        copy_spans(peer.host, self._mine.pool, spans)

@@ -1,0 +1,196 @@
+"""Defects of early sends, layerwise loads, and unequal TP and PP, as those of whole pages are in ``defects``."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from cluster.spec.ids import Room
+from cluster.spec.step_messages import DropSend, SendReport, StepPlan
+from cluster.spec.tiers import TierPage
+from cluster.spec.transfer_messages import SendState
+from transfer.page_range import PageRange, Span
+from transfer.plan import PagePair, PageShare
+from transfer.receiver_session import ReceiverSession
+from transfer.sender import SendJob, Write
+from transfer.sender_session import SenderSession
+from workers.hicache.copier import Copier
+from workers.kv_sender import Known, KvSender
+from workers.memory.layerwise_load import LayerwiseLoad
+from workers.post import send_if_heard
+from workers.scheduler.decode import DecodeLeader
+
+Patch = pytest.MonkeyPatch
+
+
+def expect_any_number(patch: Patch) -> None:
+    """Decode does not look at how many pages and bytes came."""
+    patch.setattr(ReceiverSession, "_mismatch", lambda _self, _result: None)
+
+
+def send_layers_before_they_are_computed(patch: Patch) -> None:
+    """A layer counts as stored when the one before it is."""
+    on_stored = KvSender._on_stored
+
+    def one_early(self: KvSender, plan: StepPlan, requests: Mapping[Room, Known], layer: int) -> None:
+        if layer + 1 < self._row.layout.num_layers:
+            on_stored(self, plan, requests, layer + 1)
+
+    patch.setattr(KvSender, "_on_stored", one_early)
+
+
+def forget_the_last_layers(patch: Patch) -> None:
+    """What is sent when the step is over lacks the last layer, if others have left before."""
+    patch.setattr("workers.kv_sender._writes", _writes_without_last)
+
+
+def _writes_without_last(parts: Sequence[Any]) -> list[Write]:
+    return [Write(rank.endpoint, _without_last(source).spans_to(target)) for rank, source, target in parts]
+
+
+def _without_last(source: PageRange) -> PageRange:
+    layers, stage = source.layers, source.layout.layers
+    assert layers is not None
+    is_rest = layers.start > stage.start and layers.stop == stage.stop
+    return dataclasses.replace(source, layers=layers[:-1] if is_rest else layers)
+
+
+def forget_the_last_layers_and_count_none(patch: Patch) -> None:
+    """And decode does not look at how many bytes came."""
+    forget_the_last_layers(patch)
+    expect_any_number(patch)
+
+
+def send_the_first_layers_again(patch: Patch) -> None:
+    """Nobody remembers which layers have left, and decode takes any number of bytes."""
+    make = KvSender._job
+
+    def forgetful(self: KvSender, session: SenderSession, *given: Any) -> SendJob:
+        job = make(self, session, *given)
+        self._num_gone.clear()
+        return job
+
+    patch.setattr(KvSender, "_job", forgetful)
+
+
+def count_pages_with_their_first_layers(patch: Patch) -> None:
+    """A page counts as sent when its first layers are, and decode takes any number of bytes."""
+    make = KvSender._job
+
+    def count(self: KvSender, session: SenderSession, pairs: list[PagePair], end: int | None = None) -> SendJob:
+        if end is None:
+            return make(self, session, pairs)
+        session.advance(range(1 << 20), session.target.num_tokens)
+        return dataclasses.replace(make(self, session, pairs, end), num_pages=len(pairs))
+
+    patch.setattr(KvSender, "_job", count)
+    expect_any_number(patch)
+
+
+def report_drained_at_once(patch: Patch) -> None:
+    """A rank that is to stop says that it has, while its writer goes on."""
+
+    def drop(self: KvSender, message: DropSend) -> None:
+        rank = self._row.global_rank
+        report = SendReport(room=message.room, generation=message.generation, sender_rank=rank, state=SendState.DRAINED)
+        send_if_heard(self._outbox, self._prefill.address, report)
+
+    patch.setattr(KvSender, "drop", drop)
+
+
+def begin_again_after_a_failure(patch: Patch) -> None:
+    """A transfer that has failed begins anew with the next layers."""
+    patch.setattr(KvSender, "_is_sent", lambda _self, admit: admit.target is not None)
+
+
+def read_layers_before_they_are_loaded(patch: Patch) -> None:
+    """A step does not wait for layers that are loaded meanwhile."""
+    patch.setattr(LayerwiseLoad, "num_here", 1 << 30)
+
+
+def announce_a_layer_too_many(patch: Patch) -> None:
+    """A layer counts as loaded when the one before it is."""
+    add = LayerwiseLoad.add
+
+    def add_two(self: LayerwiseLoad, num_layers: int, event: Any) -> None:
+        add(self, num_layers if self._events else num_layers + 1, event)
+
+    patch.setattr(LayerwiseLoad, "add", add_two)
+
+
+def load_one_head_of_peers(patch: Patch) -> None:
+    """Of the pages in peers' memory, layers of the first head are loaded alone."""
+    spans = Copier._spans
+
+    def of_first_head(self: Copier, page: TierPage, layers: range | None) -> list[Span]:
+        return spans(self, page, layers)[:1]
+
+    patch.setattr(Copier, "_spans", of_first_head)
+
+
+def load_other_layers_of_peers(patch: Patch) -> None:
+    """Of the pages in peers' memory, each layer is taken from where the next head's would be."""
+    spans = Copier._spans
+
+    def shifted(self: Copier, page: TierPage, layers: range | None) -> list[Span]:
+        wanted = spans(self, page, layers)
+        if layers is None:
+            return wanted
+        first = spans(self, page, self._row.layout.layers[: len(layers)])
+        return [span._replace(source_offset=other.source_offset) for span, other in zip(wanted, first, strict=False)]
+
+    patch.setattr(Copier, "_spans", shifted)
+
+
+def send_pages_to_the_next_copy(patch: Patch) -> None:
+    """Of decode ranks that hold the same head, each gets the pages of its neighbour."""
+    patch.setattr(PageShare, "has", lambda self, page: (page + 1) % self.num_copies in self.turns)
+
+
+def send_all_pages_to_each_copy(patch: Patch) -> None:
+    """Every decode rank is sent all pages of its heads."""
+    patch.setattr(PageShare, "has", lambda _self, _page: True)
+
+
+def give_no_copies(patch: Patch) -> None:
+    """Ranks that hold the same heads do not give each other what has arrived."""
+    next_plan = DecodeLeader.next_plan
+
+    def without_arrived(self: DecodeLeader) -> StepPlan | None:
+        plan = next_plan(self)
+        return plan and replace(plan, arrived=[])
+
+    patch.setattr(DecodeLeader, "next_plan", without_arrived)
+
+
+def count_layers_from_the_first_stage(patch: Patch) -> None:
+    """A stage takes its own first layer for the model's."""
+
+    def writes(parts: Sequence[Any]) -> list[Write]:
+        return [Write(rank.endpoint, _from_first(source).spans_to(target)) for rank, source, target in parts]
+
+    patch.setattr("workers.kv_sender._writes", writes)
+
+
+def _from_first(source: PageRange) -> PageRange:
+    layers, first = source.layers, source.layout.first_layer
+    assert layers is not None
+    return dataclasses.replace(source, layers=range(layers.start - first, layers.stop - first))
+
+
+def swap_heads(patch: Patch) -> None:
+    """A sender takes the place of a head in its own pool for that in decode's."""
+
+    spans_to = PageRange.spans_to
+
+    def same_offset(self: PageRange, target: PageRange) -> list[Span]:
+        source_bytes, target_bytes = self.layout.page_bytes, target.layout.page_bytes
+        return [
+            span._replace(target_offset=span.target_offset // target_bytes * target_bytes + at)
+            for span in spans_to(self, target)
+            for at in [span.source_offset % source_bytes % max(1, target_bytes - span.num_bytes + 1)]
+        ]
+
+    patch.setattr(PageRange, "spans_to", same_offset)

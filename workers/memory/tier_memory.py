@@ -1,0 +1,60 @@
+"""One rank's pool and its part of the host tier, and the copies between them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from transfer.backends.interface import Region
+from workers.device import Event
+from workers.memory.copy import PageMemory, copy, copy_stream
+from workers.memory.peer_memory import PeerMemory
+
+
+class TierMemory:
+    """Copies between the pages of one rank and its slots of the host tier.
+
+    On a GPU, copies run on streams of their own, between the pool and pinned host memory. Only what is read from peers
+    passes through the region where that is apart; a saved page does not, since peers may be writing to it there.
+    """
+
+    def __init__(self, memory: PeerMemory, host: Region) -> None:
+        """``host`` is this rank's part of the host tier, which peers read."""
+        self.region = memory.region
+        """Where peers' pages are read to."""
+        self._memory = memory
+        self._host = PageMemory(torch.frombuffer(host.buffer, dtype=torch.uint8), memory.pool.layout)
+        self._host_bytes = host.buffer
+        device = memory.pool.bytes.device
+        self._inward, self._outward = copy_stream(device), copy_stream(device)
+
+    def record_event(self) -> Event | None:
+        """Record the event behind which the copies of a new job begin; on the computing thread."""
+        return self._memory.event()
+
+    def host_page(self, slot: int) -> memoryview:
+        """Return the bytes of a slot of the host tier."""
+        page_bytes = self._memory.pool.page_bytes
+        return self._host_bytes[slot * page_bytes : (slot + 1) * page_bytes]
+
+    def save(self, pages: Sequence[int], slots: Sequence[int], after: Event | None) -> None:
+        """Copy pages to slots; they are there on return."""
+        saved = copy(self._memory.pool.at(pages), self._host.at(slots), after, self._outward)
+        if saved is not None:
+            saved.synchronize()
+
+    def load(
+        self, pages: Sequence[int], slots: Sequence[int], layers: range | None, after: Event | None
+    ) -> Event | None:
+        """Copy slots to pages, whole or some layers; they are there when the returned event has come."""
+        return copy(self._host.at(slots, layers), self._memory.pool.at(pages, layers), after, self._inward)
+
+    def take_in(self, pages: Sequence[int], layers: range | None, after: Event | None) -> Event | None:
+        """Copy what was read from peers from the region to the pool, where these are apart."""
+        if self._memory.host is None:
+            return after
+        return copy(self._memory.host.at(pages, layers), self._memory.pool.at(pages, layers), after, self._inward)
+
+    def wait_loads(self) -> None:
+        """Wait until everything that was loaded is there."""
+        if self._inward is not None:
+            self._inward.synchronize()
