@@ -11,7 +11,7 @@ from cluster.spec.config import AttentionSetting, Device
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from workers.attention.registry import choose_backend
 from workers.bench_kernels import KernelBench
@@ -123,9 +123,9 @@ class EngineBench:
             times.append(time.perf_counter())
         return Timed.of(start_s, times, tokens)
 
-    def _begin(self, row: Row, admit: Admit | None = None) -> BegunStep:
+    def _begin(self, row: ScheduledRequest, admit: Admit | None = None) -> BegunStep:
         admits, releases = ([], []) if admit is None else ([admit], [_ROOM])
-        plan = StepPlan(step=1, strategy=Strategy.NONE, admits=admits, rows=[row], releases=releases)
+        plan = StepPlan(step=1, strategy=Strategy.NONE, admits=admits, scheduled=[row], releases=releases)
         start_s = time.perf_counter()
         begun = self._runner.begin(plan)
         if row.output_position:
@@ -166,15 +166,15 @@ def _row(
     new_pages: Sequence[int] = (),
     samples: bool = True,
     follows: bool = False,
-) -> Row:
-    return Row(
+) -> ScheduledRequest:
+    return ScheduledRequest(
         room=_ROOM,
         first_position=first_position,
         token_ids=token_ids,
         new_pages=list(new_pages),
         samples=samples,
         output_position=output_position,
-        follows=follows,
+        input_from_previous_step=follows,
     )
 
 

@@ -10,7 +10,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Collectives, CpMode, PassingSetting
 from workers.attention.registry import choose_backend
 from workers.bench_attention import TimedAttention
@@ -121,7 +121,7 @@ class BenchRank:
     def _plan(self, choice: Choice, lens: StepLens) -> StepPlan:
         rng = random.Random(lens.prompt_len)
         admit = Admit(room=Room(1), prompt_len=lens.total, owner_base=0, sampling=Sampling(), target=None)
-        row = Row(
+        row = ScheduledRequest(
             room=admit.room,
             first_position=lens.prefix_len,
             token_ids=[rng.randrange(self._config.vocab_size) for _ in range(lens.prompt_len)],
@@ -130,5 +130,10 @@ class BenchRank:
             output_position=0,
         )
         return StepPlan(
-            step=1, strategy=choice.strategy, passing=choice.passing, admits=[admit], rows=[row], releases=[admit.room]
+            step=1,
+            strategy=choice.strategy,
+            passing=choice.passing,
+            admits=[admit],
+            scheduled=[row],
+            releases=[admit.room],
         )

@@ -11,7 +11,7 @@ from cluster.spec.kv import PoolLayout, pages_for
 from cluster.spec.lifecycle import Role
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankRow, Verify
-from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, Row, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan, Target
 from cluster.spec.timeline import Interval
 from cluster.spec.transfer_messages import PageDigests, SendState
 from transfer.digests import digest_pages
@@ -95,11 +95,11 @@ class KvSender:
 
     def before_step(self, plan: StepPlan) -> None:
         """Hand out the cached pages of requests that start with this step; they travel while it computes."""
-        if plan.fill is not None:
+        if plan.layerwise_load is not None:
             return  # they are not there yet
         admits = {admit.room: admit for admit in plan.admits if self._is_sent(admit)}
         with self._lock:
-            for row in plan.rows:
+            for row in plan.scheduled:
                 if row.room in admits and row.first_position:
                     session = self._session(admits[row.room])
                     if pairs := session.advance(row.new_pages, row.first_position):
@@ -110,7 +110,7 @@ class KvSender:
 
         Those of prompts that end with it: the pages of others travel while the next step computes.
         """
-        if plan.fill is not None or not self._early_ends:
+        if plan.layerwise_load is not None or not self._early_ends:
             return None
         return partial(self._on_stored, plan, requests)
 
@@ -118,7 +118,7 @@ class KvSender:
         if layer + 1 not in self._early_ends:
             return
         with self._lock:
-            for row in plan.rows:
+            for row in plan.scheduled:
                 known = requests[row.room]
                 if self._is_sent(known.admit) and _ends_prompt(row, known.admit):
                     session = self._session(known.admit)
@@ -128,7 +128,7 @@ class KvSender:
     def after_step(self, plan: StepPlan, requests: Mapping[Room, Known]) -> None:
         """Hand out the pages that this step completed, or what of them has not left."""
         with self._lock:
-            for row in plan.rows:
+            for row in plan.scheduled:
                 known = requests[row.room]
                 if self._is_sent(known.admit):
                     session = self._session(known.admit)
@@ -293,7 +293,7 @@ def _sent_to(target: RankRow, pairs: list[PagePair]) -> list[PagePair]:
     return pairs if share.is_all else [pair for pair in pairs if share.has(pair[1])]
 
 
-def _ends_prompt(row: Row, admit: Admit) -> bool:
+def _ends_prompt(row: ScheduledRequest, admit: Admit) -> bool:
     return admit.target is not None and row.first_position + len(row.token_ids) == admit.target.num_tokens
 
 

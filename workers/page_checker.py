@@ -1,4 +1,4 @@
-"""The thread that compares received pages with what their senders told of them, while the main thread computes."""
+"""The thread that compares received pages with their senders' digests, while the main thread computes."""
 
 import queue
 import threading
@@ -24,9 +24,9 @@ class PageChecker:
         """Takes the outbox over, and starts the thread.
 
         Args:
-            row: of this rank.
+            row: this rank's record.
             pool: memory of its pages.
-            on_failure: told what ended the thread when nobody closed it; nothing is answered any more.
+            on_failure: called with what ended the thread when nobody closed it; nothing is answered any more.
         """
         self._row = row
         self._pool = pool

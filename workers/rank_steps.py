@@ -38,23 +38,23 @@ class RankSteps:
 
     @property
     def num_begun(self) -> int:
-        """Those that have not ended."""
+        """Steps that have not ended."""
         return len(self._begun)
 
     @property
     def is_due(self) -> bool:
-        """Whether the oldest step is over; or takes so long that it is to be waited for where a watcher sees it."""
+        """Return whether the oldest step is over, or has taken so long that a watcher is to see it waited for."""
         if not self._begun:
             return False
         _, step, start_s = self._begun[0]
         return step.is_over or self._clock.now_s() - max(start_s, self._ended_s) > PATIENCE_S
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin this rank's part of a step; the KV that is there leaves, and layers that it stores."""
+        """Begin this rank's part of a step; KV that is there leaves, and layers as they are stored."""
         start_s = self._clock.now_s()
         self._turns.at(f"in step {plan.step}")
         self._sender.before_step(plan)
-        arrivals = self._tiers.submit_layerwise(plan.fill) if plan.fill is not None else None
+        arrivals = self._tiers.submit_layerwise(plan.layerwise_load) if plan.layerwise_load is not None else None
         with self._rank.step_recorder.step(plan):
             runner = self._rank.runner
             on_stored = self._sender.during_step(plan, runner.requests)
@@ -62,7 +62,7 @@ class RankSteps:
         self._turns.at(BETWEEN_STEPS)
 
     def end(self) -> EndedStep:
-        """Wait for what the oldest step has drawn; the KV that it has computed leaves."""
+        """Wait for the tokens of the oldest step; the KV that it has computed leaves."""
         plan, step, start_s = self._begun.popleft()
         self._turns.at(f"at the end of step {plan.step}")
         sampled = step.wait()

@@ -74,9 +74,9 @@ def _named_parts(model: DecoderModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _facts(plan: StepPlan) -> dict[str, int | float | str]:
     return {
-        "requests": len(plan.rows),
-        "tokens": sum(len(row.token_ids) for row in plan.rows),
-        "tokens before": sum(row.first_position for row in plan.rows),
+        "requests": len(plan.scheduled),
+        "tokens": sum(len(row.token_ids) for row in plan.scheduled),
+        "tokens before": sum(row.first_position for row in plan.scheduled),
         "strategy": plan.strategy.value,
         **({"passing": plan.passing.value} if plan.passing else {}),
     }

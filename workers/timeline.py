@@ -52,7 +52,7 @@ class Recorder:
     def begin(self, plan: StepPlan) -> bool:
         """A step begins; whether a request in it is timed. What is noted belongs to all of those until ``end``."""
         self._follow_admits(plan.admits)
-        self._current = [self._logs[row.room] for row in plan.rows if row.room in self._logs] if self._logs else []
+        self._current = [self._logs[row.room] for row in plan.scheduled if row.room in self._logs] if self._logs else []
         return bool(self._current)
 
     def note(self, interval: Interval) -> None:

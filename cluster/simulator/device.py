@@ -13,7 +13,7 @@ from cluster.simulator.scenario import PAGE_SIZE, VOCAB_SIZE
 from cluster.spec.ids import Room
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Sampled
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from transfer.plan import local_page
 from workers.kv_sender import KvSender
 
@@ -59,7 +59,7 @@ class VirtualDevice:
         for admit in plan.admits:
             self._known[admit.room] = _Known(admit)
         sampled = {}
-        for row in plan.rows:
+        for row in plan.scheduled:
             pages = self._table(row)
             pages += row.new_pages
             self._write(row, pages)
@@ -68,13 +68,13 @@ class VirtualDevice:
         self.sender.after_step(plan, self._known)
         return sampled
 
-    def _table(self, row: Row) -> list[int]:
+    def _table(self, row: ScheduledRequest) -> list[int]:
         known = self._known.get(row.room)
         if known is None:
             raise Violation(f"{self._row.endpoint.session} is to compute room {row.room}, of which it was never told")
         return known.pages
 
-    def _write(self, row: Row, pages: Sequence[int]) -> None:
+    def _write(self, row: ScheduledRequest, pages: Sequence[int]) -> None:
         """Store the tokens of the pages that this rank has: all of them, or those it owns."""
         num_owners = self._row.num_owners
         memory = self._memories[self._row.endpoint.session]
@@ -86,7 +86,7 @@ class VirtualDevice:
             if num_owners == 1 or page % num_owners == self._row.coords.cp:
                 memory.write(local_page(self._row, page), position % PAGE_SIZE, token)
 
-    def _read(self, row: Row, pages: Sequence[int]) -> bytes:
+    def _read(self, row: ScheduledRequest, pages: Sequence[int]) -> bytes:
         """The KV of all tokens up to the row's last, from the ranks that have it."""
         length = row.first_position + len(row.token_ids)
         tokens = b"".join(self._page(page) for page in pages)[:length]

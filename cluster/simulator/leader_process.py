@@ -88,7 +88,7 @@ class LeaderProcess(RankProcess):
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         """Commit the part of the step that this rank has drawn."""
-        if plan.rows:
+        if plan.scheduled:
             self.leader.commit(0, sampled, self.around.now_s())
         self._close_turn()
         self.after(0.0, self._turn)
@@ -114,7 +114,7 @@ class LeaderProcess(RankProcess):
         else:
             # First tokens, tickets and pages that are loaded do not wait for the step.
             self._emit()
-            computed = {row.room: len(row.token_ids) for plan in plans for row in plan.rows}
+            computed = {row.room: len(row.token_ids) for plan in plans for row in plan.scheduled}
             self.around.trace.add(self.address, "computes", computed)
             for row in self.rows[1:]:
                 self.send(row.address, plans[row.coords.dp])

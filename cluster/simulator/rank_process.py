@@ -115,7 +115,7 @@ class RankProcess(Process):
         """Compute a step."""
         self._step, self._is_computed = plan, False
         self.device.begin(plan)
-        filled_s = self.mover.fill(plan.fill) if plan.fill is not None else 0.0
+        filled_s = self.mover.fill(plan.layerwise_load) if plan.layerwise_load is not None else 0.0
         self.after(filled_s + self.step_s(plan), self._compute)
 
     def _compute(self) -> None:
@@ -139,7 +139,7 @@ class RankProcess(Process):
 
     def step_s(self, plan: StepPlan) -> float:
         """How long this rank computes a step."""
-        num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
         return self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
 
 
@@ -159,7 +159,7 @@ class Follower(RankProcess):
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
         """Tell the leader what was drawn, and go on."""
-        if self.draws and plan.rows:
+        if self.draws and plan.scheduled:
             result = StepResult(step=plan.step, dp_rank=self.row.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
         self._turn()

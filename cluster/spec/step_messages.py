@@ -1,4 +1,4 @@
-"""What a leader and the ranks of its replica say to each other."""
+"""Messages between a leader and the ranks of its replica."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ class Target(Struct, frozen=True):
     rows: list[RankRow]
     """The decode ranks, by global rank: endpoints and layouts of their pools."""
     num_tokens: int
-    """Those whose KV goes there: the prompt, and output of earlier attempts."""
+    """Tokens whose KV goes there: the prompt, and output of earlier attempts."""
     pages: list[int]
     held_pages: int
 
@@ -40,7 +40,7 @@ class Admit(Struct, frozen=True):
     timed: bool = False
 
 
-class Row(Struct, frozen=True):
+class ScheduledRequest(Struct, frozen=True):
     """One request's part of a step."""
 
     room: Room
@@ -53,8 +53,8 @@ class Row(Struct, frozen=True):
     """The last token's logits give an output token."""
     output_position: int
     """Index of that output token in the request's output."""
-    follows: bool = False
-    """The row is the one token that the step before draws for the request; what ``token_ids`` holds says nothing."""
+    input_from_previous_step: bool = False
+    """The one token here is what the step before samples for the request; ``token_ids`` holds a stand-in."""
     targets: list[int] = []
     """Tokens of the prompt that follow those here, where their log-probabilities are asked for."""
 
@@ -65,14 +65,14 @@ class StepPlan(Tagged, frozen=True):
     step: int
     strategy: Strategy
     admits: list[Admit]
-    rows: list[Row]
+    scheduled: list[ScheduledRequest]
     releases: list[Room]
     """Requests to forget before this step."""
     arrived: list[int] = []
     """Pages that prefill has written since the last plan. Before anything else they come to where they are read: on a
     GPU, and to all ranks that hold the same heads."""
-    fill: TierJob | None = None
-    """Cached pages that the step's one row reads, and that come from host memory meanwhile, layer after layer."""
+    layerwise_load: TierJob | None = None
+    """Cached pages that the step's one request reads, and that come from host memory meanwhile, layer by layer."""
     estimate_s: float | None = None
     """How long the step is expected to take; None where the strategy was not chosen by time."""
     passing: Passing | None = None
@@ -80,9 +80,9 @@ class StepPlan(Tagged, frozen=True):
     shard_lens: list[int] = []
     """Tokens of every attention shard, by dp * cp_size + cp; empty where dp is 1."""
     last_shard_lens: list[int] = []
-    """The same in the last layer."""
+    """Tokens of every attention shard in the last layer."""
     is_decode: bool = False
-    """Where dp is over 1: in the whole step every row is one token that is drawn from, and waits for no pages."""
+    """Where dp is over 1: every request of the whole step has one token, is sampled, and waits for no pages."""
 
 
 class DropSend(Tagged, frozen=True):
@@ -100,7 +100,7 @@ class ForgetPeer(Tagged, frozen=True):
 
 
 class GiveTimeline(Tagged, frozen=True):
-    """From the router to every rank: send what you keep of a timed request, and forget it.
+    """Request to every rank from the router: send what you keep of a timed request, and forget it.
 
     From one router process to another that knows the request by this name: send what you have gathered.
     """
@@ -116,7 +116,7 @@ class Shutdown(Tagged, frozen=True):
 
 
 class StepResult(Tagged, frozen=True):
-    """A step is computed; from the rank that draws tokens, where that is not the leader itself."""
+    """Report that a step is computed, from the rank that samples, where that is not the leader itself."""
 
     step: int
     dp_rank: int
@@ -124,7 +124,7 @@ class StepResult(Tagged, frozen=True):
 
 
 class StepWork(Tagged, frozen=True):
-    """What one rank has computed since it began to take requests."""
+    """Work of one rank since it began to take requests."""
 
     global_rank: int
     num_steps: int
@@ -133,7 +133,7 @@ class StepWork(Tagged, frozen=True):
     expert_tokens: Mapping[int, int] = {}
     """By the model's expert, over all of the rank's layers."""
     dropped: Mapping[str, int] = {}
-    """What was kept out of its inbox, by reason; the leader knows that of its own."""
+    """Messages kept out of its inbox, by reason; the leader knows those of its own."""
 
 
 class SendReport(Tagged, frozen=True):
@@ -145,5 +145,5 @@ class SendReport(Tagged, frozen=True):
     state: SendState
     reason: str = ""
     num_bytes: int = 0
-    """That this rank wrote, and how long that took."""
+    """Bytes that this rank wrote, and how long that took."""
     write_s: float = 0.0

@@ -14,7 +14,7 @@ from cluster.spec.strategy import StrategySetting
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import StrategyChooser
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
 from workers.scheduler.turns import Chunk
@@ -56,12 +56,14 @@ class Prefill:
         self.arrived_s[room] = arrived_s
         self.steps.add(
             Sequence(
-                room=room,
+                RequestParams(
+                    room=room,
+                    prompt_len=num_tokens,
+                    sampling=Sampling(),
+                    stopping=Stopping(max_tokens=1),
+                    max_len=num_tokens + 1,
+                ),
                 tokens=[0] * num_tokens,
-                prompt_len=num_tokens,
-                sampling=Sampling(),
-                stopping=Stopping(max_tokens=1),
-                max_len=num_tokens + 1,
             )
         )
         return room
@@ -71,7 +73,9 @@ class Prefill:
         assert plan is not None
         assert plan.estimate_s is not None
         self.now_s += plan.estimate_s
-        for sequence in self.steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.rows if row.samples}):
+        for sequence in self.steps.commit(
+            plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}
+        ):
             self.took_s[sequence.room] = self.now_s - self.arrived_s[sequence.room]
             self.steps.retire(sequence.room)
 

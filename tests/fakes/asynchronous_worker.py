@@ -42,7 +42,7 @@ class _AsynchronousRunner:
         return getattr(self._runner, name)
 
     def begin(self, plan: StepPlan, arrivals: LayerArrivals | None, on_stored: OnStored | None) -> _FutureStep:
-        self.num_following += sum(row.follows for row in plan.rows)
+        self.num_following += sum(row.input_from_previous_step for row in plan.scheduled)
         return _FutureStep(self._stream.submit(self._runner.begin, plan, arrivals, on_stored))
 
 

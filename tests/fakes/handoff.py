@@ -276,11 +276,11 @@ class World:
             for rank in range(self.cp):
                 self._send_cached(rank, plan)
         sampled = self.ranks[role].execute(plan)
-        self.num_computed[role] += sum(len(step_row.token_ids) for step_row in plan.rows)
+        self.num_computed[role] += sum(len(step_row.token_ids) for step_row in plan.scheduled)
         if role is Role.PREFILL:
             for rank in range(self.cp):
                 self._send_finished(rank, plan)
-        if plan.rows:
+        if plan.scheduled:
             leader.commit(plan, sampled, self.now_s)
         self._post(address)
 
@@ -307,12 +307,12 @@ class World:
                 sends=is_sender(self.mode, rank),
             )
         admitted = {admit.room for admit in plan.admits}
-        for step_row in plan.rows:
+        for step_row in plan.scheduled:
             if step_row.room in admitted and step_row.first_position:
                 self._send(rank, step_row.room, step_row.new_pages, step_row.first_position)
 
     def _send_finished(self, rank: int, plan: StepPlan) -> None:
-        for step_row in plan.rows:
+        for step_row in plan.scheduled:
             pages = self.ranks[Role.PREFILL].pages[step_row.room]
             self._send(rank, step_row.room, pages, step_row.first_position + len(step_row.token_ids))
 

@@ -26,7 +26,6 @@ from tests.fakes.worker_specs import lone_worker
 from workers import worker as worker_module
 from workers.build import make_kv_sender, make_leader
 from workers.kv_sender import KvSender
-from workers.scheduler.leader import Leader
 from workers.worker import Worker
 
 _HOST = "127.0.0.1"
@@ -123,7 +122,7 @@ class HeldEngine:
         """Both workers work, and each knows the other."""
         come = threading.Semaphore(0)
 
-        def make_held(spec: WorkerSpec, *args: Any) -> Leader:
+        def make_held(spec: WorkerSpec, *args: Any) -> HeldLeader:
             held = self.leaders[spec.role] = HeldLeader(make_leader(spec, *args))
             come.release()
             return held

@@ -111,7 +111,7 @@ class Ranks:
         for page in plan.arrived:
             self._memory[page % self.num_owners][page // self.num_owners] = self.received[page]
         sampled = {}
-        for step_row in plan.rows:
+        for step_row in plan.scheduled:
             pages = self.pages[step_row.room]
             pages += step_row.new_pages
             for place, token in enumerate(step_row.token_ids, start=step_row.first_position):

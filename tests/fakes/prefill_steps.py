@@ -7,7 +7,7 @@ from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 from workers.scheduler.turns import Chunk
 
@@ -42,13 +42,15 @@ class PrefillSteps:
         self._num_added += 1
         tokens = [-1 - room] * prompt if isinstance(prompt, int) else list(prompt)
         sequence = Sequence(
-            room=room,
+            RequestParams(
+                room=room,
+                prompt_len=len(tokens),
+                sampling=Sampling(),
+                stopping=Stopping(max_tokens=1),
+                max_len=len(tokens) + 1,
+                priority=priority,
+            ),
             tokens=tokens,
-            prompt_len=len(tokens),
-            sampling=Sampling(),
-            stopping=Stopping(max_tokens=1),
-            max_len=len(tokens) + 1,
-            priority=priority,
         )
         self.steps.add(sequence)
         return room
@@ -62,11 +64,13 @@ class PrefillSteps:
         if plan is None:
             return None
         self.num_steps += 1
-        num_tokens = sum(len(row.token_ids) for row in plan.rows)
+        num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
         self.num_computed += num_tokens
         assert num_tokens <= self.limits.chunk_tokens
-        assert len(plan.rows) <= self.limits.max_requests
-        for sequence in self.steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.rows if row.samples}):
+        assert len(plan.scheduled) <= self.limits.max_requests
+        for sequence in self.steps.commit(
+            plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}
+        ):
             self.ended[sequence.room] = self.num_steps
             self.steps.retire(sequence.room)
         self.steps.check_integrity()

@@ -32,7 +32,7 @@ from cluster.spec.messages import Message, Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad
 from cluster.spec.sampling import Sampling, Stopping, TokenLogprobs
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
@@ -97,7 +97,11 @@ def _messages() -> list[Message]:
         step=3,
         strategy=Strategy.ZIGZAG,
         admits=[Admit(room=Room(7), prompt_len=3, owner_base=0, sampling=Sampling(), target=None)],
-        rows=[Row(room=Room(7), first_position=0, token_ids=[1, 2], new_pages=[0], samples=True, output_position=0)],
+        scheduled=[
+            ScheduledRequest(
+                room=Room(7), first_position=0, token_ids=[1, 2], new_pages=[0], samples=True, output_position=0
+            )
+        ],
         releases=[Room(5)],
     )
     told = PageDigests(rank=0, spans=[(0, 64)], pages=[1, 2], digests=[b"a" * 16, b"b" * 16])

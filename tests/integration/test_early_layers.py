@@ -96,7 +96,9 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
 def chunk(admit: Admit, first_page: int, num_pages: int) -> StepPlan:
     plan = plan_of(admit, PAGES)
     tokens = [1] * num_pages * PAGE_SIZE
-    return replace(plan, rows=[replace(plan.rows[0], first_position=first_page * PAGE_SIZE, token_ids=tokens)])
+    return replace(
+        plan, scheduled=[replace(plan.scheduled[0], first_position=first_page * PAGE_SIZE, token_ids=tokens)]
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from cluster.spec.messages import Message
 from cluster.spec.peer import Peer
 from cluster.spec.registry import KvOwnership, RankRow, Verify
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, Row, SendReport, StepPlan, Target
+from cluster.spec.step_messages import Admit, DropSend, ForgetPeer, ScheduledRequest, SendReport, StepPlan, Target
 from cluster.spec.strategy import Strategy
 from cluster.spec.transfer_messages import CheckPages, Done, PagesChecked, SendState
 from tests.fakes.loopback import Loopback
@@ -105,8 +105,8 @@ def plan_of(admit: Admit, pages: list[int]) -> StepPlan:
         step=1,
         strategy=Strategy.NONE,
         admits=[admit],
-        rows=[
-            Row(
+        scheduled=[
+            ScheduledRequest(
                 room=ROOM,
                 first_position=3 * PAGE_SIZE,
                 token_ids=[1] * PAGE_SIZE,
@@ -165,7 +165,9 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
     source, target = filled(backend, mine, first=1), backend.allocate(mine.layout.pool_bytes)
     admit = admit_to(decode, target)
     last = plan_of(admit, PAGES)
-    first = replace(last, rows=[replace(last.rows[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)])
+    first = replace(
+        last, scheduled=[replace(last.scheduled[0], first_position=0, token_ids=[1] * 3 * PAGE_SIZE, samples=False)]
+    )
     known = {ROOM: Known(admit, PAGES)}
     with closing(sender_of(mine, leader, source, backend)) as sender:
         backend.failing.add(target.endpoint.session)
@@ -182,7 +184,7 @@ def test_what_has_failed_does_not_begin_again_with_the_next_chunk(decode: Inbox,
         (report,) = messages(leader, 1)
         assert isinstance(report, SendReport)
         assert report.state is SendState.DRAINED
-        sender.after_step(replace(last, admits=[], rows=[], releases=[ROOM]), {})
+        sender.after_step(replace(last, admits=[], scheduled=[], releases=[ROOM]), {})
     assert not backend.batch_sizes
     assert not decode.receive(0.0)
     assert (sender.num_open, sender._failed) == (0, set())
@@ -200,7 +202,7 @@ def test_nothing_is_kept_of_what_fails_after_its_last_chunk(decode: Inbox, leade
         backend.gate.clear()
         sender.before_step(plan)
         sender.after_step(plan, {ROOM: Known(admit, PAGES)})
-        sender.after_step(replace(plan, admits=[], rows=[], releases=[ROOM]), {})
+        sender.after_step(replace(plan, admits=[], scheduled=[], releases=[ROOM]), {})
         backend.gate.set()
         (report,) = messages(leader, 1)
     assert isinstance(report, SendReport)

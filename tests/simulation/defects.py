@@ -27,7 +27,7 @@ from workers.hicache.policy.jobs import TierJobs
 from workers.kv_sender import KvSender
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeRequest, receiver_session
-from workers.scheduler.leader import LeaderCore
+from workers.scheduler.leader import Leader
 from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillRequest, PrefillState
@@ -81,13 +81,13 @@ def ignore_the_incarnation(patch: Patch) -> None:
 
 def drop_the_drain_ack(patch: Patch) -> None:
     """Prefill never says that it has stopped writing."""
-    send = LeaderCore.send
+    send = Leader.send
 
-    def send_all_but_one(self: LeaderCore, address: str, message: Message) -> None:
+    def send_all_but_one(self: Leader, address: str, message: Message) -> None:
         if not isinstance(message, Drained):
             send(self, address, message)
 
-    patch.setattr(LeaderCore, "send", send_all_but_one)
+    patch.setattr(Leader, "send", send_all_but_one)
 
 
 def miscount_pages(patch: Patch) -> None:

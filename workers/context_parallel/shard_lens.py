@@ -51,13 +51,15 @@ def with_shard_lens(plans: Sequence[StepPlan], cp: int) -> list[StepPlan]:
 
 def idle_plan() -> StepPlan:
     """For a DP rank that only takes part in what others compute."""
-    return StepPlan(step=0, strategy=Strategy.NONE, admits=[], rows=[], releases=[])
+    return StepPlan(step=0, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[])
 
 
 def _is_decode(plan: StepPlan) -> bool:
-    return plan.fill is None and all(len(row.token_ids) == 1 and row.samples and not row.targets for row in plan.rows)
+    return plan.layerwise_load is None and all(
+        len(row.token_ids) == 1 and row.samples and not row.targets for row in plan.scheduled
+    )
 
 
 def _lens_of_plan(plan: StepPlan, cp: int) -> ShardLens:
-    rows = [Extend(len(row.token_ids), row.first_position, row.samples, bool(row.targets)) for row in plan.rows]
+    rows = [Extend(len(row.token_ids), row.first_position, row.samples, bool(row.targets)) for row in plan.scheduled]
     return lens_of(rows, plan.strategy, plan.passing, cp)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled, TokenLogprobs
-from cluster.spec.step_messages import Row
+from cluster.spec.step_messages import ScheduledRequest
 from workers.device import Moment, on_device
 from workers.engine.known_request import KnownRequest
 from workers.engine.sampler import Draws
@@ -46,9 +46,9 @@ class Drawn:
         told = {room: replace(sampled[room], prompt_logprobs=told) for room, told in self.prompt_logprobs.items()}
         return sampled | told
 
-    def followed(self, rows: Sequence[Row], tp: Communicator, device: torch.device) -> Followed | None:
+    def followed(self, rows: Sequence[ScheduledRequest], tp: Communicator, device: torch.device) -> Followed | None:
         """What the rows of the next step take from this one; None for nothing. Every TP rank calls this."""
-        if not self.rooms or not any(row.follows for row in rows):
+        if not self.rooms or not any(row.input_from_previous_step for row in rows):
             return None
         if self.draws is not None:
             drawn = self.draws.token_ids
@@ -57,7 +57,9 @@ class Drawn:
         tp.broadcast(drawn, root=0)
         sources = {room: place for place, room in enumerate(self.rooms)}
         begins = accumulate((len(row.token_ids) for row in rows), initial=0)
-        pairs = [(begin, sources[row.room]) for begin, row in zip(begins, rows, strict=False) if row.follows]
+        pairs = [
+            (begin, sources[row.room]) for begin, row in zip(begins, rows, strict=False) if row.input_from_previous_step
+        ]
         places, of_rows = on_device(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), device)
         return Followed(places, drawn[of_rows])
 

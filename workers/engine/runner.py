@@ -12,7 +12,7 @@ from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.registry import KvOwnership
 from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
-from cluster.spec.step_messages import Row, StepPlan
+from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.cache.head_copies import HeadCopies
@@ -195,27 +195,27 @@ class ModelRunner:
     ) -> BegunStep:
         """Begin a step, which may follow tokens that the step begun before has yet to draw.
 
-        ``arrivals`` are those of the plan's ``fill``. Unless the step was recorded, ``on_stored`` is told of layers as
-        by ``PagePool.in_step``.
+        ``arrivals`` are those of the plan's ``layerwise_load``. Unless the step was recorded, ``on_stored`` is told of
+        layers as by ``PagePool.in_step``.
         """
         self._take_notice(plan)
         if self._staging is not None:
             self._staging.take_in(plan.arrived)
         if self._head_copies is not None:
             self._head_copies.spread(plan.arrived)
-        has_tokens = bool(plan.rows) or any(plan.shard_lens)
+        has_tokens = bool(plan.scheduled) or any(plan.shard_lens)
         with torch.inference_mode(), self._pool.in_step(arrivals, on_stored):
             drawn = self._forward(plan) if has_tokens else Drawn()
         # What is drawn arrives behind everything else.
         end = moment_on(self._model.device) if drawn.draws is None else None
-        return BegunStep({row.room: self.requests[row.room] for row in plan.rows}, drawn, end)
+        return BegunStep({row.room: self.requests[row.room] for row in plan.scheduled}, drawn, end)
 
     def _take_notice(self, plan: StepPlan) -> None:
         for room in plan.releases:
             self.requests.pop(room, None)
         for admit in plan.admits:
             self.requests[admit.room] = KnownRequest(admit)
-        for row in plan.rows:
+        for row in plan.scheduled:
             if row.new_pages:
                 self.requests[row.room].table.extend(row.new_pages)
 
@@ -224,19 +224,19 @@ class ModelRunner:
             BatchRow(
                 row.token_ids, row.first_position, self.requests[row.room].table.all, row.samples, bool(row.targets)
             )
-            for row in plan.rows
+            for row in plan.scheduled
         ]
         shards = ShardLens(tuple(plan.shard_lens), tuple(plan.last_shard_lens)) if plan.shard_lens else None
-        followed = self._drawn.followed(plan.rows, self._model.groups.tp, self._model.device)
+        followed = self._drawn.followed(plan.scheduled, self._model.groups.tp, self._model.device)
         last = self._replay(plan, rows, followed)
         if last is None:
             context, hidden = self._compute(rows, plan.strategy, plan.passing, shards, followed)
             if not self._pipeline.is_last:
                 return Drawn()
-            if any(row.targets for row in plan.rows):
-                self._tell_prompts(plan.rows, context, hidden)
+            if any(row.targets for row in plan.scheduled):
+                self._tell_prompts(plan.scheduled, context, hidden)
             last = context.last.join_last(hidden)
-        sampled = [row for row in plan.rows if row.samples]
+        sampled = [row for row in plan.scheduled if row.samples]
         if not sampled:
             # No rank meets the others for logits: so that the leader's end of a step is the end of everybody's writes.
             self._model.groups.tp.all_reduce(torch.zeros(1, device=self._model.device))
@@ -249,7 +249,7 @@ class ModelRunner:
     def _replay(self, plan: StepPlan, rows: Sequence[BatchRow], followed: Followed | None) -> torch.Tensor | None:
         """Final hidden states of a recorded step; None for one that is to be computed."""
         reason = self.why_unrecorded
-        if self._graphs is not None and plan.fill is not None:
+        if self._graphs is not None and plan.layerwise_load is not None:
             reason = "layers on their way"
         elif self._graphs is not None and plan.shard_lens and not plan.is_decode:
             reason = "prompt tokens"  # of whatever DP rank
@@ -297,7 +297,7 @@ class ModelRunner:
         hidden = torch.empty(num_tokens, model.config.hidden_size, dtype=model.dtype, device=model.device)
         return self._pipeline.receive(hidden)
 
-    def _tell_prompts(self, rows: Sequence[Row], context: StepContext, hidden: torch.Tensor) -> None:
+    def _tell_prompts(self, rows: Sequence[ScheduledRequest], context: StepContext, hidden: torch.Tensor) -> None:
         known = [self.requests[row.room] for row in rows]
         asked = [
             Asked(row.targets, request.admit.sampling.num_prompt_logprobs or 0)
@@ -308,7 +308,7 @@ class ModelRunner:
             for request, of_row in zip(known, told, strict=True):
                 request.prompt_logprobs += of_row
 
-    def _begin_sample(self, rows: Sequence[Row], logits: torch.Tensor) -> Drawn:
+    def _begin_sample(self, rows: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
         states = [self._sampling_state(row.room) for row in rows]
         draws = begin_sample(logits, states, [row.output_position for row in rows])
         told: dict[Room, list[TokenLogprobs]] = {}

@@ -5,30 +5,29 @@ and gives pages back only when nobody can still write to them. One without prefi
 computed here; further choices of a prompt are such, and begin with the pages that the first one got.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
-import msgspec
+from msgspec.structs import replace
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Blame, Cancel, Inquire, Message, Submit, TableUpdate
+from cluster.spec.messages import Blame, Cancel, Inquire, Message, Output, Submit, TableUpdate
 from cluster.spec.peer import Peer
 from cluster.spec.registry import ReplicaLoad, TableSnapshot
-from cluster.spec.sampling import Sampled
+from cluster.spec.sampling import Sampled, TokenLogprobs
 from cluster.spec.step_messages import StepPlan
+from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Done, Drained, PagesChecked, Refused, Result, Revoke, Ticket
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.shard_lens import idle_plan
 from workers.hicache.tiers import Tiers
-from workers.scheduler.decode_answers import NOT_CACHED, Told, newest_output, told_of
 from workers.scheduler.decode_queue import DecodeQueue
 from workers.scheduler.decode_request import MOVES, DecodeRequest, DecodeSettings, DecodeState, receiver_session
-from workers.scheduler.leader import LeaderCore
+from workers.scheduler.leader import Leader
 from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.quarantine import all_wait, count_pages, describe, stopping
 from workers.scheduler.sequence import Sequence
@@ -36,8 +35,8 @@ from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
 
 
-class DecodeLeader(LeaderCore):
-    """See the module's first lines; the methods are those of ``Leader``."""
+class DecodeLeader(Leader):
+    """One DP rank's requests in decode; see the module's first lines."""
 
     def __init__(
         self,
@@ -47,13 +46,12 @@ class DecodeLeader(LeaderCore):
         recorder: Recorder | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(settings.me, allocator, recorder, tiers)
+        super().__init__(settings.me, steps, allocator, recorder, tiers)
         self._settings = settings
-        self._steps = steps
         self._requests: dict[Room, DecodeRequest] = {}
         self._queue = DecodeQueue(allocator, steps, settings.layout.page_size, tiers)
         self._arrived: list[int] = []
-        """Pages that were received, which no plan has told of yet."""
+        """Received pages that no plan has named yet."""
         self._newest_step, self._unsent = 0, deque[tuple[int, DecodeRequest]]()
         """Requests with pages that a step under way may still write to: the newest such step, and the request."""
         self._num_arrivals = 0
@@ -94,11 +92,11 @@ class DecodeLeader(LeaderCore):
         self.follow_cache()
 
     def has_work(self) -> bool:
-        """Whether there is a step to compute now."""
-        return self._steps.has_work() or bool(self._arrived)
+        """Return whether there is a step to compute now, or pages have arrived."""
+        return super().has_work() or bool(self._arrived)
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, or None; one without rows where there is nothing but pages that have arrived."""
+        """Return the next step, or None; it schedules nobody where there is nothing but pages that have arrived."""
         plan = self._steps.next_plan() or (idle_plan() if self._arrived else None)
         self.follow_cache()
         if plan is None:
@@ -106,10 +104,10 @@ class DecodeLeader(LeaderCore):
         self.note_started(plan)
         self._newest_step = max(self._newest_step, plan.step)
         arrived, self._arrived = self._arrived, []
-        return msgspec.structs.replace(plan, arrived=arrived)
+        return replace(plan, arrived=arrived)
 
     def follow_cache(self) -> None:
-        """As any leader, but for pages that have arrived and that a rank may yet have to get from another one."""
+        """Report changes of the cache, but not before ranks know of pages that have arrived."""
         if not self._arrived:
             super().follow_cache()
 
@@ -117,53 +115,37 @@ class DecodeLeader(LeaderCore):
         """Stream the new tokens; end the requests that have their last one."""
         self._now_s = now_s
         for sequence in self._steps.commit(plan, sampled):
-            request, drawn = self._requests[sequence.room], sampled[sequence.room]
-            if drawn.problem:
-                self.send_failure(request.submit, drawn.problem, retryable=False)
-                self._stop(request, drawn.problem, now_s)
-            elif request.has_prompt:
-                self._emit(request, sequence, told_of(drawn))
+            request, token = self._requests[sequence.room], sampled[sequence.room]
+            if token.problem:
+                self.send_failure(request.submit, token.problem, retryable=False)
+                self._stop(request, token.problem, now_s)
+                continue
+            logprobs = [token.logprobs] if token.logprobs is not None else []
+            output = self._newest_output(sequence, logprobs, is_last=token.is_last)
+            if request.has_prompt:
+                self._emit(request, output)
             else:
-                cached = NOT_CACHED if request.submit.prompt_of else sequence.cached
-                told = dataclasses.replace(told_of(drawn), prompt_logprobs=drawn.prompt_logprobs, cached=cached)
-                self._emit_first(request, sequence, told)
+                cached = CachedTokens() if request.submit.prompt_of else sequence.kv.cached
+                self._emit_first(request, replace(output, prompt_logprobs=token.prompt_logprobs, cached=cached))
         self._send_unsent(plan.step)
         self._reserve(now_s)
         self.follow_cache()
 
     def load(self) -> ReplicaLoad:
-        """What the heartbeat tells the router."""
+        """What the heartbeat says to routers."""
         submits = [request.submit for request in self._requests.values()]
         num_waiting = len(self._queue) + self._steps.num_waiting
-        return ReplicaLoad(
+        return replace(
+            super().load(),
             num_waiting=num_waiting,
             num_running=len(submits) - num_waiting,
             num_tokens=sum(len(submit.prompt_ids) for submit in submits if submit.prompt_of is None),
-            free_pages=self._allocator.num_free,
-            cached_pages=self._allocator.num_cached,
-            evicted_pages=self._allocator.num_evicted,
-            total_pages=self._allocator.num_pages,
             stopping_pages=count_pages(stopping(self._requests.values())),
             quarantined_pages=count_pages(self._quarantined()),
             wrong_pages=self._checks.num_wrong_pages,
-            num_taken=self.num_taken,
             draining=self.draining or self._is_quarantined,
-            dropped=dict(self.dropped),
             num_preempted=self._steps.num_preemptions,
-            tiers=self.tiers.state() if self.tiers else None,
         )
-
-    def is_idle(self) -> bool:
-        """No request is left in any state."""
-        return not self._requests
-
-    def check_integrity(self) -> None:
-        """Prove that every page is held as often as it is counted."""
-        self._steps.check_integrity()
-        if self.tiers:
-            self.tiers.check_integrity()
-        ticketed = [page for request in self._requests.values() for page in request.pages]
-        self._allocator.check_integrity(self._steps.held_pages + ticketed)
 
     def _on_submit(self, submit: Submit) -> None:
         is_known = submit.room in self._requests or submit.room in self.ended
@@ -183,7 +165,7 @@ class DecodeLeader(LeaderCore):
             self._queue.add(request, self._now_s)
 
     def _must_await(self, first: Room | None) -> TypeGuard[Room]:
-        """Whether the choice that brings the prompt has not got it yet; it may be that nobody has heard of it."""
+        """Return whether the choice that brings the prompt has not got it yet; nobody may have heard of it."""
         if first is None or first in self.ended:
             return False
         request = self._requests.get(first)
@@ -279,32 +261,44 @@ class DecodeLeader(LeaderCore):
             self.tiers.note_received(request.page_keys)
         self._arrived += request.pages[request.num_held :]
         sequence = self._run(request, [*submit.prompt_ids, *result.token_ids], len(submit.prompt_ids))
-        sequence.is_whole = result.is_last
-        told = Told(logprobs=result.logprobs, prompt_logprobs=result.prompt_logprobs, cached=result.cached)
-        self._emit_first(request, sequence, told)
+        output = self._newest_output(sequence, result.logprobs, is_last=result.is_last)
+        self._emit_first(request, replace(output, prompt_logprobs=result.prompt_logprobs, cached=result.cached))
 
     def _run(self, request: DecodeRequest, tokens: Iterable[int], computed_len: int) -> Sequence:
         """Hand a request to the step scheduler, which finds pages for one that has none."""
         max_len = self._allocator.num_pages * self._settings.layout.page_size
         sequence = request.begin_sequence(tokens, computed_len, max_len)
-        add = self._steps.add_running if sequence.pages else self._steps.add
+        add = self._steps.add_running if sequence.kv.pages else self._steps.add
         add(sequence)
         return sequence
 
-    def _emit_first(self, request: DecodeRequest, sequence: Sequence, told: Told) -> None:
-        """Further choices of the prompt get its pages before this one, which may be over, lets go of them."""
+    def _newest_output(self, sequence: Sequence, logprobs: list[TokenLogprobs], *, is_last: bool) -> Output:
+        return Output(
+            room=sequence.room,
+            replica=self.me.replica,
+            incarnation=self.me.incarnation,
+            first_index=sequence.num_outputs - 1,
+            token_ids=sequence.tokens[-1:],
+            logprobs=logprobs,
+            finish=sequence.finish_reason(is_last=is_last),
+        )
+
+    def _emit_first(self, request: DecodeRequest, output: Output) -> None:
+        """Send a request's first token.
+
+        Further choices of its prompt get its pages before it lets go of them, since it may end here.
+        """
         request.has_prompt = True
         for choice in self._queue.end_wait(request.room):
             self._queue.add(choice, self._now_s)
         self._reserve(self._now_s)
-        self._emit(request, sequence, dataclasses.replace(told, phases=request.phases(self._now_s)))
+        self._emit(request, replace(output, phases=request.phases(self._now_s)))
 
-    def _emit(self, request: DecodeRequest, sequence: Sequence, told: Told) -> None:
-        finish = sequence.finish_reason()
-        if finish is not None:
-            self._steps.retire(sequence.room)
-            self._end(request, finish)
-        self.send(request.submit.router.address, newest_output(self.me, sequence, finish, told))
+    def _emit(self, request: DecodeRequest, output: Output) -> None:
+        if output.finish is not None:
+            self._steps.retire(request.room)
+            self._end(request, output.finish)
+        self.send(request.submit.router.address, output)
 
     def _on_cancel(self, cancel: Cancel, now_s: float) -> None:
         request = self._requests.get(cancel.room)
@@ -356,12 +350,12 @@ class DecodeLeader(LeaderCore):
                 self._follow(request, session, None)
 
     def _quarantined(self) -> list[DecodeRequest]:
-        """Those that were given up longer ago than any silence is waited for, and bytes need to settle."""
+        """Requests given up longer ago than any silence is waited for and bytes need to settle."""
         settings = self._settings
         return stopping(self._requests.values(), self._now_s - settings.transfer_timeout_s - settings.settle_s)
 
     def _watch_quarantine(self) -> None:
-        """With too much in quarantine, take nothing until less is; begin anew when nothing else can get on."""
+        """Take nothing while too much is in quarantine; end the replica when nothing else can get on."""
         requests, num_pages, limit = self._quarantined(), self._allocator.num_pages, self._settings.quarantine_limit
         self._is_quarantined = count_pages(requests) > limit * num_pages
         others = [request for request in self._requests.values() if request not in requests]

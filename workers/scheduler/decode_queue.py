@@ -16,12 +16,12 @@ from workers.scheduler.waiting import Waiting
 
 
 class _Space(NamedTuple):
-    """What there is for those who wait, until one of them takes of it."""
+    """Pages that waiting requests may take."""
 
     num_free: int
     oldest: DecodeRequest
     oldest_pages: int
-    """That the oldest one takes from others."""
+    """Pages that the oldest one takes from others."""
     most_passing: int
     """Most pages that another one may take."""
 
@@ -69,7 +69,7 @@ class DecodeQueue:
         self._choices.setdefault(awaited, []).append(request)
 
     def end_wait(self, awaited: Room) -> list[DecodeRequest]:
-        """Those that waited for a room; they are not here any more."""
+        """Return the requests that waited for a room, and forget them."""
         return self._choices.pop(awaited, [])
 
     def remove(self, request: DecodeRequest) -> None:
@@ -83,7 +83,7 @@ class DecodeQueue:
                 del self._choices[awaited]
 
     def grant(self, now_s: float) -> Iterator[DecodeRequest]:
-        """Those that can have pages now, with them, or without where the step scheduler gives them.
+        """Requests that can have pages now, with them, or without where the step scheduler gives them.
 
         A sequence that waits there goes before them all. Where one does not fit the next may, as far as the oldest one
         is not put off for ever.
@@ -145,7 +145,7 @@ class DecodeQueue:
         return request.num_pages - len(self._shared_pages(request))
 
     def _shared_pages(self, request: DecodeRequest) -> list[int]:
-        """Those of the choice that has brought the prompt, but for the last token's; none when it has ended."""
+        """Pages of the choice that has brought the prompt, but for the last token's; none when it has ended."""
         submit = request.submit
         if submit.prompt_of is None:
             return []

@@ -1,4 +1,4 @@
-"""What a decode leader remembers of one request, and the moves it may make."""
+"""The state of one request in a decode leader, and its legal moves."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,9 +10,10 @@ from cluster.spec.messages import PhaseTimes, Submit
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.registry import Verify
+from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Ticket
 from transfer.receiver_session import ReceiverSession
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import KvState, RequestParams, Sequence
 
 
 class DecodeState(Enum):
@@ -46,14 +47,14 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSettings:
-    """What the leader must know of its replica."""
+    """Facts about its replica that a leader needs."""
 
     me: Peer
     dp_rank: int = 0
     geometry: KvGeometry
     layout: PoolLayout
     page_bytes: int
-    """Of one page over all ranks that hold a part of it, those that hold the same heads counted once."""
+    """Bytes of one page over all ranks that hold a part of it; ranks with the same heads count once."""
     num_copies: int = 1
     """Ranks that hold the same heads."""
     transfer_timeout_s: float
@@ -72,21 +73,21 @@ class DecodeRequest:
 
     submit: Submit
     num_pages: int = 0
-    """Of its prompt."""
+    """Pages of its prompt."""
     arrival: int = 0
     """Its number in the order of coming."""
     arrived_s: float = 0.0
     granted_s: float = 0.0
     """When it got its pages."""
     result_s: float = 0.0
-    """When prefill told the first token."""
+    """When prefill sent the first token."""
     state: DecodeState = DecodeState.QUEUED
     pages: list[int] = field(default_factory=list)
     """While RECEIVING, VERIFYING or STOPPING; later the step scheduler holds them."""
     num_held: int = 0
     """Leading pages that others read too, from the cache or of another choice; they are never ticketed."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Of the prompt's full pages, as far as they may come from the cache."""
+    """Keys of the prompt's full pages, as far as they may come from the cache."""
     session: ReceiverSession | None = None
     stopping_since_s: float = 0.0
     """While STOPPING."""
@@ -95,7 +96,6 @@ class DecodeRequest:
 
     @property
     def room(self) -> Room:
-        """What it is told apart by."""
         return self.submit.room
 
     def phases(self, now_s: float) -> PhaseTimes | None:
@@ -122,28 +122,19 @@ class DecodeRequest:
         return self.submit.priority
 
     def begin_sequence(self, tokens: Iterable[int], computed_len: int, max_len: int) -> Sequence:
-        """What the step scheduler gets, with the pages: of the first ``computed_len`` tokens they hold the KV."""
-        submit = self.submit
+        """Hand the pages over to a sequence; they hold the KV of its first ``computed_len`` tokens."""
         pages, self.pages = self.pages, []
-        return Sequence(
-            room=submit.room,
-            tokens=list(tokens),
-            prompt_len=len(submit.prompt_ids) - submit.num_given,
-            sampling=submit.sampling,
-            stopping=submit.stopping,
-            max_len=max_len,
-            cached_len=computed_len,
-            computed_len=computed_len,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-            timed=submit.timed,
-            page_keys=self.page_keys,
+        kv = KvState(
             pages=pages,
+            num_computed_tokens=computed_len,
+            num_planned_tokens=computed_len,
+            cached=CachedTokens(total=computed_len),
         )
+        return Sequence(RequestParams.of(self.submit, max_len), list(tokens), page_keys=self.page_keys, kv=kv)
 
 
 def cacheable_keys(submit: Submit, page_size: int) -> list[bytes]:
-    """Of the full pages that need not be computed; of what is computed here the last token must be, for its logits."""
+    """Keys of full pages that need not be computed; where decode computes, the last token always is, for its logits."""
     if submit.sampling.num_prompt_logprobs is not None:
         return []
     prompt_ids = submit.prompt_ids if submit.prefill else submit.prompt_ids[:-1]

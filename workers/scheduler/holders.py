@@ -9,11 +9,11 @@ from functools import partial
 
 from cluster.spec.ids import Room
 from cluster.spec.kv import pages_for
-from cluster.spec.tiers import TierJob
+from cluster.spec.tiers import CachedTokens, TierJob
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.policy.loader import Loaded
 from workers.hicache.tiers import Tiers
-from workers.scheduler.sequence import PageLoad, Sequence
+from workers.scheduler.sequence import KvState, PageLoad, Sequence
 from workers.scheduler.waiting import Waiting, urgency
 
 
@@ -34,7 +34,7 @@ class PageHolders:
         self.waiting = Waiting[Sequence]()
         self.running: dict[Room, Sequence] = {}
         self._num_left = 0
-        """Running sequences that are no more, whose pages the caller may hold still."""
+        """Sequences that run no more, whose pages the caller may still hold."""
         self._leaving: list[Sequence] = []
         """Forgotten while pages were loaded: these may still be written to."""
         self.num_preemptions = 0
@@ -43,10 +43,10 @@ class PageHolders:
         """Take in a sequence, which runs if it brings pages."""
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
-        if not sequence.pages:
+        if not sequence.kv.pages:
             self.waiting.add(sequence)
             return
-        assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size)
+        assert len(sequence.kv.pages) >= pages_for(sequence.kv.num_computed_tokens, self._page_size)
         self.running[sequence.room] = sequence
         self.share(sequence)
 
@@ -60,10 +60,10 @@ class PageHolders:
             self.waiting.remove(room)
             return []
         self._num_left += 1
-        if sequence.load is None:
+        if sequence.kv.load is None:
             return self._withdraw(sequence)
         self._leaving.append(sequence)
-        pages = sequence.pages if sequence.load.joins else []
+        pages = sequence.kv.pages if sequence.kv.load.is_layerwise else []
         return self._allocator.allocate(len(pages), pages, sequence.owner_base)
 
     def retire(self, room: Room) -> None:
@@ -81,10 +81,10 @@ class PageHolders:
     def whole_pages(self, room: Room) -> list[int]:
         """The pages of a sequence whose KV is whole; none of one that waits or is not known."""
         known = self.running.get(room)
-        return known.pages[: known.computed_len // self._page_size] if known is not None else []
+        return known.kv.pages[: known.kv.num_computed_tokens // self._page_size] if known is not None else []
 
     def can_start(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence can have its pages, and they are not kept for the oldest waiting one."""
+        """Return whether a waiting sequence can have its pages, and they are not reserved for the oldest one."""
         needed, oldest = self._pages_of(sequence), self.waiting.oldest
         assert oldest is not None, f"room {sequence.room} does not wait"
         num_gains = self._allocator.num_gains + self._num_left
@@ -112,37 +112,45 @@ class PageHolders:
         self.waiting.note_passed(self._count_passing(sequence, self.waiting.oldest))
         self.waiting.remove(sequence.room)
         cached = self._find_cached(sequence)
-        sequence.pages = self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base)
-        sequence.computed_len = sequence.planned_len = sequence.cached_len = len(cached) * self._page_size
-        sequence.host_len = sequence.storage_len = 0
+        num_cached = len(cached) * self._page_size
+        sequence.kv = KvState(
+            pages=self._allocator.allocate(self._pages_of(sequence), cached, sequence.owner_base),
+            num_computed_tokens=num_cached,
+            num_planned_tokens=num_cached,
+            cached=CachedTokens(total=num_cached),
+        )
         self.running[sequence.room] = sequence
         if self._tiers:
-            keys = self._prefix_keys(sequence)
-            self._tiers.note_hits(keys[: len(cached)])
-            load = PageLoad(joins=is_alone and self._tiers.can_load_layerwise)
-            on_end = partial(self._on_loaded, sequence, load)
-            coming = self._tiers.loader.load(keys, sequence.pages, len(cached), on_end, layerwise=load.joins)
-            sequence.load = load if coming.num_pages else None
-            if load.joins:
-                self._go_behind(sequence, coming)
+            self._load_from_host(
+                self._tiers, sequence, len(cached), is_layerwise=is_alone and self._tiers.can_load_layerwise
+            )
         return not sequence.waits_for_pages
 
-    def note_drawn(self, sequence: Sequence) -> None:
-        """A token was drawn behind all pages of a sequence: whichever rank has a part in that has read them."""
+    def _load_from_host(self, tiers: Tiers, sequence: Sequence, num_cached: int, *, is_layerwise: bool) -> None:
+        """Fill the pages behind the first ``num_cached`` as far as host memory has them."""
+        kv, keys, load = sequence.kv, self._prefix_keys(sequence), PageLoad(is_layerwise)
+        tiers.note_hits(keys[:num_cached])
+        on_end = partial(self._on_loaded, sequence, load)
+        loaded = tiers.loader.load(keys, kv.pages, num_cached, on_end, layerwise=is_layerwise)
+        kv.load = load if loaded.num_pages else None
+        if is_layerwise:
+            self._go_behind(kv, loaded)
+
+    def note_sampled(self, sequence: Sequence) -> None:
+        """A token was sampled behind all pages of a sequence: every rank that takes part in that has read them."""
         assert not sequence.waits_for_pages, f"room {sequence.room} is computed without its pages"
-        if sequence.load is not None:
-            sequence.load = None
+        if sequence.kv.load is not None:
+            sequence.kv.load = None
             self.share(sequence)
 
     def grow(self, sequence: Sequence, count: int) -> bool:
-        """Make room for more tokens; preempts others, or this one, if it must.
+        """Make room for more tokens; preempt others, or this one, if need be.
 
         Nobody is preempted for one that is less urgent or came later, so that somebody always gets on.
         """
-        if sequence.planned_len + count <= len(sequence.pages) * self._page_size:
-            return True
-        needed = pages_for(sequence.planned_len + count, self._page_size) - len(sequence.pages)
-        next_owner = sequence.owner_base + len(sequence.pages)
+        kv = sequence.kv
+        needed = pages_for(kv.num_planned_tokens + count, self._page_size) - len(kv.pages)
+        next_owner = sequence.owner_base + len(kv.pages)
         running = self.running.values()
         while needed > 0 and not self._allocator.can_allocate(needed, (), next_owner):
             last = max((other for other in running if other is sequence or not other.is_loading), key=urgency)
@@ -151,18 +159,18 @@ class PageHolders:
             if last is sequence:
                 return False
         if needed > 0:
-            sequence.pages += self._allocator.allocate(needed, (), next_owner)
+            kv.pages += self._allocator.allocate(needed, (), next_owner)
         return True
 
     def share(self, sequence: Sequence) -> None:
         """Let others read the pages that are whole, unless copies to them may still be on their way."""
         if sequence.is_loading:
             return
-        keys = self.keys(sequence, sequence.computed_len)
-        sequence.num_shared_pages = self._allocator.share(sequence.pages, keys, sequence.num_shared_pages)
+        kv, keys = sequence.kv, self.keys(sequence, sequence.kv.num_computed_tokens)
+        kv.num_shared_pages = self._allocator.share(kv.pages, keys, kv.num_shared_pages)
 
-    def take_fill(self) -> TierJob | None:
-        """What the next step reads of host memory while it is computed, if anything."""
+    def take_layerwise_load(self) -> TierJob | None:
+        """Cached pages that the next step reads from host memory layer by layer, if any."""
         return self._tiers.take_layerwise() if self._tiers else None
 
     def take_releases(self) -> list[Room]:
@@ -172,8 +180,8 @@ class PageHolders:
 
     def prefix_len(self, sequence: Sequence) -> int:
         """Leading tokens that need not be computed if the sequence has its turn now."""
-        if sequence.pages:
-            return sequence.planned_len
+        if sequence.kv.pages:
+            return sequence.kv.num_planned_tokens
         return self._allocator.count_cached(self._prefix_keys(sequence)) * self._page_size
 
     def next_key(self, sequence: Sequence) -> bytes | None:
@@ -189,13 +197,14 @@ class PageHolders:
     @property
     def held_pages(self) -> list[int]:
         """Pages of all sequences."""
-        return [page for sequence in (*self.running.values(), *self._leaving) for page in sequence.pages]
+        return [page for sequence in (*self.running.values(), *self._leaving) for page in sequence.kv.pages]
 
     def check_integrity(self) -> None:
         """Prove that every running sequence has the pages its KV needs, and no waiting one has any."""
         for sequence in self.running.values():
-            assert len(sequence.pages) >= pages_for(sequence.computed_len, self._page_size), sequence.room
-        assert not any(sequence.pages for sequence in self.waiting)
+            kv = sequence.kv
+            assert len(kv.pages) >= pages_for(kv.num_computed_tokens, self._page_size), sequence.room
+        assert not any(sequence.kv.pages for sequence in self.waiting)
 
     def _count_passing(self, sequence: Sequence, oldest: Sequence) -> int:
         """Pages that the oldest waiting sequence might have to wait for if this one took them.
@@ -207,23 +216,22 @@ class PageHolders:
             return 0
         cached = self._find_cached(sequence)
         younger = [other for other in self.running.values() if other.arrival > oldest.arrival]
-        taken = set(cached).union(*(other.pages for other in younger))
+        taken = set(cached).union(*(other.kv.pages for other in younger))
         rest = (needed - len(cached), sequence.owner_base + len(cached))
         return 0 if self._allocator.would_fit([rest, reserved], beside=taken) else needed
 
-    def _go_behind(self, sequence: Sequence, loaded: Loaded) -> None:
+    def _go_behind(self, kv: KvState, loaded: Loaded) -> None:
         """Go on behind the pages that are loaded; what does not come is computed."""
-        sequence.storage_len = loaded.num_fetched * self._page_size
-        sequence.host_len = loaded.num_pages * self._page_size - sequence.storage_len
-        sequence.cached_len += loaded.num_pages * self._page_size
-        sequence.computed_len = sequence.planned_len = sequence.cached_len
+        num_loaded, num_fetched = loaded.num_pages * self._page_size, loaded.num_fetched * self._page_size
+        kv.cached = CachedTokens(total=kv.cached.total + num_loaded, host=num_loaded - num_fetched, storage=num_fetched)
+        kv.num_computed_tokens = kv.num_planned_tokens = kv.cached.total
 
     def _on_loaded(self, sequence: Sequence, load: PageLoad, loaded: Loaded) -> None:
-        if sequence.load is not load:
-            return  # a token was drawn before every rank had told
-        sequence.load = None
-        if not load.joins:
-            self._go_behind(sequence, loaded)
+        if sequence.kv.load is not load:
+            return  # a token was sampled before every rank had answered
+        sequence.kv.load = None
+        if not load.is_layerwise:
+            self._go_behind(sequence.kv, loaded)
         if sequence in self._leaving:
             self._leaving.remove(sequence)
             self._leave_to_cache(sequence)
@@ -238,17 +246,15 @@ class PageHolders:
         self.num_preemptions += 1
 
     def _leave_to_cache(self, sequence: Sequence) -> None:
-        keys = self.keys(sequence, sequence.computed_len)
+        keys = self.keys(sequence, sequence.kv.num_computed_tokens)
         self._allocator.keep(self._withdraw(sequence), keys)
 
     def _withdraw(self, sequence: Sequence) -> list[int]:
-        pages, sequence.pages = sequence.pages, []
-        if sequence.told_step:
+        """Take a sequence's KV from it; returns its pages."""
+        kv, sequence.kv = sequence.kv, KvState()
+        if kv.admitted_step:
             self._releases.append(sequence.room)
-        sequence.told_step = sequence.num_coming = 0
-        sequence.num_announced_pages = sequence.num_shared_pages = 0
-        sequence.computed_len = sequence.planned_len = 0
-        return pages
+        return kv.pages
 
     def _pages_of(self, sequence: Sequence) -> int:
         return pages_for(len(sequence.tokens), self._page_size)
@@ -257,5 +263,5 @@ class PageHolders:
         return self._allocator.find(self._prefix_keys(sequence))
 
     def _prefix_keys(self, sequence: Sequence) -> list[bytes]:
-        """Of the pages that may come from the cache; the last token is always computed, for its logits."""
+        """Keys of the pages that may come from the cache; the last token is always computed, for its logits."""
         return self.keys(sequence, len(sequence.tokens) - 1)

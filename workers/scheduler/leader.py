@@ -1,5 +1,6 @@
-"""What the worker loop needs of a leader, whatever its role: messages and time in, messages and steps out."""
+"""The leader of either role: messages and time in, messages and steps out. Sans I/O."""
 
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -27,72 +28,36 @@ from cluster.spec.tiers import FlushCache, PinPages, Tier, TierJobResult, UseSto
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
+from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
 
 _REMEMBERED_ROOMS = 100_000
 
 
-class Leader(Protocol):
-    """The control state of one replica. Only the worker loop calls it, from one thread."""
+class Request(Protocol):
+    """What leaders of both roles know of a request."""
 
-    outgoing: list[tuple[str, Message]]
-    """Messages to send, as (address, message); the loop takes them away."""
-    must_end: str
-    """Why this replica cannot go on; empty while it can."""
-
-    def on_message(self, message: Message, now_s: float) -> None:
-        """Take in one message; one that is late, foreign or unknown is counted and dropped."""
-        ...
-
-    def tick(self, now_s: float) -> None:
-        """Let deadlines pass."""
-        ...
-
-    def has_work(self) -> bool:
-        """Whether there is a step to compute now."""
-        ...
-
-    def next_deadline_s(self) -> float | None:
-        """When something is due though no message comes; what may be seen a second late is left out."""
-        ...
-
-    def next_plan(self) -> StepPlan | None:
-        """The next step, or None."""
-        ...
-
-    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
-        """Take in the outcome of the step."""
-        ...
-
-    def load(self) -> ReplicaLoad:
-        """What the heartbeat tells the router."""
-        ...
-
-    def is_idle(self) -> bool:
-        """No request is left in any state."""
-        ...
-
-    def has(self, room: Room) -> bool:
-        """Whether a request is left in this room, in any state."""
-        ...
-
-    def check_integrity(self) -> None:
-        """Prove that every page has exactly one holder; raises AssertionError."""
-        ...
+    pages: list[int]
+    """Pages that the step scheduler does not hold."""
 
 
-class LeaderCore:
-    """What both leaders are made of: who they are, what they have to say, and which rooms have ended."""
+class Leader(ABC):
+    """The control state of one DP rank of a replica. Only the worker loop calls it, from one thread."""
 
-    _requests: Mapping[Room, object]
-    """Those that have not ended."""
+    _requests: Mapping[Room, Request]
+    """Requests that have not ended."""
 
-    def __init__(self, me: Peer, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None) -> None:
+    def __init__(
+        self, me: Peer, steps: StepScheduler, allocator: PageAllocator, recorder: Recorder | None, tiers: Tiers | None
+    ) -> None:
         self.outgoing: list[tuple[str, Message]] = []
+        """Messages to send, as (address, message); the loop takes them away."""
         self.must_end = ""
+        """Why this replica cannot go on; empty while it can."""
         self.dropped: Counter[str] = Counter()
         """Messages without effect, by type."""
         self.me = me
+        self._steps = steps
         self._allocator = allocator
         self.recorder = recorder or Recorder()
         self._now_s = 0.0
@@ -108,20 +73,65 @@ class LeaderCore:
         self.reporter = PageReporter(me, allocator, tiers)
         self.tiers = tiers
 
+    @abstractmethod
+    def on_message(self, message: Message, now_s: float) -> None:
+        """Take in one message; one that is late, foreign or unknown is counted and dropped."""
+
+    @abstractmethod
+    def tick(self, now_s: float) -> None:
+        """Let deadlines pass."""
+
+    @abstractmethod
+    def next_plan(self) -> StepPlan | None:
+        """Return the next step, or None."""
+
+    @abstractmethod
+    def commit(self, plan: StepPlan, sampled: Mapping[Room, Sampled], now_s: float) -> None:
+        """Take in the outcome of the step."""
+
+    def has_work(self) -> bool:
+        """Return whether there is a step to compute now."""
+        return self._steps.has_work()
+
+    def is_idle(self) -> bool:
+        """Return whether no request is left in any state."""
+        return not self._requests
+
     def has(self, room: Room) -> bool:
-        """Whether a request is left in this room, in any state."""
+        """Return whether a request is left in this room, in any state."""
         return room in self._requests
+
+    def load(self) -> ReplicaLoad:
+        """What the heartbeat says to routers."""
+        return ReplicaLoad(
+            free_pages=self._allocator.num_free,
+            cached_pages=self._allocator.num_cached,
+            evicted_pages=self._allocator.num_evicted,
+            total_pages=self._allocator.num_pages,
+            num_taken=self.num_taken,
+            draining=self.draining,
+            dropped=dict(self.dropped),
+            tiers=self.tiers.state() if self.tiers else None,
+        )
+
+    def check_integrity(self) -> None:
+        """Prove that every page is held as often as it is counted; raises AssertionError."""
+        self._steps.check_integrity()
+        if self.tiers:
+            self.tiers.check_integrity()
+        own = [page for request in self._requests.values() for page in request.pages]
+        self._allocator.check_integrity(self._steps.held_pages + own)
 
     def send(self, address: str, message: Message) -> None:
         """Leave a message for the loop to take."""
         self.outgoing.append((address, message))
 
     def next_deadline_s(self) -> float | None:
-        """When a request has waited long enough for storage."""
+        """When something is due though no message comes: a request has waited long enough for storage."""
         return self.tiers.next_deadline_s() if self.tiers else None
 
     def follow_cache(self) -> None:
-        """Tell routers what has changed in the cache, and ranks what is to be copied."""
+        """Report changes of the cache to routers, and copies to make to ranks."""
         self.outgoing += self.reporter.news()
         if self.tiers:
             self.outgoing += self.tiers.advance(self._now_s)
@@ -143,7 +153,7 @@ class LeaderCore:
             self.tiers.drain(is_draining=is_draining)
 
     def on_other(self, message: Message) -> None:
-        """What leaders of both roles do alike; anything else is dropped."""
+        """Take in a message that both roles treat alike; anything else is dropped."""
         match message:
             case Drain() | Resume():
                 self.drain(is_draining=isinstance(message, Drain))
@@ -159,7 +169,7 @@ class LeaderCore:
                 self.drop(message)
 
     def on_tier_message(self, message: TierJobResult | PinPages | UseStorage) -> None:
-        """What concerns the tiers below the device cache; nothing where there are none."""
+        """Take in a message about the tiers below the device cache; it is dropped where there are none."""
         match message:
             case PinPages() if self.tiers:
                 self.tiers.pin(message.keys, is_pinned=message.is_pinned)
@@ -245,7 +255,7 @@ class LeaderCore:
             self.tiers.flush()
 
     def has_no_router(self, submit: Submit, table: TableSnapshot) -> bool:
-        """Whether the router that would take the outputs is proven gone."""
+        """Return whether the router that would take the outputs is proven gone."""
         return table.reaped.get(submit.router.replica, 0) >= submit.router.incarnation
 
     def drop(self, message: Message) -> None:

@@ -6,7 +6,7 @@ from cluster.spec.messages import Message, Output, Outputs
 
 
 def outputs_together(outgoing: Iterable[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
-    """The same (address, message) pairs with as few messages as keep the order of each address."""
+    """Join outputs for one address into as few messages as keep the order of each address."""
     together: dict[str, list[Output]] = {}
     for address, message in outgoing:
         if isinstance(message, Output):

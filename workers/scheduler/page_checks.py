@@ -12,7 +12,7 @@ AGAIN_S = 10.0
 
 @dataclass(slots=True)
 class _Check:
-    told: Sequence[PageDigests]
+    sent: Sequence[PageDigests]
     unchecked: set[int]
     """Ranks that have not answered."""
     again_s: float
@@ -20,7 +20,7 @@ class _Check:
 
 
 class PageChecks:
-    """Of one replica."""
+    """The checks of one replica."""
 
     def __init__(self, rank_addresses: Sequence[str]) -> None:
         """By global rank."""
@@ -29,20 +29,20 @@ class PageChecks:
         self.num_wrong_pages = 0
         """Pages that were not as they were sent, since the start."""
 
-    def begin(self, room: Room, told: Sequence[PageDigests], now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """What each rank is asked, and where."""
-        check = self._checks[room] = _Check(told, {part.rank for part in told}, now_s + AGAIN_S)
+    def begin(self, room: Room, sent: Sequence[PageDigests], now_s: float) -> Iterator[tuple[str, CheckPages]]:
+        """Questions to each rank, with their addresses."""
+        check = self._checks[room] = _Check(sent, {part.rank for part in sent}, now_s + AGAIN_S)
         return self._ask(room, check)
 
     def repeat(self, now_s: float) -> Iterator[tuple[str, CheckPages]]:
-        """What is asked again."""
+        """Questions to ask again."""
         for room, check in self._checks.items():
             if check.unchecked and check.again_s <= now_s:
                 check.again_s = now_s + AGAIN_S
                 yield from self._ask(room, check)
 
     def expects(self, checked: PagesChecked) -> bool:
-        """Whether this rank has not answered yet."""
+        """Return whether this rank has not answered yet."""
         check = self._checks.get(checked.room)
         return check is not None and checked.rank in check.unchecked
 
@@ -56,7 +56,7 @@ class PageChecks:
 
     def _ask(self, room: Room, check: _Check) -> Iterator[tuple[str, CheckPages]]:
         for rank in sorted(check.unchecked):
-            parts = [part for part in check.told if part.rank == rank]
+            parts = [part for part in check.sent if part.rank == rank]
             yield self._rank_addresses[rank], CheckPages(room=room, told=parts)
 
     def forget(self, room: Room) -> None:

@@ -1,6 +1,6 @@
-"""Tells routers which prefixes a replica has cached: everything once, then what changes. Sans I/O.
+"""Reports the prefixes that a replica has cached to routers: everything once, then changes. Sans I/O.
 
-Each router has a numbered stream of its own. One that misses a number, or has just started, asks again and is told
+Each router has a numbered stream of its own. One that misses a number, or has just started, asks again and gets
 everything anew. Nothing depends on the news but where requests go.
 """
 
@@ -17,7 +17,7 @@ from workers.cache.page_journal import PageJournal
 from workers.hicache.tiers import Tiers
 
 MAX_KEYS = 65_536
-"""Of one message; a megabyte."""
+"""Most keys of one message; a megabyte."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Follower:
 
 
 class PageReporter:
-    """What one leader tells of its cache, and to whom."""
+    """The routers that follow one leader's cache, and what they know."""
 
     def __init__(self, me: Peer, allocator: PageAllocator, tiers: Tiers | None = None) -> None:
         self._tiers = tiers
@@ -37,7 +37,7 @@ class PageReporter:
         self._followers: dict[ReplicaId, _Follower] = {}
 
     def follow(self, message: FollowPages) -> list[tuple[str, Message]]:
-        """A router wants to know: everything that is cached. An older start of the same router is told no more."""
+        """Answer a router with everything that is cached; an older start of the same router hears no more."""
         known = self._followers.get(message.router.replica)
         is_older = known is not None and known.router.incarnation > message.router.incarnation
         if message.incarnation != self._me.incarnation or is_older:
@@ -50,7 +50,7 @@ class PageReporter:
         return told
 
     def on_table(self, table: TableSnapshot) -> None:
-        """Routers that are gone are told no more."""
+        """Forget routers that are gone."""
         for replica, follower in list(self._followers.items()):
             if table.reaped.get(replica, 0) >= follower.router.incarnation:
                 del self._followers[replica]
@@ -59,7 +59,7 @@ class PageReporter:
             self._journal.take()
 
     def news(self) -> list[tuple[str, Message]]:
-        """What is to be sent now: what has changed since the last call, to everyone who follows."""
+        """Return the changes since the last call, for everyone who follows."""
         told = self._news_of(Tier.DEVICE, self._journal)
         for tier, journal in self._tiers.journals.items() if self._tiers else ():
             told += self._news_of(tier, journal)

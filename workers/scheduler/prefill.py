@@ -6,6 +6,8 @@ until every rank has reported that it will not read them again.
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from cluster.spec.ids import Room, is_router
 from cluster.spec.kv import pages_for
 from cluster.spec.lifecycle import move
@@ -19,17 +21,18 @@ from transfer.compatibility import geometry_refusal, refusal, ticket_refusal
 from transfer.sender_session import is_quiet
 from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
-from workers.scheduler.leader import LeaderCore
+from workers.scheduler.leader import Leader
 from workers.scheduler.prefill_answers import drained, refused, result_of
 from workers.scheduler.prefill_request import MOVES, PrefillRequest, PrefillSettings, PrefillState
 from workers.scheduler.send_meter import SendMeter
+from workers.scheduler.sequence import RequestParams
 from workers.scheduler.sequence import Sequence as TokenSequence
 from workers.scheduler.steps import StepScheduler
 from workers.timeline import Recorder
 
 
-class PrefillLeader(LeaderCore):
-    """See the module's first lines; the methods are those of ``Leader``."""
+class PrefillLeader(Leader):
+    """One DP rank's requests in prefill; see the module's first lines."""
 
     def __init__(
         self,
@@ -39,9 +42,8 @@ class PrefillLeader(LeaderCore):
         recorder: Recorder | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        super().__init__(settings.me, allocator, recorder, tiers)
+        super().__init__(settings.me, steps, allocator, recorder, tiers)
         self._settings = settings
-        self._steps = steps
         self._requests: dict[Room, PrefillRequest] = {}
         self._sends = SendMeter()
         self._early_tickets: dict[Room, tuple[Ticket, float]] = {}
@@ -85,10 +87,6 @@ class PrefillLeader(LeaderCore):
         self.inquire(request.submit for request in self._requests.values() if request.state is PrefillState.QUEUED)
         self.follow_cache()
 
-    def has_work(self) -> bool:
-        """Whether there is a step to compute now."""
-        return self._steps.has_work()
-
     def next_plan(self) -> StepPlan | None:
         """The next step, or None."""
         plan = self._steps.next_plan()
@@ -103,48 +101,34 @@ class PrefillLeader(LeaderCore):
         for sequence in self._steps.commit(plan, sampled):
             request = self._requests[sequence.room]
             if self._allocator.is_caching:
-                request.page_keys = sequence.keys_of(sequence.computed_len, self._settings.layout.page_size)
+                request.page_keys = sequence.keys_of(sequence.kv.num_computed_tokens, self._settings.layout.page_size)
             if problem := sampled[sequence.room].problem:
                 self._give_up(request, problem, retryable=False)
                 continue
+            cached = sequence.kv.cached
             request.pages = self._steps.remove(sequence.room)
             self._move(request, PrefillState.SENDING, "first token")
             assert sequence.target is not None
             first = sampled[sequence.room]
-            result = result_of(self._settings, request, sequence.target, first, sequence, now_s)
+            result = result_of(self._settings, request, sequence.target, first, cached, now_s)
             self.send(request.submit.decode.address, result)
             self._settle(request)
         self.follow_cache()
 
     def load(self) -> ReplicaLoad:
-        """What the heartbeat tells the router."""
+        """What the heartbeat says to routers."""
         queued = [request for request in self._requests.values() if request.state is PrefillState.QUEUED]
-        return ReplicaLoad(
+        return replace(
+            super().load(),
             num_waiting=len(queued) + self._steps.num_waiting,
             num_running=len(self._requests) - len(queued) - self._steps.num_waiting,
             num_tokens=sum(len(request.submit.prompt_ids) for request in self._requests.values()),
-            free_pages=self._allocator.num_free,
-            cached_pages=self._allocator.num_cached,
-            evicted_pages=self._allocator.num_evicted,
-            total_pages=self._allocator.num_pages,
-            num_taken=self.num_taken,
-            draining=self.draining,
-            dropped=dict(self.dropped),
-            tiers=self.tiers.state() if self.tiers else None,
             sends=self._sends.times,
         )
 
     def is_idle(self) -> bool:
         """No request is left in any state."""
-        return not self._requests and not self._early_tickets
-
-    def check_integrity(self) -> None:
-        """Prove that every page has exactly one holder, or is cached and as often held as it is counted."""
-        self._steps.check_integrity()
-        if self.tiers:
-            self.tiers.check_integrity()
-        kept = [page for request in self._requests.values() for page in request.pages]
-        self._allocator.check_integrity(self._steps.held_pages + kept)
+        return super().is_idle() and not self._early_tickets
 
     def _on_submit(self, submit: Submit) -> None:
         room = submit.room
@@ -231,7 +215,7 @@ class PrefillLeader(LeaderCore):
             self._steps.add(self._sequence(request.submit, request.ticket, rows))
 
     def _decode_rows(self, ticket: Ticket) -> Sequence[RankRow]:
-        """Of the DP rank whose pages they are."""
+        """Records of the ranks of the DP rank whose pages they are."""
         entry = self._table.find(ticket.decode.replica) if self._table else None
         if entry is None or entry.incarnation != ticket.decode.incarnation:
             return ()
@@ -239,15 +223,8 @@ class PrefillLeader(LeaderCore):
 
     def _sequence(self, submit: Submit, ticket: Ticket, rows: Sequence[RankRow]) -> TokenSequence:
         return TokenSequence(
-            room=submit.room,
+            RequestParams.of(submit, max_len=len(submit.prompt_ids) + 1),
             tokens=list(submit.prompt_ids),
-            prompt_len=len(submit.prompt_ids) - submit.num_given,
-            sampling=submit.sampling,
-            stopping=submit.stopping,
-            max_len=len(submit.prompt_ids) + 1,
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-            timed=submit.timed,
             owner_base=owner_base(
                 submit.prompt_ids,
                 self._settings.layout.page_size,
@@ -387,5 +364,5 @@ class PrefillLeader(LeaderCore):
 
 
 def _is_from_decode(submit: Submit, message: Ticket | Revoke) -> bool:
-    """Whether it comes from the start of the replica that is to decode the request."""
+    """Return whether a message comes from the start of the replica that is to decode the request."""
     return (message.decode.replica, message.decode.incarnation) == (submit.decode.replica, submit.decode.incarnation)

@@ -1,17 +1,22 @@
-"""What prefill says to decode: the messages that end a ticket."""
+"""Messages from prefill to decode that end a ticket."""
 
 from cluster.spec.peer import Peer
 from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Target
+from cluster.spec.tiers import CachedTokens
 from cluster.spec.transfer_messages import Drained, Refused, Result, Revoke, Ticket
 from transfer.plan import PageShare, receivers
 from workers.scheduler.prefill_request import PrefillRequest, PrefillSettings
-from workers.scheduler.sequence import Sequence
 
 
 def result_of(
-    settings: PrefillSettings, request: PrefillRequest, target: Target, first: Sampled, sequence: Sequence, now_s: float
+    settings: PrefillSettings,
+    request: PrefillRequest,
+    target: Target,
+    first: Sampled,
+    cached: CachedTokens,
+    now_s: float,
 ) -> Result:
     """The first token, and what all senders together will have written."""
     assert request.ticket is not None
@@ -33,7 +38,7 @@ def result_of(
         is_last=first.is_last,
         logprobs=[first.logprobs] if first.logprobs is not None else [],
         prompt_logprobs=first.prompt_logprobs,
-        cached=sequence.cached,
+        cached=cached,
         bootstrap_s=request.scheduled_s - request.arrived_s,
         prefill_s=now_s - request.scheduled_s,
         senders=list(receivers_of),

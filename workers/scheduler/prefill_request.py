@@ -1,4 +1,4 @@
-"""What a prefill leader remembers of one request, and the moves it may make."""
+"""The state of one request in a prefill leader, and its legal moves."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,7 +36,7 @@ MOVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSettings:
-    """What the leader must know of its replica."""
+    """Facts about its replica that a leader needs."""
 
     me: Peer
     row: RankRow
@@ -67,7 +67,7 @@ class PrefillRequest:
     pages: list[int] = field(default_factory=list)
     """While SENDING or STOPPING; before that the step scheduler holds them."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Of the full pages that may be cached when the request ends; none until the prompt is computed."""
+    """Keys of the full pages that may be cached when the request ends; none until the prompt is computed."""
     reports: dict[int, SendState] = field(default_factory=dict)
     """The last word of each rank, by global rank."""
     quiet_at_s: float = 0.0

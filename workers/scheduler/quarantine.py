@@ -8,7 +8,7 @@ from workers.scheduler.steps import StepScheduler
 
 
 def stopping(requests: Iterable[DecodeRequest], since_s: float = math.inf) -> list[DecodeRequest]:
-    """Those that were given up, at that time or before."""
+    """Requests that were given up at that time or before."""
     return [
         request for request in requests if request.state is DecodeState.STOPPING and request.stopping_since_s <= since_s
     ]
@@ -20,7 +20,7 @@ def count_pages(requests: Iterable[DecodeRequest]) -> int:
 
 
 def all_wait(requests: Iterable[DecodeRequest], steps: StepScheduler) -> bool:
-    """Whether none of these has pages, or can have any now."""
+    """Return whether none of these has pages, or can have any now."""
     waiting = {DecodeState.QUEUED} if steps.num_running else {DecodeState.QUEUED, DecodeState.RUNNING}
     return all(request.state in waiting for request in requests) and not steps.has_work()
 

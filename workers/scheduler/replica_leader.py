@@ -35,7 +35,7 @@ _COUNTS = (
     "num_taken",
     "num_preempted",
 )
-"""What adds up over DP ranks."""
+"""Fields of ReplicaLoad that add up over DP ranks."""
 
 
 class ReplicaLeader:
@@ -56,7 +56,7 @@ class ReplicaLeader:
         self.num_ahead = num_ahead
         """Most steps that may be begun on a rank before the one before them has ended there."""
         self._under_way: list[deque[StepPlan]] = [deque() for _ in leaders]
-        """By DP rank: plans with rows whose outcome is not known."""
+        """By DP rank: plans that schedule something and whose outcome is not known."""
         self._homes: OrderedDict[Room, int] = OrderedDict()
         """The DP rank of every room, the newest ones last."""
         self._next_news: dict[str, int] = {}
@@ -69,12 +69,12 @@ class ReplicaLeader:
         outgoing: list[tuple[str, Message]] = []
         taken: dict[tuple[str, int], CommandTaken] = {}
         for dp_rank, leader in enumerate(self._leaders):
-            for address, told in leader.outgoing:
-                if isinstance(told, CommandTaken):
-                    named = address, told.number
-                    taken[named] = _both(taken[named], told) if named in taken else told
+            for address, message in leader.outgoing:
+                if isinstance(message, CommandTaken):
+                    named = address, message.number
+                    taken[named] = _both(taken[named], message) if named in taken else message
                 else:
-                    outgoing.append((address, self._numbered(dp_rank, address, told)))
+                    outgoing.append((address, self._numbered(dp_rank, address, message)))
             leader.outgoing = []
         return outgoing + [(address, answer) for (address, _), answer in taken.items()]
 
@@ -99,7 +99,7 @@ class ReplicaLeader:
             leader.tick(now_s)
 
     def has_work(self) -> bool:
-        """Whether there is a step to compute now."""
+        """Return whether there is a step to compute now."""
         return self._can_plan and any(leader.has_work() for leader in self._leaders)
 
     def next_deadline_s(self) -> float | None:
@@ -118,7 +118,7 @@ class ReplicaLeader:
         """The next step, by DP rank; empty if there is nothing to compute. A rank with nothing to do takes part."""
         plans = [leader.next_plan() for leader in self._leaders] if self._can_plan else []
         for under_way, plan in zip(self._under_way, plans, strict=False):
-            if plan is not None and plan.rows:
+            if plan is not None and plan.scheduled:
                 under_way.append(plan)
         if not any(plans):
             return []
@@ -129,11 +129,11 @@ class ReplicaLeader:
         self._leaders[dp_rank].commit(self._under_way[dp_rank].popleft(), sampled, now_s)
 
     def load(self) -> ReplicaLoad:
-        """What the heartbeat tells the router."""
+        """What the heartbeat says to routers."""
         loads = [leader.load() for leader in self._leaders]
         sums = {field: sum(getattr(load, field) for load in loads) for field in _COUNTS}
-        told = [*(load.dropped for load in loads), *(work.dropped for work in self._work.values())]
-        dropped = sum(map(Counter[str], told), Counter[str]())
+        parts = [*(load.dropped for load in loads), *(work.dropped for work in self._work.values())]
+        dropped = sum(map(Counter[str], parts), Counter[str]())
         states = [load.tiers for load in loads if load.tiers is not None]
         return replace(
             loads[0],
@@ -210,5 +210,5 @@ class ReplicaLeader:
 
 
 def _both(one: CommandTaken, other: CommandTaken) -> CommandTaken:
-    """What two DP ranks answer to one command. They are told the same, and refuse the same."""
+    """The answer of two DP ranks to one command, which they take or refuse for the same reasons."""
     return replace(one, refusal=one.refusal or other.refusal, num_pinned=max(one.num_pinned, other.num_pinned))

@@ -1,4 +1,4 @@
-"""What the ranks of a replica have sent, from their reports."""
+"""Sums of what the ranks of a replica have sent, from their reports."""
 
 from cluster.spec.registry import SendTimes
 from cluster.spec.step_messages import SendReport

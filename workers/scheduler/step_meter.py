@@ -23,7 +23,7 @@ class StepMeter:
             strategy=plan.strategy,
             passing=plan.passing,
             num_steps=before.num_steps + 1,
-            num_tokens=before.num_tokens + sum(len(row.token_ids) for row in plan.rows),
+            num_tokens=before.num_tokens + sum(len(request.token_ids) for request in plan.scheduled),
             total_s=before.total_s + seconds,
             total_estimate_s=before.total_estimate_s + plan.estimate_s,
             last_s=seconds,

@@ -20,7 +20,7 @@ _FIXED_COSTS = 20
 class _Costs:
     token_s: float
     pair_s: float
-    """Of one (query, key) pair."""
+    """Time of one (query, key) pair."""
     fixed_s: float
 
     @classmethod
@@ -37,18 +37,18 @@ class _Costs:
         return num_tokens * (self.token_s + num_tokens / 2 * self.pair_s)
 
 
-def slowest(told: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
-    """Of the ranks of a replica, the one for which everybody waits in a step of so many tokens of a new prompt."""
+def slowest(measured: Iterable[tuple[ModelShape, Rates]], cp: int, num_tokens: int) -> tuple[ModelShape, Rates]:
+    """Return the rank that everybody waits for in a step of so many tokens of a new prompt."""
 
     def step_s(rank: tuple[ModelShape, Rates]) -> float:
         costs = _Costs.of(*rank, cp)
         return costs.fixed_s + costs.new_prompt_s(num_tokens)
 
-    return max(told, key=step_s)
+    return max(measured, key=step_s)
 
 
 def even_chunk(shape: ModelShape, rates: Rates, cp: int, chunk_tokens: int, pp: int = 1) -> Chunk:
-    """Rows that take as long as ``chunk_tokens`` of a new prompt, when their work is evenly divided over the ranks.
+    """Chunks that take as long as ``chunk_tokens`` of a new prompt, when their work is evenly divided over the ranks.
 
     n tokens behind p take n * token_s + (n * p + n * n / 2) * pair_s, which is solved for n. Where several stages wait
     for each other's steps, all take as long as the first, of which ``chunk_tokens`` is the most, however short that is.

@@ -14,10 +14,10 @@ WINDOW = 32
 """Consecutive arrivals among which a longer prefix goes first; it overtakes fewer than so many of its like."""
 
 Chunk = Callable[[int], int]
-"""From a prefix length to the tokens behind it that take a whole step's time; at least 1."""
+"""Function from a prefix length to the tokens behind it that take a whole step's time; at least 1."""
 
 _ROUNDING = 1e-6
-"""Of a token: what sums of parts of a step may be short of it."""
+"""Part of a token by which a sum of shares of a step may fall short of it."""
 
 Rank = tuple[int, int, int, int, int]
 """Sorts sequences by turn: no two have the same."""
@@ -51,39 +51,39 @@ def turn(
 
 
 class Budget:
-    """The tokens, the time and the rows of one step, given away turn by turn."""
+    """Tokens, time and requests of one step, granted turn by turn."""
 
-    def __init__(self, num_tokens: int, num_rows: int, chunk: Chunk, most_seen: int | None = None) -> None:
-        """A row takes the part of the step's time that its tokens are of their ``chunk``.
+    def __init__(self, num_tokens: int, max_requests: int, chunk: Chunk, most_seen: int | None = None) -> None:
+        """A request takes that part of the step's time that its tokens are of their ``chunk``.
 
-        ``most_seen``: tokens of all rows and of what is before them, where there are several.
+        ``most_seen``: tokens of all requests and of what is before them, where there are several.
         """
         self._num_left = num_tokens
         self._seen_left = most_seen
         self._time_left = 1.0
-        self._num_rows = num_rows
+        self._max_requests = max_requests
         self._chunk = chunk
         self.granted: dict[Room, int] = {}
-        """Tokens of each row, in the order of the first grant."""
+        """Tokens of each scheduled request, in the order of the first grant."""
 
     def is_open(self, room: Room) -> bool:
-        """Whether the room can still get tokens."""
-        has_row = room in self.granted or len(self.granted) < self._num_rows
-        return has_row and self._num_left > 0 and self._time_left > 0
+        """Return whether the room can still get tokens."""
+        has_place = room in self.granted or len(self.granted) < self._max_requests
+        return has_place and self._num_left > 0 and self._time_left > 0
 
     def grant(self, room: Room, prefix_len: int, wanted: int) -> None:
-        """Bring the room's row to as many tokens as are wanted, as far as there are some left."""
+        """Bring a room to as many tokens as are wanted, as far as some are left."""
         chunk = self._chunk(prefix_len)
         count = min(wanted - self.granted.get(room, 0), int(self._time_left * chunk + _ROUNDING))
         self._add(room, prefix_len, count, chunk)
 
     def grant_share(self, room: Room, prefix_len: int, wanted: int, share: float) -> None:
-        """Begin the room's row with a share of the step; one token at least."""
+        """Give a room a share of the step to begin with; one token at least."""
         chunk = self._chunk(prefix_len)
         self._add(room, prefix_len, min(wanted, max(1, int(share * min(chunk, self._num_left)))), chunk)
 
     def grant_stream(self, room: Room, prefix_len: int) -> None:
-        """Give a room without a row, for which the step is open, one token."""
+        """Give one token to a room that has none and for which the step is open."""
         chunk = self._chunk(prefix_len)
         if self._time_left * chunk + _ROUNDING >= 1:
             self._num_left -= 1

@@ -1,4 +1,4 @@
-"""Those that wait for pages, in the order in which they came; and what the first of them is spared."""
+"""Requests that wait for pages, by arrival and priority; younger ones may pass the oldest only so often."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -14,9 +14,7 @@ class Waiter(Protocol):
     """A request or a sequence without pages."""
 
     @property
-    def room(self) -> Room:
-        """What it is told apart by."""
-        ...
+    def room(self) -> Room: ...
 
     @property
     def priority(self) -> int:
@@ -42,7 +40,7 @@ class Waiting(Generic[W]):
         self._num_passed_pages = 0
         """Pages that others took though the oldest one may have to wait for them."""
         self._in_vain: set[W] = set()
-        """Those that could not have their turn, and cannot before ``_num_gains`` changes or another is the oldest."""
+        """Waiters that could not have their turn, and cannot before ``_num_gains`` changes or another is the oldest."""
         self._num_gains = 0
 
     def __len__(self) -> int:
@@ -79,19 +77,19 @@ class Waiting(Generic[W]):
         self._spare_anew(oldest)
 
     def candidates(self) -> list[W]:
-        """Those that may have their turn now: the first by priority, and the oldest."""
+        """Waiters that may have their turn now: the first by priority, and the oldest."""
         first = self._by_priority[:LOOKAHEAD]
         if not first or urgency(self._by_arrival[0]) <= urgency(first[-1]):
             return first
         return [*first, self._by_arrival[0]]
 
     def untried(self, num_gains: int) -> list[W]:
-        """Those of the candidates that were not looked at in vain; ``num_gains`` counts what may have helped them."""
+        """Candidates that were not looked at in vain; ``num_gains`` counts what may have helped them."""
         in_vain = self._since(num_gains)
         return [waiter for waiter in self.candidates() if waiter not in in_vain]
 
     def is_in_vain(self, waiter: W, num_gains: int) -> bool:
-        """Whether one was looked at in vain, and nothing has helped it since."""
+        """Return whether one was looked at in vain, and nothing has helped it since."""
         return waiter in self._since(num_gains)
 
     def note_in_vain(self, waiter: W) -> None:
@@ -99,7 +97,7 @@ class Waiting(Generic[W]):
         self._in_vain.add(waiter)
 
     def may_pass(self, num_pages: int, oldest_pages: int) -> bool:
-        """Whether so many pages may be taken from the oldest one, which waits for ``oldest_pages``.
+        """Return whether so many pages may be taken from the oldest one, which waits for ``oldest_pages``.
 
         No more pages pass it than it wants itself.
         """

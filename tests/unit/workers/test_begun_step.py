@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.thread_group import on_thread_ranks
@@ -44,8 +44,10 @@ def runner_of(folder: Path, tp: Communicator) -> ModelRunner:
 
 def plan_of(*, samples: bool) -> StepPlan:
     admit = Admit(room=Room(1), prompt_len=9, owner_base=0, sampling=Sampling(), target=None)
-    row = Row(room=Room(1), first_position=0, token_ids=[1, 2, 3], new_pages=[0], samples=samples, output_position=0)
-    return StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], rows=[row], releases=[])
+    row = ScheduledRequest(
+        room=Room(1), first_position=0, token_ids=[1, 2, 3], new_pages=[0], samples=samples, output_position=0
+    )
+    return StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], scheduled=[row], releases=[])
 
 
 @pytest.mark.parametrize("samples", [True, False])

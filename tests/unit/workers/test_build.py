@@ -124,4 +124,4 @@ def test_mode_and_passing_are_those_of_the_file(mode: CpMode, passing: PassingSe
 def test_what_goes_round_in_a_step_is_no_more_than_of_one_prompt(mode: CpMode, num_tokens: int) -> None:
     """So is the memory for it, which is measured with the longest one."""
     plan = plan_of(60, 60, strategy=StrategySetting.ZIGZAG, mode=mode)
-    assert sum(len(row.token_ids) for row in plan.rows) == num_tokens
+    assert sum(len(row.token_ids) for row in plan.scheduled) == num_tokens

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
+from cluster.spec.ids import ROUTER, Incarnation
 from cluster.spec.messages import Command, CommandTaken, Drain, Resume, Wanted
 from cluster.spec.page_key import page_keys
 from cluster.spec.peer import Peer
@@ -11,7 +11,7 @@ from tests.fakes.handoff import World
 from tests.fakes.handoff_checks import quiet_world
 from tests.fakes.tier_world import PAGE_SIZE, TierWorld
 from tests.unit.workers.test_tiers import world_of
-from workers.scheduler.leader import Leader, LeaderCore
+from workers.scheduler.leader import Leader
 
 ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address=ROUTER)
 
@@ -58,20 +58,18 @@ def test_what_is_not_configured_is_refused(address: str, wanted: Wanted) -> None
     assert answer.refusal == "no host memory is configured for cached pages (hicache.host_gib)"
 
 
-def tiered_leader(host_pages: int, backend: str) -> tuple[LeaderCore, TierWorld]:
+def tiered_leader(host_pages: int, backend: str) -> tuple[Leader, TierWorld]:
     """A leader over the tiers of a world."""
     world = world_of(backend=backend, device_pages=64, host_pages=host_pages)
-    me = Peer(replica=ReplicaId("prefill-0"), incarnation=Incarnation(1), address="prefill/0")
-    return LeaderCore(me, world.allocator, None, world.tiers), world
+    leader = quiet_world().leaders["prefill/0"]
+    leader.tiers = world.tiers
+    return leader, world
 
 
-def answers_of(leader: Leader | LeaderCore, *commands: Command) -> list[CommandTaken]:
+def answers_of(leader: Leader, *commands: Command) -> list[CommandTaken]:
     leader.outgoing = []
     for given in commands:
-        if isinstance(leader, LeaderCore):
-            leader.on_other(given)
-        else:
-            leader.on_message(given, 0.0)
+        leader.on_message(given, 0.0)
     return [message for to, message in leader.outgoing if to == ROUTER and isinstance(message, CommandTaken)]
 
 

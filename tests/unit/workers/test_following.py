@@ -2,17 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from cluster.spec.messages import Message
 from cluster.spec.step_messages import Shutdown, StepPlan
 from cluster.spec.strategy import Strategy
+from workers import leader_link
 from workers import worker as worker_module
 from workers.engine.begun_step import BegunStep, Drawn
+from workers.leader_link import RemoteLeader
 from workers.loop_watch import Turns
+from workers.rank_steps import PATIENCE_S, RankSteps
 from workers.worker import Worker
 
 
@@ -40,32 +45,30 @@ class Rank:
     def follow(self) -> list[tuple[str, int]]:
         """Until the inbox has a Shutdown."""
         reports = SimpleNamespace(count=lambda _: None, next=lambda *_, **__: None)
-        worker: Any = SimpleNamespace(
-            spec=None,
-            turns=Turns(),
-            _clock=SimpleNamespace(now_s=lambda: self.now_s),
-            _inbox=SimpleNamespace(receive=self.receive, dropped={}),
-            _step_reports=lambda _: reports,
-        )
+        clock: Any = SimpleNamespace(now_s=lambda: self.now_s)
+        inbox: Any = SimpleNamespace(receive=self.receive, dropped={})
+        worker: Any = SimpleNamespace(turns=Turns(), _inbox=inbox)
+        worker._hand_out = partial(Worker._hand_out, worker)
         rank: Any = SimpleNamespace(
             runner=SimpleNamespace(begin=self.begin, requests={}, draws=False),
             step_recorder=SimpleNamespace(step=lambda _: nullcontext()),
         )
         nothing = lambda *_: None  # noqa: E731
         sender: Any = SimpleNamespace(before_step=nothing, during_step=nothing, after_step=nothing)
-        mover: Any = None
-        outbox: Any = None
-        Worker._follow(worker, rank, sender, mover, outbox, "leader")
+        nobody: Any = None
+        spec: Any = SimpleNamespace(coords=SimpleNamespace(dp=0))
+        with patch.object(leader_link, "step_reports", lambda *_: reports):
+            link = RemoteLeader(spec, rank, "leader", 1, inbox, nobody, clock)
+        Worker._work(worker, link, RankSteps(rank, sender, nobody, clock, worker.turns), nobody)
         return self.calls
 
 
 def plan_of(step: int) -> StepPlan:
-    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], rows=[], releases=[])
+    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[])
 
 
 @pytest.fixture(autouse=True)
-def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "num_ahead", lambda *_: 1)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "PAUSE_S", 0.0)
 
 
@@ -90,7 +93,7 @@ def test_a_step_that_does_not_end_is_waited_for_where_a_watcher_sees_it() -> Non
     def inbox() -> Iterator[list[Message]]:
         yield [plan_of(1)]
         yield []
-        rank.now_s = worker_module.LOAD_EVERY_S
+        rank.now_s = PATIENCE_S / 2
         yield []
         assert rank.calls == [("begin", 1)]
         rank.now_s = 10.0

@@ -16,7 +16,7 @@ from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
 from workers.hicache.tiers import Tiers
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 NUM_PAGES = 12
@@ -51,12 +51,14 @@ class Prefill:
     def add(self, prompt: list[int], max_tokens: int = 1) -> Sequence:
         self._num_added += 1
         sequence = Sequence(
-            room=Room(self._num_added),
+            RequestParams(
+                room=Room(self._num_added),
+                prompt_len=len(prompt),
+                sampling=Sampling(),
+                stopping=Stopping(max_tokens=max_tokens),
+                max_len=len(prompt) + max_tokens,
+            ),
             tokens=list(prompt),
-            prompt_len=len(prompt),
-            sampling=Sampling(),
-            stopping=Stopping(max_tokens=max_tokens),
-            max_len=len(prompt) + max_tokens,
             owner_base=self._last_owner,
         )
         self.steps.add(sequence)
@@ -68,7 +70,7 @@ class Prefill:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        self.steps.commit(plan, {row.room: Sampled(token_id=9) for row in plan.rows if row.samples})
+        self.steps.commit(plan, {row.room: Sampled(token_id=9) for row in plan.scheduled if row.samples})
         self.check()
 
     def answer(self, order: TierJob, *, is_done: bool = True) -> None:
@@ -114,14 +116,14 @@ def test_a_sequence_that_is_alone_is_computed_while_its_pages_come(
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)
     plan = prefill.plan()
-    assert plan.fill is not None
-    assert plan.fill.kind is TierJobKind.LOAD
-    assert [page.device for page in plan.fill.pages] == plan.rows[0].new_pages[:CACHED]
-    assert plan.rows[0].first_position == CACHED * PAGE_SIZE
-    assert sequence.cached == CachedTokens(total=6, host=6)
+    assert plan.layerwise_load is not None
+    assert plan.layerwise_load.kind is TierJobKind.LOAD
+    assert [page.device for page in plan.layerwise_load.pages] == plan.scheduled[0].new_pages[:CACHED]
+    assert plan.scheduled[0].first_position == CACHED * PAGE_SIZE
+    assert sequence.kv.cached == CachedTokens(total=6, host=6)
     assert not prefill.orders(), "the order goes out twice"
     assert prefill.allocator.num_cached == 0, "others could read what is not there yet"
-    prefill.answer(plan.fill)
+    prefill.answer(plan.layerwise_load)
     assert prefill.allocator.num_cached == CACHED
     prefill.commit(plan)
     assert sequence.tokens == [*PROMPT, 9]
@@ -136,10 +138,10 @@ def test_a_drawn_token_proves_the_pages_and_the_late_answer_changes_nothing() ->
     assert prefill.allocator.num_cached == CACHED
     prefill.steps.retire(sequence.room)
     again = prefill.add(PROMPT)
-    assert plan.fill is not None
-    prefill.answer(plan.fill)
-    assert prefill.plan().fill is None
-    assert again.cached == CachedTokens(total=6)
+    assert plan.layerwise_load is not None
+    prefill.answer(plan.layerwise_load)
+    assert prefill.plan().layerwise_load is None
+    assert again.kv.cached == CachedTokens(total=6)
 
 
 def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
@@ -147,12 +149,12 @@ def test_what_is_left_to_compute_goes_on_before_every_rank_has_told() -> None:
     prefill.remember(PROMPT)
     longer = prefill.add([*PROMPT, 8, 9, 10])
     first = prefill.plan()
-    assert first.fill is not None
+    assert first.layerwise_load is not None
     prefill.commit(first)
     assert prefill.allocator.num_cached == 0, "a rank behind the others may still be copying"
     second = prefill.plan()
-    assert (second.fill, second.rows[0].first_position) == (None, 8)
-    prefill.answer(first.fill)
+    assert (second.layerwise_load, second.scheduled[0].first_position) == (None, 8)
+    prefill.answer(first.layerwise_load)
     assert prefill.allocator.num_cached == CACHED + 1
     prefill.commit(second)
     assert longer.tokens[-1] == 9
@@ -167,7 +169,7 @@ def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
     prefill.remember(PROMPT)
     longer = prefill.add([*PROMPT, 8, 9, 10])
     plan = prefill.plan()
-    assert plan.fill is not None
+    assert plan.layerwise_load is not None
     prefill.commit(plan)
     free = prefill.allocator.num_free
     pages = prefill.steps.remove(longer.room)
@@ -178,7 +180,9 @@ def test_pages_of_who_leaves_are_held_until_they_are_loaded_and_sent(
         assert prefill.allocator.num_free == free, "a rank may still be copying"
     for rank in range(cp):
         done = [True] * CACHED
-        assert prefill.tiers.on_result(TierJobResult(job_id=plan.fill.job_id, global_rank=rank, done=done), 0.0)
+        assert prefill.tiers.on_result(
+            TierJobResult(job_id=plan.layerwise_load.job_id, global_rank=rank, done=done), 0.0
+        )
     if not is_sent:
         assert prefill.allocator.num_free == free, "a rank may still be sending"
         prefill.allocator.free(pages)
@@ -192,15 +196,15 @@ def test_nobody_waits_for_the_pages_of_another() -> None:
     prefill.remember(PROMPT)
     cached, other = prefill.add(PROMPT), prefill.add([20, 21])
     plan = prefill.plan()
-    assert plan.fill is None
-    assert [row.room for row in plan.rows] == [other.room]
+    assert plan.layerwise_load is None
+    assert [row.room for row in plan.scheduled] == [other.room]
     (order,) = prefill.orders()
     prefill.commit(plan)
     prefill.steps.retire(other.room)
     assert not prefill.steps.has_work()
     prefill.answer(order)
-    assert cached.cached == CachedTokens(total=6, host=6)
-    assert prefill.plan().rows[0].first_position == 6
+    assert cached.kv.cached == CachedTokens(total=6, host=6)
+    assert prefill.plan().scheduled[0].first_position == 6
 
 
 def test_a_stream_does_not_wait_either() -> None:
@@ -210,8 +214,8 @@ def test_a_stream_does_not_wait_either() -> None:
     prefill.commit(prefill.plan())
     prefill.add(PROMPT)
     plan = prefill.plan()
-    assert plan.fill is None
-    assert [row.room for row in plan.rows] == [stream.room]
+    assert plan.layerwise_load is None
+    assert [row.room for row in plan.scheduled] == [stream.room]
 
 
 def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() -> None:
@@ -221,8 +225,8 @@ def test_pages_that_come_over_a_network_are_there_before_anything_is_computed() 
     assert prefill.steps.next_plan() is None
     (order,) = prefill.orders()
     prefill.answer(order, is_done=False)
-    assert sequence.cached == CachedTokens()
-    assert prefill.plan().rows[0].first_position == 0
+    assert sequence.kv.cached == CachedTokens()
+    assert prefill.plan().scheduled[0].first_position == 0
 
 
 def test_who_still_waits_for_copies_is_not_preempted() -> None:
@@ -231,10 +235,10 @@ def test_who_still_waits_for_copies_is_not_preempted() -> None:
     prefill.remember([*range(30, 30 + 2 * NUM_PAGES - 3)])
     sequence = prefill.add([*range(30, 30 + 2 * NUM_PAGES - 3)], max_tokens=9)
     first = prefill.plan()
-    assert first.fill is not None
+    assert first.layerwise_load is not None
     sequence.tokens += [9] * 4
     assert not prefill.steps._holders.grow(sequence, 6)
-    assert sequence.pages, "preempted"
+    assert sequence.kv.pages, "preempted"
     prefill.check()
 
 
@@ -260,11 +264,11 @@ def test_what_came_from_below_before_a_preemption_is_not_told_afterwards() -> No
     prefill.remember(PROMPT)
     sequence = prefill.add(PROMPT)
     plan = prefill.plan()
-    assert plan.fill is not None
+    assert plan.layerwise_load is not None
     prefill.commit(plan)
-    prefill.answer(plan.fill)
+    prefill.answer(plan.layerwise_load)
     prefill.steps._holders._preempt(sequence)
     prefill.allocator.flush()
     prefill.tiers.flush()
     prefill.plan()
-    assert sequence.cached == CachedTokens()
+    assert sequence.kv.cached == CachedTokens()

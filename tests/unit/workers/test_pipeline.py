@@ -25,7 +25,7 @@ from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
 
@@ -88,8 +88,8 @@ def test_chunks_of_a_long_prompt_leave_little_more_of_a_bubble_than_equal_ones(
     while (plan := steps.next_plan()) is not None:
         assert plan.estimate_s is not None
         times_s.append([plan.estimate_s] * num_stages)
-        steps.commit(plan, {row.room: Sampled(token_id=1) for row in plan.rows if row.samples})
-        if plan.rows[0].samples:
+        steps.commit(plan, {row.room: Sampled(token_id=1) for row in plan.scheduled if row.samples})
+        if plan.scheduled[0].samples:
             break
     assert len(times_s) == num_chunks
     assert max(times_s)[0] < 1.1 * min(times_s[:-1])[0], "chunks of equal time, but for what is left at the end"
@@ -122,7 +122,7 @@ class CutPrompts:
         """The prefix and the tokens of each row, step by step, until nothing is left."""
         steps = []
         while (plan := self.steps.run_step()) is not None:
-            steps.append([(row.first_position, len(row.token_ids)) for row in plan.rows])
+            steps.append([(row.first_position, len(row.token_ids)) for row in plan.scheduled])
         return steps
 
 
@@ -167,10 +167,12 @@ def test_steps_that_prompts_share_are_as_full(prompts: CutPrompts, lengths: list
 
 def _sequence(prompt_len: int) -> Sequence:
     return Sequence(
-        room=Room(1),
+        RequestParams(
+            room=Room(1),
+            prompt_len=prompt_len,
+            sampling=Sampling(),
+            stopping=Stopping(max_tokens=1),
+            max_len=prompt_len + 1,
+        ),
         tokens=[1] * prompt_len,
-        prompt_len=prompt_len,
-        sampling=Sampling(),
-        stopping=Stopping(max_tokens=1),
-        max_len=prompt_len + 1,
     )

@@ -61,13 +61,13 @@ def test_short_prompts_go_on_beside_a_long_one_and_it_goes_on_beside_them() -> N
     long = steps.add(100 * CHUNK)
     alone = steps.run_step()
     assert alone is not None
-    assert [len(row.token_ids) for row in alone.rows] == [CHUNK]
+    assert [len(row.token_ids) for row in alone.scheduled] == [CHUNK]
     for _ in range(10):
         shorts = [steps.add(SHARE) for _ in range(3)]
         plan = steps.run_step()
         assert plan is not None
         assert all(steps.ended[short] == steps.num_steps for short in shorts)
-        assert {row.room: len(row.token_ids) for row in plan.rows}[long] == SHARE
+        assert {row.room: len(row.token_ids) for row in plan.scheduled}[long] == SHARE
 
 
 def test_a_prompt_of_a_few_steps_is_not_starved_by_shorter_ones_while_another_is_the_oldest() -> None:
@@ -101,7 +101,7 @@ def test_the_oldest_gets_what_the_others_leave_even_when_all_rows_are_taken() ->
     steps.add(8)
     plan = steps.run_step()
     assert plan is not None
-    assert [len(row.token_ids) for row in plan.rows] == [CHUNK - 8, 8]
+    assert [len(row.token_ids) for row in plan.scheduled] == [CHUNK - 8, 8]
 
 
 def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> None:
@@ -112,7 +112,7 @@ def test_priorities_order_those_that_wait_and_the_oldest_keeps_its_share() -> No
     while urgent not in steps.ended:
         plan = steps.run_step()
         assert plan is not None
-        assert {row.room: len(row.token_ids) for row in plan.rows}[oldest] >= SHARE // LENGTHS
+        assert {row.room: len(row.token_ids) for row in plan.scheduled}[oldest] >= SHARE // LENGTHS
     steps.run()
     assert steps.ended[urgent] < steps.ended[usual] < steps.ended[oldest]
 

@@ -68,8 +68,10 @@ class FakeParts:
         self.calls.append(call)
 
 
-def plan_of(step: int, fill: TierJob | None = None) -> StepPlan:
-    return StepPlan(step=step, strategy=Strategy.NONE, admits=[], rows=[], releases=[], fill=fill)
+def plan_of(step: int, layerwise_load: TierJob | None = None) -> StepPlan:
+    return StepPlan(
+        step=step, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[], layerwise_load=layerwise_load
+    )
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cluster.spec.messages import Cancel, CommandTaken, FollowPages, Inquire, Me
 from cluster.spec.peer import Peer
 from cluster.spec.registry import RankCoords, ReplicaLoad
 from cluster.spec.sampling import Sampled, Sampling, Stopping
-from cluster.spec.step_messages import Row, StepPlan, StepResult
+from cluster.spec.step_messages import ScheduledRequest, StepPlan, StepResult
 from cluster.spec.strategy import DpPolicy, Passing, Strategy
 from cluster.spec.tiers import TierJob, TierJobKind, TierJobResult, TierState
 from cluster.spec.token_ids import TokenIds
@@ -23,6 +23,7 @@ from cluster.spec.transfer_messages import Ticket
 from tests.fakes.rows import tier_state
 from workers.context_parallel.shard_lens import Extend, idle_plan, lens_of, with_shard_lens
 from workers.context_parallel.shard_plan import make_shard_plan
+from workers.scheduler.leader import Leader
 from workers.scheduler.replica_leader import ReplicaLeader
 
 PEER = Peer(replica=ReplicaId("decode-0"), incarnation=Incarnation(1), address="here")
@@ -32,7 +33,7 @@ TIERS = tier_state(host_pages=10, used_host_pages=3, num_pinned=1)
 
 
 @dataclass
-class FakeLeader:
+class FakeLeader(Leader):
     """Remembers what it is told, and plans what is put into ``plans``."""
 
     outgoing: list[tuple[str, Message]] = field(default_factory=list)
@@ -40,7 +41,7 @@ class FakeLeader:
     got: list[Message] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
-    tiers: TierState | None = None
+    tier_state: TierState | None = None
     is_deaf: bool = False
 
     def on_message(self, message: Message, now_s: float) -> None:
@@ -68,7 +69,7 @@ class FakeLeader:
         submits = [message for message in self.got if isinstance(message, Submit)]
         num_tokens = sum(len(submit.prompt_ids) for submit in submits)
         return ReplicaLoad(
-            num_running=len(submits), num_tokens=num_tokens, free_pages=1, total_pages=2, tiers=self.tiers
+            num_running=len(submits), num_tokens=num_tokens, free_pages=1, total_pages=2, tiers=self.tier_state
         )
 
     def is_idle(self) -> bool:
@@ -114,10 +115,12 @@ def ticket(room: int, wanted: int | None = None) -> Ticket:
 
 def plan_of(step: int, *lens: int, samples: bool = True) -> StepPlan:
     rows = [
-        Row(room=Room(i), first_position=0, token_ids=[1] * n, new_pages=[], samples=samples, output_position=0)
+        ScheduledRequest(
+            room=Room(i), first_position=0, token_ids=[1] * n, new_pages=[], samples=samples, output_position=0
+        )
         for i, n in enumerate(lens)
     ]
-    return StepPlan(step=step, strategy=Strategy.CONTIGUOUS, admits=[], rows=rows, releases=[])
+    return StepPlan(step=step, strategy=Strategy.CONTIGUOUS, admits=[], scheduled=rows, releases=[])
 
 
 def _news(number: int) -> PageNews:
@@ -215,7 +218,7 @@ def test_tiers_of_all_ranks_add_up() -> None:
     replica, leaders = leader_of(2)
     assert replica.load().tiers is None
     for leader, used in zip(leaders, (3, 4), strict=True):
-        leader.tiers = TIERS if used == 3 else replace(TIERS, used_host_pages=used, is_attached=False)
+        leader.tier_state = TIERS if used == 3 else replace(TIERS, used_host_pages=used, is_attached=False)
     assert replica.load().tiers == replace(TIERS, host_pages=20, used_host_pages=7, num_pinned=2, is_attached=False)
 
 
@@ -259,7 +262,7 @@ def test_a_rank_with_nothing_to_do_takes_part_and_all_know_all_lengths() -> None
     replica, leaders = leader_of(2, cp=2)
     leaders[1].plans = [plan_of(1, 5)]
     idle, busy = replica.next_plans()
-    assert (idle.rows, busy.step) == ([], 1)
+    assert (idle.scheduled, busy.step) == ([], 1)
     assert idle.shard_lens == busy.shard_lens == [0, 0, 3, 2]
     assert idle.last_shard_lens == busy.last_shard_lens == [0, 0, 0, 1]
     assert replica.next_plans() == []
@@ -319,11 +322,11 @@ def test_a_step_is_decode_where_that_of_every_dp_rank_is(row: dict[str, Any], is
             step=1,
             strategy=Strategy.NONE,
             admits=[],
-            rows=[Row(room=Room(room), output_position=1, **(usual | more))],
+            scheduled=[ScheduledRequest(room=Room(room), output_position=1, **(usual | more))],
             releases=[],
         )
         for room, more in enumerate([{}, row])
     ]
     assert [plan.is_decode for plan in with_shard_lens([*plans, idle_plan()], 1)] == [is_decode] * 3
-    filled = replace(plans[0], fill=TierJob(job_id=1, kind=TierJobKind.LOAD, pages=[]))
+    filled = replace(plans[0], layerwise_load=TierJob(job_id=1, kind=TierJobKind.LOAD, pages=[]))
     assert not any(plan.is_decode for plan in with_shard_lens([plans[0], filled], 1))

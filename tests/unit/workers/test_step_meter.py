@@ -2,19 +2,21 @@
 
 from cluster.spec.ids import Room
 from cluster.spec.registry import StepTimes
-from cluster.spec.step_messages import Row, StepPlan
+from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.scheduler.step_meter import StepMeter
 
 ROWS = [
-    Row(room=Room(number), first_position=0, token_ids=[5] * number, new_pages=[], samples=False, output_position=0)
+    ScheduledRequest(
+        room=Room(number), first_position=0, token_ids=[5] * number, new_pages=[], samples=False, output_position=0
+    )
     for number in (3, 4)
 ]
 
 
 def plan(strategy: Strategy, estimate_s: float | None, passing: Passing | None = None) -> StepPlan:
     return StepPlan(
-        step=1, strategy=strategy, passing=passing, admits=[], rows=ROWS, releases=[], estimate_s=estimate_s
+        step=1, strategy=strategy, passing=passing, admits=[], scheduled=ROWS, releases=[], estimate_s=estimate_s
     )
 
 

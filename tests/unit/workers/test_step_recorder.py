@@ -7,7 +7,7 @@ import torch
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.dense_attention import DenseAttention
@@ -71,5 +71,7 @@ def test_collectives_of_a_timed_step_have_their_lane(folder: Path) -> None:
 
 def _plan(room: Room, timed: bool) -> StepPlan:
     admit = Admit(room=room, prompt_len=5, owner_base=0, sampling=Sampling(), target=None, timed=timed)
-    row = Row(room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[0], samples=True, output_position=0)
-    return StepPlan(step=7, strategy=Strategy.NONE, admits=[admit], rows=[row], releases=[])
+    row = ScheduledRequest(
+        room=room, first_position=0, token_ids=TOKENS.tolist(), new_pages=[0], samples=True, output_position=0
+    )
+    return StepPlan(step=7, strategy=Strategy.NONE, admits=[admit], scheduled=[row], releases=[])

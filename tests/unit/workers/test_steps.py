@@ -13,7 +13,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import fixed
-from workers.scheduler.sequence import Sequence
+from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 PAGE_SIZE = 4
@@ -34,14 +34,16 @@ def sequence(
     priority: int = 0,
 ) -> Sequence:
     return Sequence(
-        room=Room(room),
+        RequestParams(
+            room=Room(room),
+            prompt_len=len(prompt),
+            sampling=Sampling(frequency_penalty=penalty),
+            stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stops)),
+            max_len=MAX_LEN,
+            priority=priority,
+        ),
         tokens=list(prompt),
-        prompt_len=len(prompt),
-        sampling=Sampling(frequency_penalty=penalty),
-        stopping=Stopping(max_tokens=max_tokens, stop_token_ids=frozenset(stops)),
-        max_len=MAX_LEN,
         owner_base=owner_base,
-        priority=priority,
     )
 
 
@@ -61,17 +63,17 @@ class Ranks:
             assert admit.room not in self.tokens
             self.tokens[admit.room], self.pages[admit.room] = [], []
         sampled: dict[Room, Sampled] = {}
-        for row in plan.rows:
+        for row in plan.scheduled:
             self.pages[row.room] += row.new_pages
             assert row.token_ids, "a row without tokens"
             known = self.tokens[row.room]
             assert row.first_position == len(known)
-            known += [self.drawn[row.room]] if row.follows else row.token_ids
+            known += [self.drawn[row.room]] if row.input_from_previous_step else row.token_ids
             assert len(self.pages[row.room]) * PAGE_SIZE >= len(known)
             if row.samples:
                 sampled[row.room] = Sampled(token_id=next_token(known))
         self.drawn = {room: drawn.token_id for room, drawn in sampled.items()}
-        in_step = [page for row in plan.rows for page in self.pages[row.room]]
+        in_step = [page for row in plan.scheduled for page in self.pages[row.room]]
         assert len(in_step) == len(set(in_step)), "two rows of a step share a page"
         return sampled
 
@@ -115,8 +117,8 @@ def test_outputs_do_not_depend_on_chunks_batches_preemptions_or_steps_under_way(
     for _ in range(5000):
         plan = steps.next_plan()
         if plan is not None:
-            assert sum(len(row.token_ids) for row in plan.rows) <= chunk_tokens
-            assert len(plan.rows) <= max_requests
+            assert sum(len(row.token_ids) for row in plan.scheduled) <= chunk_tokens
+            assert len(plan.scheduled) <= max_requests
             under_way.append((plan, ranks.execute(plan)))
             assert len(under_way) <= depth
             if len(under_way) < depth:
@@ -149,7 +151,7 @@ def test_a_request_is_not_passed_for_ever_by_those_that_take_the_pages_of_one_ow
     for room in range(2, 40):
         steps.add(sequence(room, [1], 1))
         plan = steps.next_plan()
-        if plan is not None and any(row.room == 0 for row in plan.rows):
+        if plan is not None and any(row.room == 0 for row in plan.scheduled):
             return
         allocator.free(steps.remove(Room(room - 1)))
     raise AssertionError("the large request was passed every time")
@@ -168,7 +170,7 @@ def test_the_newest_sequence_gives_its_pages_back_when_the_pool_runs_dry() -> No
     assert (steps.num_running, steps.num_waiting) == (1, 1)
     plan = steps.next_plan()
     assert plan is not None
-    assert [row.room for row in plan.rows] == [0]
+    assert [row.room for row in plan.scheduled] == [0]
 
 
 def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_their_pages_later() -> None:
@@ -185,8 +187,8 @@ def test_the_last_to_come_of_the_least_urgent_is_preempted_though_others_got_the
     assert list(holders.running)[-1] == oldest.room
     preempted = []
     for _ in range(3):
-        assert holders.grow(oldest, len(oldest.pages) * PAGE_SIZE - oldest.planned_len + 1)
-        oldest.planned_len = len(oldest.pages) * PAGE_SIZE
+        assert holders.grow(oldest, len(oldest.kv.pages) * PAGE_SIZE - oldest.kv.num_planned_tokens + 1)
+        oldest.kv.num_planned_tokens = len(oldest.kv.pages) * PAGE_SIZE
         preempted += [waiting.room for waiting in holders.waiting if waiting.room not in preempted]
     assert preempted == [2, 3]
     assert not holders.grow(holders.running[Room(1)], 8 * PAGE_SIZE), "it goes before one that is older"
@@ -197,7 +199,7 @@ def test_chunks_of_one_prompt_are_under_way_together_but_no_more_than_there_are_
     steps = StepScheduler(PageAllocator(8), StepLimits(PAGE_SIZE, 4, 8, depth=3), fixed(Strategy.NONE))
     steps.add(sequence(0, list(range(18)), 4))
     plans = [steps.next_plan() for _ in range(4)]
-    assert [plan and (plan.rows[0].first_position, plan.rows[0].samples) for plan in plans] == [
+    assert [plan and (plan.scheduled[0].first_position, plan.scheduled[0].samples) for plan in plans] == [
         (0, False),
         (4, False),
         (8, False),
@@ -208,7 +210,7 @@ def test_chunks_of_one_prompt_are_under_way_together_but_no_more_than_there_are_
     steps.commit(plans[0], {})
     last = steps.next_plan()
     assert last is not None
-    assert (last.rows[0].first_position, last.rows[0].samples) == (12, False)
+    assert (last.scheduled[0].first_position, last.scheduled[0].samples) == (12, False)
 
 
 def test_streams_are_divided_over_the_steps_under_way() -> None:
@@ -218,9 +220,9 @@ def test_streams_are_divided_over_the_steps_under_way() -> None:
         steps.add(running)
     first = steps.next_plan()
     assert first is not None
-    steps.commit(first, {row.room: Sampled(token_id=3) for row in first.rows})
+    steps.commit(first, {row.room: Sampled(token_id=3) for row in first.scheduled})
     plans = [steps.next_plan(), steps.next_plan()]
-    assert [plan and [row.room for row in plan.rows] for plan in plans] == [[0, 1, 2], [3, 4]]
+    assert [plan and [row.room for row in plan.scheduled] for plan in plans] == [[0, 1, 2], [3, 4]]
 
 
 def test_a_removed_sequence_hands_its_pages_to_the_caller() -> None:
@@ -243,20 +245,25 @@ def test_a_step_follows_tokens_that_are_not_drawn_yet_unless_a_draw_looks_back()
     first, second = steps.next_plan(), steps.next_plan()
     assert first is not None
     assert second is not None
-    assert [(row.follows, row.first_position, row.output_position) for row in second.rows] == [(True, 2, 1)]
+    assert [(row.input_from_previous_step, row.first_position, row.output_position) for row in second.scheduled] == [
+        (True, 2, 1)
+    ]
     assert steps.next_plan() is None
     steps.commit(first, {Room(0): Sampled(token_id=3)})
     steps.add(sequence(1, [1, 2], 3, penalty=1.0))
     third = steps.next_plan()
     assert third is not None
-    assert [(row.room, row.follows, row.samples) for row in third.rows] == [(0, True, True), (1, False, True)]
+    assert [(row.room, row.input_from_previous_step, row.samples) for row in third.scheduled] == [
+        (0, True, True),
+        (1, False, True),
+    ]
     steps.commit(second, {Room(0): Sampled(token_id=4)})
     assert not steps.has_work(), "the third token is the last, and the other request looks back"
     steps.commit(third, {Room(room): Sampled(token_id=5) for room in (0, 1)})
     steps.remove(Room(0))
     fourth = steps.next_plan()
     assert fourth is not None
-    assert [(row.room, row.token_ids) for row in fourth.rows] == [(1, [5])]
+    assert [(row.room, row.token_ids) for row in fourth.scheduled] == [(1, [5])]
     assert not steps.has_work()
 
 
@@ -272,9 +279,9 @@ def test_prompts_without_room_beside_each_other_take_turns() -> None:
             steps.add(sequence(1, [2] * 64, 1))
         plan = steps.next_plan()
         assert plan is not None
-        computed.append({int(row.room): len(row.token_ids) for row in plan.rows})
-        assert sum(row.first_position + len(row.token_ids) for row in plan.rows) <= 64
-        for ended in steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.rows if row.samples}):
+        computed.append({int(row.room): len(row.token_ids) for row in plan.scheduled})
+        assert sum(row.first_position + len(row.token_ids) for row in plan.scheduled) <= 64
+        for ended in steps.commit(plan, {row.room: Sampled(token_id=0) for row in plan.scheduled if row.samples}):
             allocator.free(steps.remove(ended.room))
     both = [{1: 8}, {0: 4, 1: 4}] * 2
     assert computed == [{0: 8}] * 3 + both + [{1: 8}, {0: 8}] * 4 + [{1: 8}]
@@ -293,7 +300,7 @@ def test_the_oldest_have_their_share_on_average(share: float) -> None:
         for _ in range(20):
             plan = steps.next_plan()
             assert plan is not None
-            of_oldest += sum(len(row.token_ids) for row in plan.rows if row.room == 0)
+            of_oldest += sum(len(row.token_ids) for row in plan.scheduled if row.room == 0)
             steps.commit(plan, {})
         tokens.append(of_oldest)
     assert tokens == [int(20 * 8 * share)] * 2

@@ -2,7 +2,7 @@
 
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import Interval
 from workers import timeline
@@ -76,7 +76,9 @@ def _plan(*rooms: int, timed: tuple[int, ...]) -> StepPlan:
         for room in rooms
     ]
     rows = [
-        Row(room=Room(room), first_position=0, token_ids=[1], new_pages=[], samples=True, output_position=0)
+        ScheduledRequest(
+            room=Room(room), first_position=0, token_ids=[1], new_pages=[], samples=True, output_position=0
+        )
         for room in rooms
     ]
-    return StepPlan(step=1, strategy=Strategy.NONE, admits=admits, rows=rows, releases=[])
+    return StepPlan(step=1, strategy=Strategy.NONE, admits=admits, scheduled=rows, releases=[])

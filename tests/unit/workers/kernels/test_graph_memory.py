@@ -19,7 +19,7 @@ from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
 from cluster.spec.pool import GIB
 from cluster.spec.sampling import Sampling
-from cluster.spec.step_messages import Admit, Row, StepPlan
+from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.worker_specs import lone_worker
@@ -231,8 +231,10 @@ def test_a_rank_that_records_nothing_says_why(tmp_path: Path, monkeypatch: pytes
     store: Any = HashStore()
     loaded = rank.load_rank(given, make_checkpoint(tmp_path, "qwen3"), store)
     admit = Admit(room=Room(1), prompt_len=1, owner_base=0, sampling=Sampling(temperature=0.0), target=None)
-    row = Row(room=Room(1), first_position=0, token_ids=[5], new_pages=[0], samples=True, output_position=0)
-    loaded.runner.execute(StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], rows=[row], releases=[]))
+    row = ScheduledRequest(
+        room=Room(1), first_position=0, token_ids=[5], new_pages=[0], samples=True, output_position=0
+    )
+    loaded.runner.execute(StepPlan(step=1, strategy=Strategy.NONE, admits=[admit], scheduled=[row], releases=[]))
     assert loaded.runner.graph_steps == {"a reason": 1}
     loaded.close()
 
@@ -244,7 +246,11 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
     one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
     fill: Any = object()
     assert (
-        one._replay(StepPlan(step=1, strategy=Strategy.NONE, admits=[], rows=[], releases=[], fill=fill), [], None)
+        one._replay(
+            StepPlan(step=1, strategy=Strategy.NONE, admits=[], scheduled=[], releases=[], layerwise_load=fill),
+            [],
+            None,
+        )
         is None
     )
     assert one.graph_steps == {"replayed": 2, "layers on their way": 1}

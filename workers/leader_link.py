@@ -1,0 +1,189 @@
+"""The leader as a rank's work loop sees it: in this process on global rank 0, behind messages on the others."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from cluster.channel import Inbox, Outbox
+from cluster.spec.clock import Clock
+from cluster.spec.errors import QuarantineError
+from cluster.spec.messages import Message, Submit
+from cluster.spec.registry import RankRow, ReplicaLoad
+from cluster.spec.step_messages import StepPlan, StepResult
+from cluster.spec.tiers import TierJob
+from cluster.spec.worker_spec import WorkerSpec
+from workers.engine.step_work import StepReports
+from workers.hicache.tier_worker import TierWorker
+from workers.post import send_if_heard, send_to_ranks
+from workers.rank import Rank
+from workers.rank_steps import EndedStep
+from workers.scheduler.outgoing import outputs_together
+from workers.scheduler.replica_leader import ReplicaLeader
+from workers.scheduler.step_meter import StepMeter
+
+LOAD_EVERY_S = 0.05
+"""Time between two looks at what heartbeats say, while there is work."""
+IDLE_WAIT_S = 1.0
+"""Longest sleep of an idle loop; deadlines are seen this late at most."""
+
+
+class LeaderLink(Protocol):
+    """What plans a rank's steps and takes their outcome."""
+
+    num_ahead: int
+    """Most steps that may be begun before the one before them has ended."""
+
+    def idle_wait_s(self) -> float:
+        """Longest wait for messages while no step is under way."""
+        ...
+
+    def on_message(self, message: Message) -> None:
+        """Take in a message that is not for the rank itself."""
+        ...
+
+    def next_plans(self, *, is_stopping: bool) -> Sequence[StepPlan]:
+        """Steps to begin now."""
+        ...
+
+    def on_ended(self, step: EndedStep) -> None:
+        """Take in the outcome of a step."""
+        ...
+
+    def end_round(self, *, is_busy: bool) -> None:
+        """Send what is to be sent, at the end of each round of the loop; ``is_busy``: a step is under way."""
+        ...
+
+
+class LocalLeader:
+    """The leader of this process's replica: its steps go to the followers too."""
+
+    def __init__(
+        self,
+        leader: ReplicaLeader,
+        spec: WorkerSpec,
+        rank: Rank,
+        rows: Sequence[RankRow],
+        inbox: Inbox,
+        outbox: Outbox,
+        tiers: TierWorker,
+        clock: Clock,
+    ) -> None:
+        self.num_ahead = leader.num_ahead
+        self.load = ReplicaLoad()
+        """What heartbeats say; replaced as a whole, since another thread reads it."""
+        self.hurry: Callable[[], None] = lambda: None
+        """Called when routers must not wait for the next heartbeat."""
+        self._leader, self._rank, self._dp_rank = leader, rank, spec.coords.dp
+        self._inbox, self._outbox, self._tiers, self._clock = inbox, outbox, tiers, clock
+        self._followers = [
+            [row.address for row in rows[1:] if row.coords.dp == dp_rank] for dp_rank in range(spec.sizes.dp)
+        ]
+        self._meter = StepMeter()
+        self._reports = step_reports(spec, rank)
+        self._load_due_s = 0.0
+
+    def idle_wait_s(self) -> float:
+        if self._leader.has_work():
+            return 0.0
+        deadline_s = self._leader.next_deadline_s()
+        return IDLE_WAIT_S if deadline_s is None else min(IDLE_WAIT_S, max(0.0, deadline_s - self._clock.now_s()))
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, Submit) and message.sampling.grammar and self._rank.grammars is not None:
+            # It takes long, and the request waits for its turn anyway.
+            self._rank.grammars.prepare(message.sampling.grammar)
+        self._leader.on_message(message, self._clock.now_s())
+
+    def next_plans(self, *, is_stopping: bool) -> Sequence[StepPlan]:
+        if is_stopping:
+            return ()
+        self._leader.tick(self._clock.now_s())
+        plans = self._leader.next_plans()
+        # First tokens, tickets and pages that are loaded do not wait for the step.
+        self._send_outgoing()
+        if self._leader.must_end:
+            raise QuarantineError(self._leader.must_end)
+        if not plans:
+            return ()
+        for addresses, plan in zip(self._followers, plans, strict=True):
+            send_to_ranks(self._outbox, addresses, plan)
+        return (plans[self._dp_rank],)
+
+    def on_ended(self, step: EndedStep) -> None:
+        self._meter.after_step(step.plan, step.seconds)
+        self._reports.count(step.seconds)
+        if self._rank.runner.draws and step.plan.scheduled:
+            self._leader.commit(self._dp_rank, step.sampled, self._clock.now_s())
+
+    def end_round(self, *, is_busy: bool) -> None:
+        is_idle = not is_busy and not self._leader.has_work()
+        if told := self._reports.next(self._clock.now_s(), is_idle=is_idle):
+            self._leader.on_message(told, self._clock.now_s())
+        if self._clock.now_s() >= self._load_due_s or is_idle:
+            was_draining, self.load = self.load.draining, self._whole_load()
+            if self.load.draining != was_draining:
+                self.hurry()  # routers go on sending until they know
+            self._load_due_s = self._clock.now_s() + LOAD_EVERY_S
+        self._send_outgoing()
+
+    def _whole_load(self) -> ReplicaLoad:
+        """The leader's load, with what the leader itself does not see."""
+        load, runner = self._leader.load(), self._rank.runner
+        return msgspec.structs.replace(
+            load,
+            dropped=dict(Counter(load.dropped) + self._inbox.dropped),
+            steps=self._meter.times,
+            graph_steps=runner.graph_steps,
+            graph_bytes=runner.graph_bytes,
+        )
+
+    def _send_outgoing(self) -> None:
+        for address, message in outputs_together(self._leader.take_outgoing()):
+            if isinstance(message, TierJob) and address == self._inbox.address:
+                self._tiers.submit(message)
+            else:
+                send_if_heard(self._outbox, address, message)
+
+
+class RemoteLeader:
+    """The leader in another process."""
+
+    def __init__(
+        self, spec: WorkerSpec, rank: Rank, address: str, num_ahead: int, inbox: Inbox, outbox: Outbox, clock: Clock
+    ) -> None:
+        self.num_ahead = num_ahead
+        self._dp_rank, self._draws = spec.coords.dp, rank.runner.draws
+        self._address, self._inbox, self._outbox, self._clock = address, inbox, outbox, clock
+        self._reports = step_reports(spec, rank)
+        self._plans: list[StepPlan] = []
+        self._had_plans = False
+
+    def idle_wait_s(self) -> float:
+        return IDLE_WAIT_S
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, StepPlan):
+            self._plans.append(message)
+
+    def next_plans(self, *, is_stopping: bool) -> Sequence[StepPlan]:  # noqa: ARG002 - the leader has begun these
+        plans, self._plans = self._plans, []
+        self._had_plans = bool(plans)
+        return plans
+
+    def on_ended(self, step: EndedStep) -> None:
+        self._reports.count(step.seconds)
+        if self._draws and step.plan.scheduled:
+            result = StepResult(step=step.plan.step, dp_rank=self._dp_rank, sampled=step.sampled)
+            send_to_ranks(self._outbox, [self._address], result)
+
+    def end_round(self, *, is_busy: bool) -> None:
+        is_idle = not is_busy and not self._had_plans
+        if told := self._reports.next(self._clock.now_s(), is_idle=is_idle, dropped=self._inbox.dropped):
+            send_if_heard(self._outbox, self._address, told)
+
+
+def step_reports(spec: WorkerSpec, rank: Rank) -> StepReports:
+    """Return what counts a rank's steps from now on."""
+    return StepReports(rank.model, rank.groups.model, spec.global_rank)

@@ -1,0 +1,43 @@
+"""What a step plan says of one sequence, and what the scheduler notes of that."""
+
+from cluster.spec.step_messages import Admit, ScheduledRequest
+from workers.scheduler.sequence import Sequence
+
+_UNKNOWN = 0
+"""Stands for a token that has yet to be sampled."""
+
+
+def admit(sequence: Sequence, step: int) -> Admit:
+    """Tell the ranks of a request with this step."""
+    params, sequence.kv.admitted_step = sequence.params, step
+    return Admit(
+        room=sequence.room,
+        prompt_len=params.prompt_len,
+        owner_base=sequence.owner_base,
+        sampling=params.sampling,
+        history=list(sequence.tokens) if params.sampling.looks_back else [],
+        target=sequence.target,
+        timed=params.timed,
+    )
+
+
+def schedule(sequence: Sequence, count: int) -> ScheduledRequest:
+    """Plan the next ``count`` tokens of a sequence."""
+    kv = sequence.kv
+    start = kv.num_planned_tokens
+    token_ids = sequence.tokens[start : start + count]
+    kv.num_planned_tokens += count
+    new_pages = kv.pages[kv.num_announced_pages :]
+    kv.num_announced_pages = len(kv.pages)
+    # Only once, not when the prompt is computed again.
+    is_scored = sequence.params.sampling.num_prompt_logprobs is not None and not sequence.num_outputs
+    return ScheduledRequest(
+        room=sequence.room,
+        first_position=start,
+        token_ids=token_ids or [_UNKNOWN],
+        input_from_previous_step=not token_ids,
+        new_pages=new_pages,
+        samples=kv.num_planned_tokens == len(sequence.tokens) + kv.num_pending_samples,
+        output_position=sequence.num_outputs + kv.num_pending_samples,
+        targets=sequence.tokens[start + 1 : start + 1 + count] if is_scored else [],
+    )
