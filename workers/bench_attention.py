@@ -6,9 +6,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from workers.attention.interface import AttentionBackend, RowAttention, StepAttention
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
+from workers.attention.interface import AttentionBackend, GraphAttention, GraphShape, RowAttention, StepAttention
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 
 
 class TimedAttention:
@@ -33,6 +34,10 @@ class TimedAttention:
         """See AttentionBackend."""
         return _Timed(self, self._backend.prepare_rows(query_runs, key_runs))
 
+    def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
+        """See AttentionBackend."""
+        return self._backend.prepare_graph(shape)
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Add the time spent in here."""
@@ -45,6 +50,6 @@ class _Timed:
     def __init__(self, timer: TimedAttention, attention: StepAttention | RowAttention) -> None:
         self._timer, self._attention = timer, attention
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, /) -> Partial:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, /) -> Partial:
         with self._timer.timed():
-            return self._attention.attend(query, key, value)
+            return self._attention.attend(query, key, value, params)

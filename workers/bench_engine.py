@@ -20,7 +20,7 @@ from workers.cache.page_pool import PagePool
 from workers.cpu import use_cpu
 from workers.device import open_device
 from workers.engine.begun_step import BegunStep
-from workers.engine.gpu_recorder import GpuRecorder
+from workers.engine.capture import GraphCapture
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.engine_result import ENGINE_SHAPES, EngineResult, ModelWork, Timed, num_same
@@ -154,7 +154,7 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     runner = ModelRunner(model, pool, attention.backend, Communicator("cp"))
     runner.warm_up()
     if model.device.type == "cuda":
-        runner.record_decode(1, GpuRecorder(torch.cuda.Stream(model.device)))  # type: ignore[no-untyped-call]
+        runner.capture_decode(1, GraphCapture(torch.cuda.Stream(model.device)))  # type: ignore[no-untyped-call]
     return runner
 
 

@@ -11,10 +11,12 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from cluster.spec.kv import pages_for
+from workers.attention.interface import GraphShape
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.cache.page_pool import PagePool
-from workers.context_parallel.runs import Run
 from workers.engine.chances import plain_race
 from workers.engine.cutoffs import ranked_cutoffs
 from workers.kernel_result import HeadShape, Limit, Way
@@ -108,21 +110,21 @@ def kernel_cases(shape: HeadShape, sizes: Sizes, device: torch.device) -> Iterat
 def _prefill(shape: HeadShape, device: torch.device, *, num_tokens: int, prefix_len: int) -> KernelCase:
     total = prefix_len + num_tokens
     pool, table = _pages(shape, device, total)
-    kv = pool.layer_view(0)
+    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
     query = _random(device, num_tokens, shape.heads, shape.head_dim)
     run = Run(0, prefix_len, num_tokens, 1)
     step, unjoined = (TritonAttention().prepare([run], [table], PAGE_SIZE) for _ in range(2))
-    unjoined.attend(query, *kv)
+    unjoined.attend(query, *kv, params)
     for counters in unjoined.arrived:
         counters.fill_(_PAST_ALL)
     key, value = _random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
     beside = _by_others([(query[None], key, value)], is_causal=True)
     if unjoined.arrived:
-        beside[Way.UNJOINED] = lambda: unjoined.attend(query, *kv)
+        beside[Way.UNJOINED] = lambda: unjoined.attend(query, *kv, params)
     name = f"prefill {num_tokens}" + (f" behind {prefix_len}" if prefix_len else "")
     pairs = num_tokens * prefix_len + num_tokens * (num_tokens + 1) / 2
     work = 4.0 * shape.heads * shape.head_dim * pairs
-    return KernelCase(name, Limit.FLOPS, work, lambda: step.attend(query, *kv), beside)
+    return KernelCase(name, Limit.FLOPS, work, lambda: step.attend(query, *kv, params), beside)
 
 
 def _decoded(shape: HeadShape, sizes: Sizes) -> list[_Batch]:
@@ -132,14 +134,26 @@ def _decoded(shape: HeadShape, sizes: Sizes) -> list[_Batch]:
 
 
 def _decode(shape: HeadShape, device: torch.device, *, batch: _Batch) -> KernelCase:
-    """As recorded steps do it."""
+    """Decode attention as captured steps compute it."""
     lens = [length for count, length in batch for _ in range(count)]
     num_pages = [pages_for(length, PAGE_SIZE) for length in lens]
     pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
-    kv = pool.layer_view(0)
+    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
     query = _random(device, len(lens), shape.heads, shape.head_dim)
     step, unjoined = (
-        DecodeAttention(len(lens), max(num_pages), PAGE_SIZE, shape.kv_heads, query[:1], device) for _ in range(2)
+        DecodeAttention(
+            GraphShape(
+                num_requests=len(lens),
+                most_pages=max(num_pages),
+                page_size=PAGE_SIZE,
+                num_heads=shape.heads,
+                num_kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                dtype=query.dtype,
+                device=device,
+            )
+        )
+        for _ in range(2)
     )
     tables = [table.numpy() for table in torch.split(pages.cpu(), num_pages)]
     for each in (step, unjoined):
@@ -150,10 +164,10 @@ def _decode(shape: HeadShape, device: torch.device, *, batch: _Batch) -> KernelC
         key, value = _random(device, 2, count, shape.kv_heads, length, shape.head_dim).transpose(2, 3)
         others.append((queries[:, None], key, value))
     beside = _by_others(others, is_causal=False)
-    beside[Way.UNJOINED] = lambda: unjoined.attend(query, *kv)
+    beside[Way.UNJOINED] = lambda: unjoined.attend(query, *kv, params)
     name = "decode " + " + ".join(f"{count} x {length}" for count, length in batch)
     work = float(sum(lens) * _row_bytes(shape))
-    return KernelCase(name, Limit.BYTES, work, lambda: step.attend(query, *kv), beside)
+    return KernelCase(name, Limit.BYTES, work, lambda: step.attend(query, *kv, params), beside)
 
 
 def _by_others(batches: Sequence[tuple[Tensor, Tensor, Tensor]], *, is_causal: bool) -> dict[Way, _Launch]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.cache.layer_arrivals import LayerArrivals
 from workers.kernel_devices import has_kernels
-from workers.row_kernels import KvPlace, row_kernels
+from workers.kernels.elementwise import KvSlots, elementwise_kernels
 
 OnStored = Callable[[int], None]
 """Told the number of a layer, of those that the pool has."""
@@ -62,9 +62,9 @@ class PagePool:
         """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the trash slot may repeat."""
         self.at(slots).write(layer, kv)
 
-    def place(self, layer: int, slots: Tensor) -> KvPlace | None:
+    def place(self, layer: int, slots: Tensor) -> KvSlots | None:
         """For a kernel that stores what it computes, instead of ``write``; None where there are no kernels."""
-        return KvPlace(self.data[:, :, layer], slots) if has_kernels(self.data) else None
+        return KvSlots(self.data[:, :, layer], slots) if has_kernels(self.data) else None
 
     def at(self, slots: Tensor) -> "PoolSlots":
         """The same for all layers of a step, which write to the same slots."""
@@ -109,7 +109,7 @@ class PoolSlots:
 
     def __init__(self, pool: PagePool, slots: Tensor) -> None:
         self._pool, self._slots = pool, slots
-        if row_kernels(pool.data) is not None:
+        if elementwise_kernels(pool.data) is not None:
             return
         page, head, _, which, slot = (stride // pool.data.shape[-1] for stride in pool.data.stride()[:5])
         heads = torch.arange(pool.data.shape[1]) * head + torch.arange(2)[:, None] * which
@@ -120,7 +120,7 @@ class PoolSlots:
     def write(self, layer: int, kv: Tensor) -> None:
         """See PagePool.write."""
         data = self._pool.data
-        if (kernels := row_kernels(data)) is not None:
+        if (kernels := elementwise_kernels(data)) is not None:
             kernels.store_kv(data[:, :, layer], self._slots, kv)
             return
         heads = _words_of(data.view(-1, data.shape[-1]))[layer * data.stride(2) // data.shape[-1] :]

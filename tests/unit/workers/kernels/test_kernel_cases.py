@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cluster.cli.bench_kernels import _print_limits, _print_result
 from workers import kernel_cases as kernel_cases_module
+from workers.attention.merge import Partial
 from workers.attention.triton import backend, decode
 from workers.bench_kernels import KernelBench
 from workers.cache.page_copies import LEAST_PIECE_BYTES
-from workers.context_parallel.merge import Partial
 from workers.kernel_cases import PAGE_SIZE, PIECE_LAYERS, KernelCase, Sizes, kernel_cases
 from workers.kernel_result import SHAPES, ChipLimits, HeadShape, Limit, Way
 from workers.kernels.copy_pages import copy_pages
