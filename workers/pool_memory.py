@@ -12,8 +12,8 @@ from cluster.spec.pool import GIB, page_layout
 from cluster.spec.registry import KvOwnership
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
+from workers.engine.capture import Capture
 from workers.engine.gpu_memory import check_fits, measure_memory
-from workers.engine.gpu_recorder import Record
 from workers.engine.runner import ModelRunner
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
@@ -31,9 +31,9 @@ def pool_memory_gib(
     attention: AttentionBackend,
     groups: RankGroups,
     geometry: KvGeometry,
-    make_record: Callable[[], Record] | None,
+    make_capture: Callable[[], Capture] | None,
 ) -> float:
-    """Every rank of the replica calls this, with its weights loaded; ``make_record`` where it will record decode steps.
+    """Every rank of the replica calls this, its weights loaded; ``make_capture`` where it will capture decode steps.
 
     Raises:
         UserError: weights, a step, graphs and the pages do not fit, with the arithmetic.
@@ -44,16 +44,16 @@ def pool_memory_gib(
         return given
     page = PagePool(page_layout(geometry, spec.sizes, spec.coords), device=model.device)
     runner = ModelRunner(model, page, attention, groups.cp, spec.ownership, pipeline=groups.pipeline)
-    memory = _measure(spec, model, runner, make_record)
+    memory = _measure(spec, model, runner, make_capture)
     _log.info("%s", memory)
     check_fits(memory, given or 2 * page.page_bytes / GIB, "kv.memory_gib" if given else "kv.memory_fraction")
     return given or least_of_all(spec, store, memory.left)
 
 
 def _measure(
-    spec: WorkerSpec, model: DecoderModel, runner: ModelRunner, make_record: Callable[[], Record] | None
+    spec: WorkerSpec, model: DecoderModel, runner: ModelRunner, make_capture: Callable[[], Capture] | None
 ) -> GpuMemory:
-    """Graphs are recorded once over the one page that there is, since those to come need the pool's addresses."""
+    """Graphs are captured once over the one page that there is, since later ones need the pool's addresses."""
     pool_config = spec.config.prefill if spec.role is Role.PREFILL else spec.config.decode
     chunk_len = pool_config.chunk_tokens
     longest = spec.longest_context(model.config.max_position_embeddings)
@@ -67,10 +67,10 @@ def _measure(
         runner.draw_trash(pool_config.max_requests)
 
     memory = measure_memory(model.device, spec.config.kv.memory_fraction, run_largest_step)
-    if make_record is None:
+    if make_capture is None:
         return memory
     try:
-        runner.record_decode(pool_config.max_requests, make_record())
+        runner.capture_decode(pool_config.max_requests, make_capture())
     finally:
         runner.drop_graphs()
     return replace(memory, graphs=runner.graph_bytes / GIB)

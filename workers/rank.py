@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cluster.grammar import Grammars
-from cluster.spec.decode_graphs import records_decode, why_unrecorded
+from cluster.spec.decode_graphs import captures_decode, why_not_captured
 from cluster.spec.env import CACHE_DIR
 from cluster.spec.hicache_config import StorageBackendName
 from cluster.spec.kv import KvGeometry, PoolLayout
@@ -21,21 +21,22 @@ from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
-from workers.engine.gpu_recorder import GpuRecorder, Record
+from workers.engine.capture import Capture, GraphCapture
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
+from workers.kernels import elementwise
 from workers.measured_rates import measured_rates
 from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.memory.pinned import PinnedMemory
 from workers.models.decoder import DecoderModel
 from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
+from workers.native.elementwise import NativeElementwise
 from workers.parallel.groups import ReplicaStore
 from workers.parallel.words import leave_store
 from workers.pool_memory import pool_memory_gib
 from workers.rank_groups import RankGroups, join_groups
-from workers.row_kernels import use_native_rows
 from workers.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)
@@ -110,9 +111,9 @@ def _load(
     attention = choose_backend(config.resources.attention, device, dtype)
     _log.info("attention by %s: %s", attention.name, attention.reason)
     if attention.name == "native":
-        use_native_rows()
-    make_record = _make_recorders(spec, device)
-    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, geometry, make_record)
+        elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
+    make_capture = _make_captures(spec, device)
+    memory_gib = pool_memory_gib(spec, store, model, attention.backend, groups, geometry, make_capture)
     layout = pool_layout(geometry, spec.sizes, spec.coords, memory_gib)
     backend = make_backend(config.transfer.backend, spec.host, config.transfer.protocol)
     memory = open_peer_memory(layout, device, backend, config.verify_by(), groups.head_copies)
@@ -125,12 +126,12 @@ def _load(
     pinned = PinnedMemory([each.buffer for each in regions if each.buffer.nbytes] if on_gpu else [])
     runner = _make_runner(spec, model, memory, attention.backend, groups, grammars)
     on_failure.callback(runner.drop_graphs)
-    if make_record is not None:
-        runner.record_decode(config.decode.max_requests, make_record())
+    if make_capture is not None:
+        runner.capture_decode(config.decode.max_requests, make_capture())
         _log.info("CUDA graphs of decode steps hold %.3g GiB", runner.graph_bytes / GIB)
-    elif reason := why_unrecorded(config, spec.pool):
-        runner.why_unrecorded = reason
-        _log.info("decode steps are not recorded: %s", reason)
+    elif reason := why_not_captured(config, spec.pool):
+        runner.why_not_captured = reason
+        _log.info("decode steps are not captured: %s", reason)
     shape, rates = measured_rates(spec, store, model, pool, attention.backend, groups, dtype_name)
     return Rank(
         geometry=geometry,
@@ -173,11 +174,11 @@ def _make_runner(
     return runner
 
 
-def _make_recorders(spec: WorkerSpec, device: torch.device) -> Callable[[], Record] | None:
-    """Makes what records decode steps, where that is done."""
-    if not records_decode(spec.config, spec.pool):
+def _make_captures(spec: WorkerSpec, device: torch.device) -> Callable[[], Capture] | None:
+    """Return what makes captures of decode steps, where that is done."""
+    if not captures_decode(spec.config, spec.pool):
         return None
-    return partial(GpuRecorder, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def host_bytes_of(spec: WorkerSpec, layout: PoolLayout) -> int:

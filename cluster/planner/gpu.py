@@ -3,7 +3,7 @@
 from cluster.planner.model import ModelFacts, longest_context
 from cluster.planner.weights import weights_gib
 from cluster.spec.config import DecodeConfig, DeployConfig, ParallelConfig, PrefillConfig
-from cluster.spec.decode_graphs import batch_sizes, records_decode
+from cluster.spec.decode_graphs import batch_sizes, captures_decode
 from cluster.spec.gpu_memory import GpuMemory
 from cluster.spec.kv import DTYPE_BYTES, pages_for
 from cluster.spec.pool import GIB
@@ -65,7 +65,7 @@ def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
 
 def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
     """Memory of the largest step, which all graphs share; each has its own page tables, and the driver's copy of it."""
-    if not records_decode(config, pool):
+    if not captures_decode(config, pool):
         return 0.0
     sizes = batch_sizes(pool.max_requests)
     tables = sum(sizes) * pages_for(model.config.max_position_embeddings, config.kv.page_size) * _PAGE_ID_BYTES

@@ -1,21 +1,20 @@
-"""Which decode steps are recorded as CUDA graphs. Pure."""
+"""Which decode steps are captured as CUDA graphs. Pure."""
 
 from cluster.spec.config import AttentionSetting, DecodeConfig, DeployConfig, Device, PoolConfig
 from cluster.spec.strategy import Collectives
 
 
-def records_decode(config: DeployConfig, pool: PoolConfig) -> bool:
-    """Whether workers of a pool record decode steps."""
-    return _could_record(config, pool) and not why_unrecorded(config, pool)
+def captures_decode(config: DeployConfig, pool: PoolConfig) -> bool:
+    """Return whether workers of a pool capture decode steps."""
+    return _could_capture(config, pool) and not why_not_captured(config, pool)
 
 
-def why_unrecorded(config: DeployConfig, pool: PoolConfig) -> str:
+def why_not_captured(config: DeployConfig, pool: PoolConfig) -> str:
     """What keeps workers for decode on GPUs from it; empty for nothing, and for other workers."""
     resources, parallel = config.resources, pool.parallel
-    if not _could_record(config, pool):
+    if not _could_capture(config, pool):
         return ""
     if resources.attention in (AttentionSetting.FLASH_ATTN, AttentionSetting.TORCH):
-        # Recorded steps have kernels of their own, those of triton.
         return f"attention by {resources.attention}"
     if parallel.pp > 1:
         return "pipeline stages"
@@ -27,7 +26,7 @@ def why_unrecorded(config: DeployConfig, pool: PoolConfig) -> str:
     return "sums that ranks compare" if resources.check_collectives else ""
 
 
-def _could_record(config: DeployConfig, pool: PoolConfig) -> bool:
+def _could_capture(config: DeployConfig, pool: PoolConfig) -> bool:
     return config.resources.device is Device.CUDA and isinstance(pool, DecodeConfig)
 
 

@@ -1,4 +1,4 @@
-"""Attention in bf16 by torch's own kernel, by blocks in torch and natively, alternately in one process with one thread.
+"""Attention in bf16 by torch's own kernel, by the torch backend and natively, alternately in one process and thread.
 
 Run as `python -m tests.bench.attention_speed`; a ratio of 2 means that half of torch's time is enough.
 """
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.fakes.kv import kv_pool
-from workers.attention.extend import extend
-from workers.attention.paged import flash, gather_key_value, page_rows
+from workers.attention.params import AttentionParams
 from workers.attention.registry import load_backend
-from workers.context_parallel.runs import Run
+from workers.attention.runs import Run
 from workers.cpu import use_cpu
 from workers.native.compile import CannotCompileError
 
@@ -51,16 +50,12 @@ def prefill(kv_heads: int, groups: int, head_dim: int, with_native: bool) -> str
     """A prompt of one request, all of it new."""
     query = torch.randn(PREFILL_LEN, kv_heads * groups, head_dim).bfloat16()
     key, value = torch.randn(2, kv_heads, PREFILL_LEN, head_dim).bfloat16()
-    rows = [x.transpose(0, 1) for x in (key, value)]
     repeated = [x.repeat_interleave(groups, 0)[None] for x in (key, value)]
-    calls: Calls = {
-        "torch": lambda: flash(query.transpose(0, 1)[None], *repeated, causal=True),
-        "blocked": lambda: extend(query, key, value, 0),
-    }
-    if with_native:
-        run = [Run(0, 0, PREFILL_LEN, 1)]
-        native = load_backend("native").prepare_rows(run, run)
-        calls["native"] = lambda: native.attend(query, *rows)
+    calls: Calls = {"torch": lambda: _torchs_own(query.transpose(0, 1)[None], *repeated, causal=True)}
+    run, params = [Run(0, 0, PREFILL_LEN, 1)], AttentionParams(head_dim**-0.5)
+    for name in _backends(with_native):
+        attention = load_backend(name).prepare_rows(run, run)
+        calls[f"{name} backend"] = partial(attention.attend, query, key.transpose(0, 1), value.transpose(0, 1), params)
     flops = 2 * kv_heads * groups * head_dim * PREFILL_LEN**2
     return compare([calls] * (ROUNDS + 1), flops, "GF/s")
 
@@ -71,19 +66,16 @@ def decode(num_keys: int, groups: int, with_native: bool) -> str:
     pool.group("full_attention").normal_()
     tables, runs = [torch.randperm(num_keys // PAGE_SIZE)], [Run(0, num_keys - 1, 1, 1)]
     query = torch.randn(1, DECODE_HEADS * groups, DECODE_DIM).bfloat16()
-    steps = {
-        name: load_backend(backend).prepare(runs, tables, PAGE_SIZE)
-        for name, backend in (("blocked", "torch"), ("native", "native"))
-        if with_native or backend == "torch"
-    }
+    params = AttentionParams(DECODE_DIM**-0.5)
+    steps = {name: load_backend(name).prepare(runs, tables, PAGE_SIZE) for name in _backends(with_native)}
     flat = pool.group("full_attention").flatten().view(torch.int32)
     quarter = len(flat) // NUM_LAYERS
 
     def calls_of(layer: int) -> Calls:
         pages = pool.layer_view(layer)
         return {
-            "torch": lambda: _flash_over_pages(query, tables[0], *pages),
-            **{name: partial(step.attend, query, *pages) for name, step in steps.items()},
+            "torch": lambda: _torchs_own_over_pages(query, tables[0], *pages),
+            **{f"{name} backend": partial(step.attend, query, *pages, params) for name, step in steps.items()},
             "read": lambda: flat[layer * quarter : (layer + 1) * quarter].view(torch.float32).sum(),
         }
 
@@ -91,10 +83,18 @@ def decode(num_keys: int, groups: int, with_native: bool) -> str:
     return compare(rounds, 4 * DECODE_HEADS * DECODE_DIM * num_keys, "GB/s")
 
 
-def _flash_over_pages(query: Tensor, table: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
-    rows = page_rows(table[None], DECODE_HEADS)
+def _backends(with_native: bool) -> list[str]:
+    return ["torch", "native"] if with_native else ["torch"]
+
+
+def _torchs_own_over_pages(query: Tensor, table: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
     folded = query.view(1, DECODE_HEADS, -1, DECODE_DIM)
-    flash(folded, *gather_key_value(rows, key_pages, value_pages))
+    kv = (pages.transpose(0, 1).index_select(1, table).flatten(1, 2)[None] for pages in (key_pages, value_pages))
+    _torchs_own(folded, *kv)
+
+
+def _torchs_own(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False) -> None:
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
 
 
 def main() -> None:

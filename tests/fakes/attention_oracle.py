@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cluster.spec.config import AttentionSetting
 from cluster.spec.strategy import Passing, Strategy
+from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from workers.attention.interface import AttentionBackend
 from workers.attention.registry import choose_backend
@@ -125,7 +126,7 @@ class ScenarioRun:
         for layer in range(NUM_LAYERS):
             q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
             context.put(layer, k, v)
-            outs.append(context.attend(layer, q))
+            outs.append(context.attend(layer, q, params_for(q)))
         joined = torch.stack([join_rows(self.exchange.group, batch.plan, out) for out in outs])
         last = context.last.join_last(self._last_layer(batch, lens, present, context.last))
         for request in present:
@@ -137,7 +138,7 @@ class ScenarioRun:
         layer = NUM_LAYERS - 1
         q, k, v = (self._local(batch, lens, present, layer, which) for which in range(3))
         context.put(layer, k, v)
-        return context.attend(layer, take(q, context.wanted)).flatten(1)
+        return context.attend(layer, take(q, context.wanted), params_for(q)).flatten(1)
 
     def _batch(self, lens: tuple[int, ...], present: list[int]) -> StepBatch:
         rows = [

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from workers.attention.params import AttentionParams
 from workers.layers.context import take
 
 
@@ -36,12 +37,12 @@ class DenseAttention:
             k, v = torch.cat((earlier_k, k)), torch.cat((earlier_v, v))
         self.stored[layer] = (k, v)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         self.calls.append(("attend", layer))
         k, v = self.stored[layer]
-        group, head_dim = q.shape[1] // k.shape[1], q.shape[2]
+        group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) / head_dim**0.5
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * params.scale
         key_positions = torch.arange(k.shape[0])
         query_positions = take(torch.arange(k.shape[0] - self._num_new, k.shape[0]), self.wanted)
         scores = scores.masked_fill(key_positions[None, :] > query_positions[:, None], float("-inf"))

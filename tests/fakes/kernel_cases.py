@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.spec.strategy import ON_ONE_RANK, Strategy
+from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import Seen, masked_attention, seen_by_definition
 from workers.attention.interface import AttentionBackend
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import make_shard_plan
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
@@ -33,24 +35,33 @@ class Wanted(NamedTuple):
     """``out`` after its weights and then itself were rounded to the dtype of the values."""
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, seen: Seen, part_lens: Sequence[int] | None = None) -> Self:
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Seen,
+        part_lens: Sequence[int] | None = None,
+        scale: float | None = None,
+    ) -> Self:
         """Weights are relative to the largest of each part of the keys, of all for None; see ``masked_attention``."""
-        out, lse = masked_attention(query, key, value, seen)
+        scale = query.shape[2] ** -0.5 if scale is None else scale
+        out, lse = masked_attention(query, key, value, seen, scale)
         lens = [len(key)] if part_lens is None else list(part_lens)
         rounded = out.new_zeros(out.shape)
         parts = (torch.split(x, lens) for x in (key, value, torch.from_numpy(seen).T))
         for part_key, part_value, part_seen in zip(*parts, strict=True):
-            rounded += _rounded_terms(query, part_key, part_value, part_seen, lse)
+            rounded += _rounded_terms(query.double() * scale, part_key, part_value, part_seen, lse)
         return cls(out, lse, rounded.to(value.dtype))
 
 
 def _rounded_terms(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, lse: Tensor) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->qhk", query.double(), keys) / query.shape[2] ** 0.5
+    scores = torch.einsum("qhd,khd->qhk", query, keys)
     scores = scores.masked_fill(~seen.T[:, None], -torch.inf)
     if not scores.numel():
-        return torch.zeros_like(query, dtype=torch.float64)
+        return values.new_zeros(*query.shape[:2], value.shape[2])
     peak = scores.amax(-1)
     weights = (scores - peak[..., None]).exp().to(value.dtype).double()
     return torch.einsum("qhk,khd->qhd", (weights * (peak - lse).exp()[..., None]).nan_to_num(), values)
@@ -68,6 +79,10 @@ class PagedCase:
     dtype: torch.dtype = torch.float32
     key_lens: tuple[int, ...] | None = None
     seed: int = 0
+    params: AttentionParams | None = None
+    """None for the usual scale and no window."""
+    value_dim: int | None = None
+    """The head's for None."""
 
     @property
     def lengths(self) -> list[int]:
@@ -138,6 +153,24 @@ def prompt_cases(draw: st.DrawFn, most: int, dtype: torch.dtype) -> PagedCase:
     return PagedCase(runs, draw(st.sampled_from([16, 64, 128])), groups=1, dtype=dtype, seed=draw(st.integers(0, 99)))
 
 
+@st.composite
+def any_params(draw: st.DrawFn, case: PagedCase) -> PagedCase:
+    """Add a scale, and maybe a window and narrower values, to a case; with a window, prefixes lie behind queries."""
+    window = draw(st.one_of(st.none(), st.integers(1, 100)))
+    lens = case.key_lens
+    if window is not None and lens is not None:
+        lens = tuple(min(length, run.first_position + 1) for length, run in zip(lens, in_order(case), strict=True))
+    value_dim = draw(st.sampled_from([None, case.head_dim // 2]))
+    return replace(
+        case, params=AttentionParams(draw(st.sampled_from([0.05, 0.3])), window), value_dim=value_dim, key_lens=lens
+    )
+
+
+def in_order(case: PagedCase) -> list[Run]:
+    """Return the runs by request, of which each has one."""
+    return sorted(case.runs, key=lambda run: run.request)
+
+
 def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None:
     """Attention over pages of a pool whose other slots are NaN."""
     torch.manual_seed(case.seed)
@@ -145,6 +178,7 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     pool = kv_pool(sum(counts) + 1, case.kv_heads, 2, case.page_size, case.head_dim, case.dtype)
     pool.group("full_attention").fill_(torch.nan)
     tables = torch.split(torch.randperm(pool.num_pages)[: sum(counts)], counts)
+    params = case.params or AttentionParams(case.head_dim**-0.5)
     kvs = [torch.randn(length, 2, case.kv_heads, case.head_dim).to(case.dtype) for length in case.lengths]
     for table, kv in zip(tables, kvs, strict=True):
         positions = torch.arange(len(kv))
@@ -152,25 +186,32 @@ def check_paged(backend: AttentionBackend, case: PagedCase, device: str) -> None
     num_queries = sum(run.count for run in case.runs)
     query = torch.randn(num_queries, case.kv_heads * case.groups, case.head_dim).to(case.dtype)
     expected = [
-        _of_run(part, kvs[run.request], run, case.key_lens)
+        _of_run(part, kvs[run.request], run, case, params)
         for run, part in zip(case.runs, torch.split(query, [run.count for run in case.runs]), strict=True)
     ]
     step = backend.prepare(case.runs, [table.to(device) for table in tables], case.page_size, case.key_lens)
     data = pool.group("full_attention").to(device)
-    result = step.attend(query.to(device), data[:, :, 1, 0], data[:, :, 1, 1])
+    result = step.attend(query.to(device), data[:, :, 1, 0], data[:, :, 1, 1, :, : case.value_dim], params)
     compare(result, Wanted(*(torch.cat(parts) for parts in zip(*expected, strict=True))), case.dtype)
 
 
 def check_rows(
-    backend: AttentionBackend, runs: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype, device: str
+    backend: AttentionBackend,
+    runs: tuple[list[Run], list[Run]],
+    groups: int,
+    dtype: torch.dtype,
+    device: str,
+    window: int | None = None,
 ) -> None:
     """Attention over rows, keys and values with strides of their own."""
     torch.manual_seed(0)
     num_queries, num_keys = (sum(run.count for run in part) for part in runs)
     query = torch.randn(num_queries, 2 * groups, 64).to(dtype)
     key, value = torch.randn(num_keys, 2, 64).to(dtype), torch.randn(num_keys, 3, 2, 64).to(dtype)[:, 1]
-    result = backend.prepare_rows(*runs).attend(query.to(device), key.to(device), value.to(device))
-    compare(result, Wanted.of(query, key, value, seen_by_definition(*runs)), dtype)
+    result = backend.prepare_rows(*runs).attend(
+        query.to(device), key.to(device), value.to(device), params_for(query, window)
+    )
+    compare(result, Wanted.of(query, key, value, seen_by_definition(*runs, window)), dtype)
 
 
 def compare(result: Partial, wanted: Wanted, dtype: torch.dtype) -> None:
@@ -187,8 +228,10 @@ def compare(result: Partial, wanted: Wanted, dtype: torch.dtype) -> None:
     assert off <= _LSE_TOLERANCE * max(size.item(), 1.0), f"{off}"
 
 
-def _of_run(query: Tensor, kv: Tensor, run: Run, key_lens: tuple[int, ...] | None) -> Wanted:
-    positions = run.first_position + np.arange(run.count) * run.step
-    if key_lens is not None:
-        positions = np.full(run.count, key_lens[run.request] - 1)
-    return Wanted.of(query, kv[:, 0], kv[:, 1], positions[:, None] >= np.arange(len(kv)))
+def _of_run(query: Tensor, kv: Tensor, run: Run, case: PagedCase, params: AttentionParams) -> Wanted:
+    places = np.arange(len(kv))
+    positions = (run.first_position + np.arange(run.count) * run.step)[:, None]
+    seen = np.full((run.count, len(kv)), True) if case.key_lens is not None else positions >= places
+    if params.window is not None:
+        seen &= places > positions - params.window
+    return Wanted.of(query, kv[:, 0], kv[:, 1, :, : case.value_dim], seen, scale=params.scale)

@@ -7,10 +7,11 @@ from dataclasses import asdict
 
 import torch
 
+from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.kv import kv_pool
+from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
-from workers.context_parallel.runs import Run
 from workers.kernels.choose_experts import choose_experts
 from workers.kernels.copy_pages import copy_pages
 from workers.kernels.cutoffs import find_cutoffs
@@ -36,14 +37,14 @@ def _attention(dtype: torch.dtype, head_dim: int, groups: int, page_size: int) -
         pool = kv_pool(-(-num_keys // page_size), 1, 1, page_size, head_dim, dtype)
         query = torch.zeros(701, groups, head_dim, dtype=dtype)
         step = TritonAttention().prepare(runs, [torch.arange(pool.num_pages)] * 2, page_size)
-        return step.attend(query, *pool.layer_view(0))
+        return step.attend(query, *pool.layer_view(0), params_for(query))
 
     return launch
 
 
 def _rows() -> object:
     run, kv = [Run(0, 0, 700, 1)], torch.zeros(700, 2, 128, dtype=torch.bfloat16)
-    return TritonAttention().prepare_rows(run, run).attend(kv.repeat(1, 4, 1), kv, kv)
+    return TritonAttention().prepare_rows(run, run).attend(kv.repeat(1, 4, 1), kv, kv, params_for(kv))
 
 
 def _bf16(*shape: int) -> torch.Tensor:
@@ -133,13 +134,13 @@ def _merge_any() -> None:
 
 
 def _decode(head_dim: int, kv_heads: int, groups: int, page_size: int = 64) -> Callable[[], object]:
-    """As recorded: some requests, whose keys are split."""
+    """Decode attention of captured steps: some requests, whose keys are split."""
 
     def launch() -> object:
         pool = kv_pool(4, kv_heads, 1, page_size, head_dim, torch.bfloat16)
         query = _bf16(3, kv_heads * groups, head_dim)
-        attention = DecodeAttention(len(query), 4, page_size, kv_heads, query[:1], query.device)
-        return attention.attend(query, *pool.layer_view(0))
+        attention = DecodeAttention(shape_for(query, kv_heads, 4, page_size))
+        return attention.attend(query, *pool.layer_view(0), params_for(query))
 
     return launch
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from tests.fakes.kernel_cases import DTYPES, Wanted, compare
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
-from workers.context_parallel.merge import Partial, merge
+from workers.attention.merge import Partial, merge
 from workers.device import synchronize
 from workers.expert_parallel.expert_order import order_by_expert
 from workers.expert_parallel.routed_tokens import NO_EXPERT
@@ -239,6 +239,7 @@ def check_joined_parts(data: st.DataObject, device: str) -> None:
             tables=torch.zeros(1, dtype=torch.int64).to(device),
             page_size=0,
             blocks=blocks_for(num_queries * groups, dim, dtype.itemsize, 0),
+            scale=dim**-0.5,
             parts=Parts(found, found[:, :, 0].clone(), arrived),
         )
         assert not arrived.any()

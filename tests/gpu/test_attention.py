@@ -6,14 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.kernel_cases import DTYPES, PagedCase, Wanted, check_paged, check_rows, compiled_cases
 from tests.fakes.kv import kv_pool
 from tests.fakes.nearness import check_near
 from tests.unit.workers.test_row_attention import rank_pairs
+from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
-from workers.context_parallel.runs import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]  # a cold cache compiles every kernel
 
@@ -61,13 +62,13 @@ def test_parts_are_joined_when_all_are_there(heads: int, kv_heads: int) -> None:
     pool.group("full_attention").normal_()
     tables = torch.split(torch.randperm(pool.num_pages), [-(-length // 64) for length in lens])
     query = torch.randn(len(lens), heads, 128, dtype=torch.bfloat16, device="cuda")
-    attention = DecodeAttention(len(lens), max(map(len, tables)), 64, kv_heads, query[:1], query.device)
+    attention = DecodeAttention(shape_for(query, kv_heads, max(map(len, tables)), 64))
     attention.fill(lens, [table.numpy() for table in tables])
-    first = attention.attend(query, *pool.layer_view(0))
+    first = attention.attend(query, *pool.layer_view(0), params_for(query)).out
     for row, (length, table) in enumerate(zip(lens, tables, strict=True)):
         key, value = (x[table].transpose(1, 2).flatten(0, 1)[:length] for x in pool.layer_view(0))
         wanted = Wanted.of(query[row : row + 1].cpu(), key.cpu(), value.cpu(), np.ones((1, length), dtype=np.bool_))
         check_near(first[row : row + 1], wanted.out, wanted.rounded, num_rows=heads)
     for _ in range(2000):
-        assert torch.equal(attention.attend(query, *pool.layer_view(0)), first)
+        assert torch.equal(attention.attend(query, *pool.layer_view(0), params_for(query)).out, first)
     assert not attention.arrived.any()

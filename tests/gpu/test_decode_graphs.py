@@ -1,4 +1,4 @@
-"""Recorded decode steps and their memory, and the engine's bench, on a GPU: `pytest -m gpu tests/gpu`."""
+"""Captured decode steps and their memory, and the engine's bench, on a GPU: `pytest -m gpu tests/gpu`."""
 
 import random
 from functools import partial
@@ -14,7 +14,7 @@ from workers.attention.triton.backend import TritonAttention
 from workers.bench.engine import EngineBench
 from workers.bench.shapes import SHAPES
 from workers.engine.batch import BatchRow
-from workers.engine.gpu_recorder import GpuRecorder, RecordingError
+from workers.engine.capture import CaptureError, GraphCapture
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.models.decoder import DecoderModel
@@ -52,12 +52,12 @@ def test_what_a_rehearsal_takes_is_what_graphs_take_and_it_gives_it_back() -> No
     """But for the memory of the stream and of compiled kernels, which stays."""
     device = torch.device("cuda", 0)
     model = random_model(parse_model_config(SHAPES["Qwen3-0.6B"].config_json()), torch.bfloat16, device)
-    make_record = partial(GpuRecorder, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    make_capture = partial(GraphCapture, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     taken = []
     for num_pages in (1, 1, 100):
         runner = runner_of(model, num_pages)
         runner.run_trash(64)
-        runner.record_decode(16, make_record())
+        runner.capture_decode(16, make_capture())
         taken.append(runner.graph_bytes)
         del runner
     first, *others = taken
@@ -81,7 +81,7 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
     model = random_model(parse_model_config(shape), dtype, device)
     runner = runner_of(model, 200)
     runner._pool.group("full_attention").normal_()
-    runner.record_decode(16, GpuRecorder(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+    runner.capture_decode(16, GraphCapture(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
     rng = random.Random(0)
     for count in (16, 1, 3, 11, 2):
         free, rows = rng.sample(range(200), 200), []
@@ -98,20 +98,20 @@ def test_replayed_steps_are_the_usual_ones(more: dict[str, Any], dtype: torch.dt
 
 
 def test_after_a_failure_steps_run_as_usual() -> None:
-    """Torch leaves its stream and its allocator as they were in the recording."""
+    """Torch leaves its stream and its allocator as they were in the capture."""
     device = torch.device("cuda", 0)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    record, usual, ones = GpuRecorder(stream), torch.cuda.current_stream(), torch.ones(1000, device=device)
+    capture, usual, ones = GraphCapture(stream), torch.cuda.current_stream(), torch.ones(1000, device=device)
 
     def wait() -> torch.Tensor:
         (ones + 1).sum().item()
         return ones
 
-    with pytest.raises(RecordingError):
-        record(wait)
+    with pytest.raises(CaptureError):
+        capture(wait)
     assert torch.cuda.current_stream() == usual
     torch.cuda.empty_cache()
-    doubled, replay = GpuRecorder(stream)(lambda: ones * 2)
+    doubled, replay = GraphCapture(stream)(lambda: ones * 2)
     ones.fill_(3)
     replay()
     assert doubled.eq(6).all()

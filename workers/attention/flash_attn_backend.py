@@ -1,6 +1,7 @@
 """Attention by the flash_attn package, for the calls that it can do; the others go to the Triton backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import accumulate
 
 import torch
@@ -8,18 +9,22 @@ from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from workers.attention.interface import RowAttention, StepAttention
+from workers.attention.interface import GraphShape, RowAttention, StepAttention
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention, row_items
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
 from workers.device import on_device
 
 PAGE_MULTIPLE = 256
-"""Page sizes that the package's paged kernels take are multiples of this."""
+"""Divisor of the page sizes that the package's paged kernels take."""
 
 
 class FlashAttention:
-    """For bf16, positions in steps of one, and keys of each run that are one range up to its last query."""
+    """For bf16, positions in steps of one, and keys of each run that are one range up to its last query.
+
+    Layers with a window, or with values of another width than keys, are Triton's.
+    """
 
     def __init__(self) -> None:
         self._triton = TritonAttention()
@@ -38,38 +43,42 @@ class FlashAttention:
             return self._triton.prepare(runs, page_tables, page_size, key_lens)
         tables = pad_sequence([page_tables[run.request] for run in runs], batch_first=True).int()
         ranges = _Ranges([run.count for run in runs], num_keys, is_causal=key_lens is None)
-        return _FlashStep(ranges, tables)
+        return _FlashStep(ranges, tables, partial(self._triton.prepare, runs, page_tables, page_size, key_lens))
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         """See AttentionBackend."""
         items = row_items(query_runs, key_runs)
         segments = [item.segments[0] for item in items if len(item.segments) == 1]
-        follows = list(accumulate((segment.stop for segment in segments), initial=0))
+        next_keys = list(accumulate((segment.stop for segment in segments), initial=0))
         is_regular = items and len(segments) == len(items) and all(item.num_queries for item in items)
         if is_regular and all(
             segment.first_key == first
             and (segment.step == 1 or item.num_queries == 1)
             and segment.ahead + item.num_queries == segment.stop
-            for item, segment, first in zip(items, segments, follows, strict=False)
+            for item, segment, first in zip(items, segments, next_keys, strict=False)
         ):
             lens = [item.num_queries for item in items], [segment.stop for segment in segments]
-            return _FlashRows(_Ranges(*lens, is_causal=True))
+            prepare_triton = partial(self._triton.prepare_rows, query_runs, key_runs)
+            return _FlashRows(_Ranges(*lens, is_causal=True), prepare_triton)
         return self._triton.prepare_rows(query_runs, key_runs)
+
+    def prepare_graph(self, shape: GraphShape) -> None:
+        """See AttentionBackend; none, for the package's launches follow the requests' lengths."""
 
 
 class _Ranges:
-    """Queries and keys of each run; causal ones end with the same token."""
+    """Queries and keys of each run; those of a causal one end with the same token."""
 
     def __init__(self, num_queries: Sequence[int], num_keys: Sequence[int], *, is_causal: bool) -> None:
         self.num_keys = sum(num_keys)
         self._most = max(num_queries), max(num_keys)
         self._is_causal = is_causal
-        # Also where a GPU is the default device, as in calibration: only memory of the host can be pinned.
+        # Calibration makes a GPU the default device, but only memory of the host can be pinned.
         self._ends = [
             torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cpu") for lens in (num_queries, num_keys)
         ]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, tables: Tensor | None = None) -> Partial:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, tables: Tensor | None = None) -> Partial:
         if self._ends[0].device != query.device:  # in the first layer
             self._ends = [on_device(ends, query.device) for ends in self._ends]
         out, lse, _ = flash_attn_varlen_func(
@@ -78,6 +87,7 @@ class _Ranges:
             value,
             *self._ends,
             *self._most,
+            softmax_scale=scale,
             causal=self._is_causal,
             block_table=tables,
             return_attn_probs=True,
@@ -88,21 +98,30 @@ class _Ranges:
 class _FlashStep:
     """Queries over pages."""
 
-    def __init__(self, ranges: _Ranges, tables: Tensor) -> None:
-        self._ranges, self._tables = ranges, tables
+    def __init__(self, ranges: _Ranges, tables: Tensor, prepare_triton: Callable[[], StepAttention]) -> None:
+        self._ranges, self._tables, self._triton = ranges, tables, cache(prepare_triton)
 
-    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         """See StepAttention."""
-        return self._ranges.attend(query, key_pages.transpose(1, 2), value_pages.transpose(1, 2), self._tables)
+        if _is_tritons(key_pages, value_pages, params):
+            return self._triton().attend(query, key_pages, value_pages, params)
+        key, value = (pages.transpose(1, 2) for pages in (key_pages, value_pages))
+        return self._ranges.attend(query, key, value, params.scale, self._tables)
 
 
 class _FlashRows:
     """Queries over rows."""
 
-    def __init__(self, ranges: _Ranges) -> None:
-        self._ranges = ranges
+    def __init__(self, ranges: _Ranges, prepare_triton: Callable[[], RowAttention]) -> None:
+        self._ranges, self._triton = ranges, cache(prepare_triton)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         """See RowAttention."""
+        if _is_tritons(key, value, params):
+            return self._triton().attend(query, key, value, params)
         num_keys = self._ranges.num_keys
-        return self._ranges.attend(query, key[:num_keys], value[:num_keys])
+        return self._ranges.attend(query, key[:num_keys], value[:num_keys], params.scale)
+
+
+def _is_tritons(key: Tensor, value: Tensor, params: AttentionParams) -> bool:
+    return params.window is not None or key.shape[-1] != value.shape[-1]

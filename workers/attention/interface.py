@@ -1,35 +1,70 @@
-"""What an attention backend is: queries of some runs against paged keys and values, as a partial that can be merged."""
+"""The attention backend's interface: queries of some runs against paged keys and values, as a mergeable partial."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 
 
 class StepAttention(Protocol):
     """Attention of one step on one rank, prepared once and called for every layer."""
 
-    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
-        """Attention of ``query [tokens, heads, dim]``, rows in the order of the runs, scale 1/sqrt(dim).
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
+        """Return attention of ``query [tokens, heads, D]``, rows in the order of the runs.
 
-        ``key_pages`` and ``value_pages`` are one layer's ``[page, kv_head, slot, dim]``, strided; heads are a
-        multiple of kv_heads. Which keys a query sees was said to ``prepare``. Returns new tensors: out in the
-        query's dtype.
+        ``key_pages [page, kv_head, slot, D]`` and ``value_pages [page, kv_head, slot, V]`` are one layer's, strided;
+        heads are a multiple of kv_heads. ``prepare`` was given the keys that a query sees, of which ``params`` may
+        leave the latest only. Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
         """
 
 
 class RowAttention(Protocol):
     """Attention of one rank's queries over keys that lie in rows, prepared once a step and called for every layer."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
-        """Attention of ``query [tokens, heads, dim]`` over ``key`` and ``value [rows, kv_heads, dim]``, strided.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
+        """Return attention of ``query [tokens, heads, D]`` over ``key [rows, kv_heads, D]`` and ``value``, strided.
 
-        Rows lie in the order of the runs given to ``prepare_rows``; scale 1/sqrt(dim). A query that sees no row has
-        the empty partial. Returns new tensors: out in the query's dtype.
+        Rows lie in the order of the runs given to ``prepare_rows``. A query that sees no row has the empty partial.
+        Returns new tensors: out ``[tokens, heads, V]`` in the query's dtype.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphShape:
+    """Sizes of the decode steps of one captured graph."""
+
+    num_requests: int
+    most_pages: int
+    """Of one request."""
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class GraphAttention(Protocol):
+    """Attention of one token of each request, whose inputs lie at fixed addresses: a graph may capture ``attend``."""
+
+    def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
+        """Set what the next steps attend to, before each replay; asynchronous on a GPU.
+
+        Args:
+            num_keys: keys that each request's token sees, at least one.
+            tables: page numbers of each request.
+        """
+
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
+        """Return attention of ``query [requests, heads, D]``; see StepAttention."""
 
 
 class AttentionBackend(Protocol):
@@ -46,11 +81,16 @@ class AttentionBackend(Protocol):
 
         Without ``key_lens`` a query at position p sees the request's keys at positions 0..p, causality being taken
         from the runs' positions alone; the pages up to a run's last position must be there. With it, every query of
-        a request sees the first ``key_lens[request]`` keys in its pages, possibly none, whatever their positions.
+        a request sees the first ``key_lens[request]`` keys in its pages, possibly none, whatever their positions;
+        a layer with a window takes them for those at positions 0, 1, ..., none of them later than a query.
         """
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         """Lay out one step's work over rows: a query sees the keys of its request at no later position.
 
-        Where a run of queries and one of keys overlap in position, their steps are equal, or one is a single token.
+        Where a run of queries and one of keys overlap in position, or a layer has a window, their steps are equal, or
+        one is a single token.
         """
+
+    def prepare_graph(self, shape: GraphShape) -> GraphAttention | None:
+        """Return attention that a CUDA graph can capture; None if this backend has none."""

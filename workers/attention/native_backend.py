@@ -1,7 +1,4 @@
-"""Attention by the library of attention.cpp, straight from where keys and values lie: bf16 on a CPU.
-
-A step is a table of items, each some queries and the keys they see.
-"""
+"""Attention on a CPU in bf16, by the library of attention.cpp, straight from where keys and values lie."""
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
@@ -11,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.attention.interface import RowAttention, StepAttention
-from workers.attention.pieces import visible_pieces
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
+from workers.attention.interface import GraphShape, RowAttention, StepAttention
+from workers.attention.merge import Partial, empty_partial
+from workers.attention.params import AttentionParams
+from workers.attention.pieces import Piece, paged_pieces, row_pieces
+from workers.attention.runs import Run
 from workers.native.compile import CannotCompileError, Compiler, compiled_library, find_compiler
 from workers.native.library import Library
 
@@ -29,11 +27,17 @@ class _Item(NamedTuple):
     first_query: int
     num_queries: int
     table: int
-    """Where its page numbers begin among those of all items."""
+    """Start of the page numbers among those of all items."""
     first_key: int
     num_keys: int
     ahead: int
     step: int
+
+    @classmethod
+    def of(cls, piece: Piece, table: int) -> "_Item":
+        return cls(
+            piece.query.start, piece.num_queries, table, piece.key.start, piece.num_keys, piece.ahead, piece.step
+        )
 
 
 class NativeAttention:
@@ -55,26 +59,19 @@ class NativeAttention:
         key_lens: Sequence[int] | None = None,
     ) -> StepAttention:
         """See AttentionBackend."""
-        first_queries = accumulate((run.count for run in runs), initial=0)
-        table_lens = [len(table) for table in page_tables]
-        tables = list(accumulate(table_lens, initial=0))
-        items = []
-        for run, first_query in zip(runs, first_queries, strict=False):
-            num_keys = run.last_position + 1 if key_lens is None else key_lens[run.request]
-            ahead, step = (run.first_position, run.step) if key_lens is None else (num_keys - 1, 0)
-            assert num_keys <= table_lens[run.request] * page_size, f"{run} ends past its pages"
-            if run.count and num_keys:
-                items.append(_Item(first_query, run.count, tables[run.request], 0, num_keys, ahead, step))
+        lens = [len(table) for table in page_tables]
+        pieces, tables = paged_pieces(runs, key_lens), list(accumulate(lens, initial=0))
+        for piece in pieces:
+            assert piece.key.stop <= lens[piece.request] * page_size, f"{piece} ends past its pages"
+        items = [_Item.of(piece, tables[piece.request]) for piece in pieces]
         return _NativeStep(self._library, items, torch.cat([_FIRST_PAGE[:0], *page_tables]), page_size)
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         """See AttentionBackend."""
-        items = []
-        for query, key, ahead in visible_pieces(query_runs, key_runs):
-            num_keys = key.stop - key.start
-            ahead = num_keys - 1 if ahead is None else ahead
-            items.append(_Item(query.start, query.stop - query.start, 0, key.start, num_keys, ahead, 1))
-        return _NativeRows(self._library, items)
+        return _NativeRows(self._library, [_Item.of(piece, 0) for piece in row_pieces(query_runs, key_runs)])
+
+    def prepare_graph(self, shape: GraphShape) -> None:
+        """See AttentionBackend; none on a CPU."""
 
 
 class _NativeStep:
@@ -88,14 +85,16 @@ class _NativeStep:
         self._num_queries = max((item.first_query + item.num_queries for item in items), default=0)
         self._num_pages = int(tables.max()) + 1 if len(tables) else 0
 
-    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         """See StepAttention."""
         assert self._num_queries <= len(query), f"{len(query)} queries, {self._num_queries} in the runs"
-        assert key_pages.shape == value_pages.shape, f"keys {key_pages.shape}, values {value_pages.shape}"
+        _check(key_pages, value_pages, params)
         assert self._num_pages <= len(key_pages), f"page {self._num_pages - 1} of {len(key_pages)}"
         assert self._page_size == key_pages.shape[2], f"pages of {self._page_size} and of {key_pages.shape[2]} tokens"
-        result = _empty(query)
-        self._library.attend(self._items, self._tables, self._page_size, query, key_pages, value_pages, result)
+        result = empty_partial(query)
+        self._library.attend(
+            self._items, self._tables, self._page_size, query, key_pages, value_pages, *result, scale=params.scale
+        )
         return result
 
 
@@ -108,15 +107,15 @@ class _NativeRows:
         self._num_queries = max((item.first_query + item.num_queries for item in items), default=0)
         self._num_keys = max((item.first_key + item.num_keys for item in items), default=0)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         """See RowAttention."""
         assert self._num_queries <= len(query), f"{len(query)} queries, {self._num_queries} in the runs"
-        assert key.shape == value.shape, f"keys {key.shape}, values {value.shape}"
+        _check(key, value, params)
         assert self._num_keys <= len(key), f"{len(key)} keys, {self._num_keys} in the runs"
-        result = _empty(query)
+        result = empty_partial(query)
         key, value = (x.transpose(0, 1)[None] for x in (key, value))
         for item in self._items:
-            self._library.attend(item, _FIRST_PAGE, _ONE_PAGE, query, key, value, result)
+            self._library.attend(item, _FIRST_PAGE, _ONE_PAGE, query, key, value, *result, scale=params.scale)
         return result
 
 
@@ -126,6 +125,6 @@ def _as_tensor(items: Sequence[_Item]) -> Tensor:
     return torch.from_numpy(fields).view(-1, num_fields)
 
 
-def _empty(query: Tensor) -> Partial:
-    """The empty partial, contiguous whatever the query's strides."""
-    return Partial(query.new_zeros(query.shape), query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32))
+def _check(key: Tensor, value: Tensor, params: AttentionParams) -> None:
+    assert key.shape == value.shape, f"keys {key.shape}, values {value.shape}"
+    assert params.window is None, f"a window of {params.window} tokens"

@@ -1,64 +1,121 @@
-"""Which rows of some queries see which rows of some keys, read off their runs alone. No torch, no I/O."""
+"""Pieces: which keys at hand some queries see, read off runs alone. No torch, no I/O."""
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from workers.context_parallel.runs import Run
+from workers.attention.runs import Run
 
 
 class Piece(NamedTuple):
-    """Rows of queries and rows of keys that they see a part of; neither slice is empty."""
+    """Adjacent rows of queries and the range of keys that they see a part of; neither is empty.
 
+    Query i of the piece sees its keys ``behind + i * step`` to ``ahead + i * step``, as far as there are.
+    """
+
+    request: int
     query: slice
     key: slice
-    ahead: int | None
-    """Query i of the slice sees keys 0..ahead + i of the slice, as far as there are; all of them if None."""
+    ahead: int
+    step: int
+    behind: int | None = None
+    """None where only the range of keys bounds what is seen."""
+
+    @property
+    def num_queries(self) -> int:
+        return int(self.query.stop) - int(self.query.start)
+
+    @property
+    def num_keys(self) -> int:
+        return int(self.key.stop) - int(self.key.start)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        return self.behind is None and self.ahead >= self.num_keys - 1
 
 
-def visible_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run]) -> list[Piece]:
-    """Every pair of a query and a key of one request, the key not at a later position, in exactly one piece.
+def paged_pieces(runs: Sequence[Run], key_lens: Sequence[int] | None, window: int | None = None) -> list[Piece]:
+    """Return one piece for each run that sees any key, keys being numbered by their places in a request's pages.
 
-    Rows lie in the order of the runs. Runs that overlap have one step, unless one of them is a single token. What a
-    run of queries sees in adjacent rows is one piece.
+    The arguments are those of ``AttentionBackend.prepare``.
     """
-    placed_keys: defaultdict[int, list[tuple[Run, int]]] = defaultdict(list)
-    for key, key_row in zip(key_runs, accumulate((run.count for run in key_runs), initial=0), strict=False):
-        if key.count:
-            placed_keys[key.request].append((key, key_row))
-    pieces: list[Piece] = []
-    query_row = 0
-    for query in query_runs:
-        for key, key_row in placed_keys[query.request]:
-            piece = _of_pair(query, query_row, key, key_row)
-            if piece is not None and pieces and _continues(piece, pieces[-1]):
-                piece = _joined(pieces.pop(), piece)
-            if piece is not None:
-                pieces.append(piece)
-        query_row += query.count
+    pieces = []
+    for run, query in zip(runs, _rows_of(runs), strict=True):
+        num_keys = run.last_position + 1 if key_lens is None else key_lens[run.request]
+        if not run.count or not num_keys:
+            continue
+        if window is None and key_lens is not None:
+            pieces.append(Piece(run.request, query, slice(0, num_keys), num_keys - 1, 0))
+            continue
+        assert run.first_position >= num_keys - 1 or key_lens is None, f"{run} is not behind its {num_keys} keys"
+        piece = Piece(run.request, query, slice(0, num_keys), run.first_position, run.step)
+        pieces += [piece] if window is None else _from(piece, run.first_position - window + 1)
     return pieces
 
 
-def _of_pair(query: Run, query_row: int, key: Run, key_row: int) -> Piece | None:
-    queries = slice(query_row, query_row + query.count)
-    if key.last_position <= query.first_position:
-        return Piece(queries, slice(key_row, key_row + key.count), None)
+def row_pieces(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | None = None) -> list[Piece]:
+    """Put every pair of a query and a key of one request, the key not at a later position, in exactly one piece.
+
+    Rows lie in the order of the runs. Runs that overlap have one step, unless one of them is a single token; with a
+    window, this holds for all. What a run of queries sees in adjacent rows is one piece where there is no window.
+    """
+    key_rows: defaultdict[int, list[tuple[Run, slice]]] = defaultdict(list)
+    for key, rows in zip(key_runs, _rows_of(key_runs), strict=True):
+        if key.count:
+            key_rows[key.request].append((key, rows))
+    pieces: list[Piece] = []
+    for query, query_rows in zip(query_runs, _rows_of(query_runs), strict=True):
+        for key, rows in key_rows[query.request] if query.count else ():
+            for piece in _of_pair(query, query_rows, key, rows, window):
+                is_rest = window is None and pieces and _continues(piece, pieces[-1])
+                pieces.append(_joined(pieces.pop(), piece) if is_rest else piece)
+    return pieces
+
+
+def _rows_of(runs: Sequence[Run]) -> list[slice]:
+    ends = list(accumulate((run.count for run in runs), initial=0))
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _of_pair(query: Run, queries: slice, key: Run, keys: slice, window: int | None) -> list[Piece]:
+    if window is None and key.last_position <= query.first_position:
+        return [Piece(query.request, queries, keys, key.count - 1, 0)]
     step = key.step if query.count == 1 else query.step
     assert key.count == 1 or key.step == step, f"{query} overlaps {key}, whose step is another"
-    # Query j of the run sees the keys 0..j + ahead.
-    ahead = (query.first_position - key.first_position) // step
-    first_query = max(-ahead, 0)
-    num_keys = min(key.count, query.count + ahead)
-    if num_keys <= 0:
-        return None
-    return Piece(slice(query_row + first_query, queries.stop), slice(key_row, key_row + num_keys), max(ahead, 0))
+    distance = query.first_position - key.first_position
+    # Query i of the run sees the keys up to ahead + i, and none before the first one at hand.
+    ahead = distance // step
+    first = max(-ahead, 0)
+    if first >= query.count:
+        return []
+    queries, ahead = slice(queries.start + first, queries.stop), max(ahead, 0)
+    keys = slice(keys.start, keys.start + min(key.count, ahead + query.count - first))
+    piece = Piece(query.request, queries, keys, ahead, 1)
+    return [piece] if window is None else _from(piece, (distance + first * step - window) // step + 1)
+
+
+def _from(piece: Piece, behind: int) -> list[Piece]:
+    """Bound a piece to the keys from ``behind + i * step`` on; leave out queries and keys that are left with none."""
+    num_queries = min(piece.num_queries, -(-(piece.num_keys - behind) // max(piece.step, 1)))
+    if num_queries <= 0 or behind > piece.ahead:
+        return []
+    skipped = max(behind, 0)
+    behind -= skipped
+    bounded = piece._replace(
+        query=slice(piece.query.start, piece.query.start + num_queries),
+        key=slice(piece.key.start + skipped, piece.key.stop),
+        ahead=piece.ahead - skipped,
+        behind=behind if behind + (num_queries - 1) * piece.step > 0 else None,
+    )
+    return [bounded]
 
 
 def _continues(piece: Piece, last: Piece) -> bool:
-    return last.ahead is None and last.query == piece.query and last.key.stop == piece.key.start
+    return last.is_full and last.query == piece.query and last.key.stop == piece.key.start
 
 
 def _joined(last: Piece, piece: Piece) -> Piece:
-    ahead = None if piece.ahead is None else last.key.stop - last.key.start + piece.ahead
-    return Piece(piece.query, slice(last.key.start, piece.key.stop), ahead)
+    key = slice(last.key.start, piece.key.stop)
+    return piece._replace(key=key, ahead=last.num_keys + piece.ahead)

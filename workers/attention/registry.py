@@ -1,6 +1,7 @@
-"""Attention backends by name; each is imported when first asked for, so that a machine needs only its own libraries."""
+"""Attention backends by name, each imported when first wanted, so that a machine needs only its own libraries."""
 
 import logging
+from collections.abc import Iterable, Set
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -10,22 +11,35 @@ import torch
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from workers.attention.interface import AttentionBackend
+from workers.attention.params import ALL_FEATURES, Feature
 from workers.native.compile import CannotCompileError, find_compiler
 
+
+class Entry(NamedTuple):
+    """Where a backend is, and what it is for."""
+
+    target: str
+    devices: tuple[str, ...]
+    features: Set[Feature] = ALL_FEATURES
+    is_bf16_only: bool = False
+
+    def suits(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether it computes there, and in this dtype."""
+        return device.type in self.devices and (dtype == torch.bfloat16 or not self.is_bf16_only)
+
+
 BACKENDS = {
-    "flash_attn": "workers.attention.flash_attn_backend:FlashAttention",
-    "native": "workers.attention.native_backend:NativeAttention",
-    "torch": "workers.attention.torch_backend:TorchAttention",
-    "triton": "workers.attention.triton.backend:TritonAttention",
+    "flash_attn": Entry("workers.attention.flash_attn_backend:FlashAttention", ("cuda",), is_bf16_only=True),
+    "native": Entry("workers.attention.native_backend:NativeAttention", ("cpu",), frozenset(), is_bf16_only=True),
+    "torch": Entry("workers.attention.torch_backend:TorchAttention", ("cpu", "cuda")),
+    "triton": Entry("workers.attention.triton.backend:TritonAttention", ("cuda",)),
 }
-_EVERYWHERE = {"cpu": ("torch",), "cuda": ("torch", "triton")}
-_IN_BF16 = {"cpu": ("native",), "cuda": ("flash_attn",)}
 
 _log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A backend, and why it is this one."""
+    """A backend, and the reason for it."""
 
     name: str
     backend: AttentionBackend
@@ -33,10 +47,10 @@ class Choice(NamedTuple):
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """The backend of a name; UserError lists the known ones, or says what is not installed."""
+    """Return the backend of a name; UserError lists the known ones, or says what is not installed."""
     if name not in BACKENDS:
         raise UserError(f"unknown attention backend {name!r}; allowed: {', '.join(sorted(BACKENDS))}")
-    module, _, attribute = BACKENDS[name].partition(":")
+    module, _, attribute = BACKENDS[name].target.partition(":")
     try:
         backend: AttentionBackend = getattr(import_module(module), attribute)()
     except ImportError as error:
@@ -44,27 +58,43 @@ def load_backend(name: str) -> AttentionBackend:
     return backend
 
 
-def choose_backend(setting: AttentionSetting, device: torch.device, dtype: torch.dtype) -> Choice:
-    """What ``resources.attention`` asks for, or for ``auto`` the fastest on this machine; compiles it if need be.
+def choose_backend(
+    setting: AttentionSetting, device: torch.device, dtype: torch.dtype, needs: Set[Feature] = frozenset()
+) -> Choice:
+    """Return the backend of ``resources.attention``, or for ``auto`` the fastest on this machine.
+
+    The native one is compiled if need be. ``needs`` are the features that the model's layers ask for.
 
     Raises:
-        UserError: what is asked for is not for this device or dtype, or is not installed.
+        UserError: the backend is not for this device, dtype or model, or is not installed.
     """
     name = setting.value
     if setting is AttentionSetting.AUTO:
-        return _fastest(device, dtype)
-    allowed = _EVERYWHERE[device.type] + (_IN_BF16[device.type] if dtype == torch.bfloat16 else ())
-    if name not in allowed:
-        on = f"{device.type} in {dtype}".replace("torch.", "")
-        raise UserError(f"resources.attention: got {name}; allowed on {on}: auto, {', '.join(sorted(allowed))}")
+        return _fastest(device, dtype, needs)
+    suitable = {name: entry.features for name, entry in BACKENDS.items() if entry.suits(device, dtype)}
+    on = f"on {device.type} in {dtype}".replace("torch.", "")
+    if name not in suitable:
+        raise UserError(f"resources.attention: got {name}; allowed {on}: {_listed(suitable)}")
+    if missing := needs - suitable[name]:
+        able = _listed(other for other, features in suitable.items() if needs <= features)
+        lacks = f"got {name}, which lacks {_words(missing)}"
+        raise UserError(f"resources.attention: {lacks}; allowed {on} for this model: {able}")
     try:
         return Choice(name, load_backend(name), "asked for")
     except CannotCompileError as error:
         raise UserError(f"resources.attention: got native; {error}{error.mend and f'; {error.mend}'}") from error
 
 
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(["auto", *sorted(names)])
+
+
+def _words(features: Set[Feature]) -> str:
+    return " and ".join(sorted(features))
+
+
 def _why_not_flash_attn(dtype: torch.dtype) -> str:
-    """Looks for the package only, since it is long in coming."""
+    """Look for the package only, since importing it takes long."""
     if dtype != torch.bfloat16:
         return "flash_attn is for bf16"
     if find_spec("flash_attn") is None:
@@ -72,12 +102,14 @@ def _why_not_flash_attn(dtype: torch.dtype) -> str:
     return "flash_attn, which is installed, does only pages of multiples of 256 tokens, and whole runs"
 
 
-def _fastest(device: torch.device, dtype: torch.dtype) -> Choice:
+def _fastest(device: torch.device, dtype: torch.dtype, needs: Set[Feature]) -> Choice:
     if device.type == "cuda":
         why_not = _why_not_flash_attn(dtype)
         return Choice("triton", load_backend("triton"), f"it reads pages of any size where they lie; {why_not}")
     if dtype != torch.bfloat16:
         return Choice("torch", load_backend("torch"), "the CPU, in fp32")
+    if missing := needs - BACKENDS["native"].features:
+        return Choice("torch", load_backend("torch"), f"the CPU, in bf16; native lacks {_words(missing)}")
     try:
         return Choice("native", load_backend("native"), f"the CPU, in bf16, with {find_compiler().kind.name}")
     except CannotCompileError as error:

@@ -1,31 +1,28 @@
-"""Attention in plain torch: on a CPU, and as the reference anywhere. Divides a step into extends and single tokens.
+"""Attention in plain torch: the reference on any device, and what a CPU without the native library computes with.
 
-T: queries, S: keys, H: kv heads, G: query heads a kv head, D: head dim, R: requests.
+T: queries, S: keys, H: kv heads, G: query heads a kv head, D and V: dims of a key and of a value.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache, partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from cluster.spec.kv import pages_for
-from workers.attention.extend import extend
-from workers.attention.interface import RowAttention, StepAttention
-from workers.attention.paged import PlacedRun, gather_key_value, page_rows
-from workers.attention.rows import TorchRows
-from workers.attention.single_tokens import BLOCK_SLOTS, SingleBatch
-from workers.context_parallel.merge import Partial, empty_partial, merge
-from workers.context_parallel.runs import Run
+from workers.attention.interface import GraphShape
+from workers.attention.merge import Partial, empty_partial, merge
+from workers.attention.params import AttentionParams
+from workers.attention.pieces import Piece, paged_pieces, row_pieces
+from workers.attention.runs import Run
 
-_MAX_BATCH_SLOTS = BLOCK_SLOTS
-"""Keys of several single-token runs that are attended together."""
+BLOCK_KEYS = 1 << 13
+MOST_SCORES = 1 << 24
+"""Scores that exist at once, unless those of one query with a block of keys are more; 64 MiB of them."""
 
 
 class TorchAttention:
-    """Copies the pages of a request once a layer; which kernel attends depends on dtype and lengths."""
+    """Exact attention, in fp32 but for torch's own kernel, which has prompts on a CPU where it can do them."""
 
     def prepare(
         self,
@@ -33,121 +30,133 @@ class TorchAttention:
         page_tables: Sequence[Tensor],
         page_size: int,
         key_lens: Sequence[int] | None = None,
-    ) -> StepAttention:
+    ) -> "_PagedStep":
         """See AttentionBackend."""
-        starts = accumulate((run.count for run in runs), initial=0)
-        placed = [PlacedRun(run, first_row) for run, first_row in zip(runs, starts, strict=False)]
-        if key_lens is not None:
-            return _TorchStep(_prefixes(placed, page_tables, page_size, key_lens))
-        longer: dict[int, list[PlacedRun]] = {}
-        for item in placed:
-            if item.run.count > 1:
-                longer.setdefault(item.run.request, []).append(item)
-        extends = [_Extend.build(items, page_tables[request], page_size) for request, items in longer.items()]
-        singles = [item for item in placed if item.run.count == 1]
-        batches = [SingleBatch.build(batch, page_tables, page_size) for batch in _batches(singles, page_size)]
-        return _TorchStep([*extends, *batches])
+        return _PagedStep(runs, page_tables, page_size, key_lens)
 
-    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
+    def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> "_Rows":
         """See AttentionBackend."""
-        return TorchRows(query_runs, key_runs)
+        return _Rows(query_runs, key_runs)
+
+    def prepare_graph(self, shape: GraphShape) -> None:
+        """See AttentionBackend; none, for its shapes follow the requests' lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """A run all of whose queries see the same keys."""
+class _PagedStep:
+    """Queries over pages, copied out request by request."""
 
-    item: PlacedRun
-    table: Tensor
-    num_keys: int
+    def __init__(
+        self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
+    ) -> None:
+        self._tables, self._page_size = page_tables, page_size
+        self._pieces = cache(partial(paged_pieces, runs, key_lens))
 
-    def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
-        rows = page_rows(self.table, key_pages.shape[1])
-        key, value = (copy[0, :, : self.num_keys] for copy in gather_key_value(rows, key_pages, value_pages))
-        mine = slice(self.item.first_row, self.item.first_row + self.item.run.count)
-        out, lse = extend(query[mine], key, value, None)
-        result.out[mine] = out
-        result.lse[mine] = lse
-
-
-def _prefixes(
-    placed: Sequence[PlacedRun], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int]
-) -> list[_Prefix]:
-    prefixes = []
-    for item in placed:
-        num_keys = key_lens[item.run.request]
-        if num_keys and item.run.count:
-            table = page_tables[item.run.request][: pages_for(num_keys, page_size)]
-            prefixes.append(_Prefix(item, table[None], num_keys))
-    return prefixes
-
-
-@dataclass(frozen=True, slots=True)
-class _Extend:
-    """The runs of more than one token of one request."""
-
-    items: list[PlacedRun]
-    table: Tensor
-    num_keys: int
-
-    @classmethod
-    def build(cls, items: list[PlacedRun], table: Tensor, page_size: int) -> "_Extend":
-        num_keys = max(item.run.last_position for item in items) + 1
-        return cls(items, table[: -(-num_keys // page_size)][None], num_keys)
-
-    def attend_into(self, result: Partial, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
-        rows = page_rows(self.table, key_pages.shape[1])
-        key, value = (copy[0, :, : self.num_keys] for copy in gather_key_value(rows, key_pages, value_pages))
-        for item in self.items:
-            mine = slice(item.first_row, item.first_row + item.run.count)
-            out, lse = _attend_run(query[mine], key, value, item.run)
-            result.out[mine] = out
-            result.lse[mine] = lse
-
-
-class _TorchStep:
-    """The work of one step."""
-
-    def __init__(self, parts: Sequence[_Extend | SingleBatch | _Prefix]) -> None:
-        self._parts = parts
-
-    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
-        result = empty_partial(query)
-        for part in self._parts:
-            part.attend_into(result, query, key_pages, value_pages)
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
+        """See StepAttention."""
+        result = empty_partial(query, value_pages.shape[-1])
+        for piece in self._pieces(params.window):
+            first_page = piece.key.start // self._page_size
+            pages = self._tables[piece.request][first_page : pages_for(piece.key.stop, self._page_size)]
+            begin = piece.key.start - first_page * self._page_size
+            keys = slice(begin, begin + piece.num_keys)
+            key, value = (_gather(x, pages)[:, keys] for x in (key_pages, value_pages))
+            found = attend_piece(query[piece.query], key, value, piece, params.scale)
+            for whole, part in zip(result, found, strict=True):
+                whole[piece.query] = part
         return result
 
 
-def _batches(singles: list[PlacedRun], page_size: int) -> list[list[PlacedRun]]:
-    """Put requests of like length together, so that little is gathered for nothing."""
-    batches: list[list[PlacedRun]] = []
-    longest = 0
-    for item in sorted(singles, key=lambda item: -item.run.first_position):
-        num_keys = item.run.first_position + 1
-        alike = longest - num_keys <= max(longest // 4, 8 * page_size)
-        if batches and alike and (len(batches[-1]) + 1) * longest <= _MAX_BATCH_SLOTS:
-            batches[-1].append(item)
-        else:
-            batches.append([item])
-            longest = num_keys
-    return batches
+class _Rows:
+    """Queries over rows; several pieces may have the same queries."""
+
+    def __init__(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> None:
+        self._pieces = cache(partial(row_pieces, query_runs, key_runs))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
+        """See RowAttention."""
+        result = empty_partial(query, value.shape[-1])
+        for piece in self._pieces(params.window):
+            keys, values = (x[piece.key].transpose(0, 1) for x in (key, value))
+            found = attend_piece(query[piece.query], keys, values, piece, params.scale)
+            merged = merge([Partial(*(x[piece.query] for x in result)), found])
+            for whole, part in zip(result, merged, strict=True):
+                whole[piece.query] = part
+        return result
 
 
-def _attend_run(query: Tensor, key: Tensor, value: Tensor, run: Run) -> Partial:
-    """Queries ``[T, heads, D]`` at the run's positions over keys ``[H, S, D]`` at 0..S-1.
+def attend_piece(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float) -> Partial:
+    """Attend with a piece's queries ``[T, heads, D]`` to its keys ``[H, S, D]`` and values ``[H, S, V]``."""
+    is_triangle = piece.behind is None and piece.step == 1
+    if query.device.type == "cpu" and len(query) > 1 and (piece.is_full or is_triangle) and key.shape == value.shape:
+        return _by_torch(query, key, value, None if piece.is_full else piece.ahead, scale)
+    # A block's sums of weighted values are merged in fp32, and rounded when all are there.
+    step = max(MOST_SCORES // (query.shape[1] * min(piece.num_keys, BLOCK_KEYS)), 1)
+    parts = [
+        _attend_queries(query[first : first + step].float() * scale, key, value, piece, first)
+        for first in range(0, len(query), step)
+    ]
+    out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Partial(out.to(query.dtype), lse)
 
-    Keys before the run are seen by all its queries. From the run's first position on, keys fall into ``step``
-    classes by position modulo step. Query j sees the first j + 1 keys of its own class and the first j of any
-    other: a plain causal triangle each, so that no strategy needs a mask.
-    """
-    first, end = run.first_position, run.last_position + 1
-    if run.step == 1:
-        return extend(query, key[:, :end], value[:, :end], first)
-    partials = [extend(query, key[:, first : end : run.step], value[:, first : end : run.step], 0)]
-    if first:
-        partials.append(extend(query, key[:, :first], value[:, :first], None))
-    for begin in range(first + 1, first + run.step):
-        keys = slice(begin, end, run.step)
-        out, lse = extend(query[1:], key[:, keys], value[:, keys], 0)
-        partials.append(Partial(pad(out, (0, 0, 0, 0, 1, 0)), pad(lse, (0, 0, 1, 0), value=-torch.inf)))
+
+def _attend_queries(query: Tensor, key: Tensor, value: Tensor, piece: Piece, first: int) -> Partial:
+    """Attend with the queries from the piece's ``first`` on, scaled and in fp32, to blocks of keys."""
+    last = first + len(query) - 1
+    stop = min(piece.ahead + last * piece.step + 1, piece.num_keys)
+    begin = 0 if piece.behind is None else max(piece.behind + first * piece.step, 0)
+    numbers = torch.arange(first, last + 1, device=query.device)[:, None]
+    partials = []
+    for at in range(begin, stop, BLOCK_KEYS):
+        keys = slice(at, min(at + BLOCK_KEYS, stop))
+        seen = None
+        if not piece.is_full:
+            places = torch.arange(keys.start, keys.stop, device=query.device)
+            seen = places <= piece.ahead + numbers * piece.step
+            if piece.behind is not None:
+                seen &= places >= piece.behind + numbers * piece.step
+        partials.append(_attend_block(query, key[:, keys].float(), value[:, keys].float(), seen))
     return merge(partials)
+
+
+def _attend_block(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Partial:
+    """Attention by definition, in fp32; ``seen [T, S]``, all for None."""
+    num_queries, num_heads, head_dim = query.shape
+    rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = (rows @ key.transpose(1, 2)).view(num_heads, num_queries, -1)
+    if seen is not None:
+        scores.masked_fill_(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = scores.softmax(-1)
+    if seen is not None:
+        weights.masked_fill_((lse == -torch.inf)[..., None], 0.0)
+    out = weights.view(*rows.shape[:2], -1) @ value
+    return Partial(out.view(num_heads, num_queries, -1).transpose(0, 1).contiguous(), lse.T.contiguous())
+
+
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, ahead: int | None, scale: float) -> Partial:
+    """Attend with torch's kernel for CPUs: query i sees keys 0..ahead + i, all of them for None.
+
+    The kernel knows triangles and rectangles only.
+    """
+    if ahead is None:
+        return _kernel(query, key, value, scale, causal=False)
+    triangle = _kernel(query, key[:, ahead:], value[:, ahead:], scale, causal=True)
+    if not ahead:
+        return triangle
+    return merge([triangle, _kernel(query, key[:, :ahead], value[:, :ahead], scale, causal=False)])
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> Partial:
+    num_queries, _, head_dim = query.shape
+    rows = query.view(num_queries, len(key), -1, head_dim).permute(1, 2, 0, 3)
+    keys, values = (x[:, None].expand(-1, rows.shape[1], -1, -1) for x in (key, value))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, keys, values, 0.0, causal, scale=scale)
+    return Partial(out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2))
+
+
+def _gather(pages: Tensor, table: Tensor) -> Tensor:
+    """Copy pages ``[page, H, slot, dim]``, whose first two dimensions merge without a copy, to ``[H, slots, dim]``."""
+    num_pages, num_heads, page_size, dim = pages.shape
+    rows = table * num_heads + torch.arange(num_heads, device=table.device)[:, None]
+    copied = pages.view(num_pages * num_heads, page_size, dim).index_select(0, rows.flatten())
+    return copied.view(num_heads, -1, dim)

@@ -21,11 +21,12 @@ from workers.engine.calibration import calibrate
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import torch_dtype
+from workers.kernels import elementwise
 from workers.memory.page_pool import PagePool
 from workers.models.interface import DecoderConfig
+from workers.native.elementwise import NativeElementwise
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group, join_store, open_store
-from workers.row_kernels import use_native_rows
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600.0
@@ -48,7 +49,7 @@ class CpBenchRank:
         self._pool = PagePool.of_one_rank(config.kv_geometry("bench", config.dtype, _PAGE_SIZE), num_pages)
         attention = choose_backend(AttentionSetting.AUTO, self._model.device, dtype)
         if attention.name == "native":
-            use_native_rows()
+            elementwise.register("cpu", torch.bfloat16, NativeElementwise.load())
         self._backend = attention.backend
         self._store: ReplicaStore | None = None
         self._groups: dict[int, Communicator] = {}

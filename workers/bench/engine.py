@@ -22,7 +22,7 @@ from workers.bench.transformers_peer import TransformersPeer
 from workers.cpu import use_cpu
 from workers.device import open_device
 from workers.engine.begun_step import BegunStep
-from workers.engine.gpu_recorder import GpuRecorder
+from workers.engine.capture import GraphCapture
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner
 from workers.memory.page_pool import PagePool
@@ -156,7 +156,7 @@ def _make_runner(model: DecoderModel, most_tokens: int) -> ModelRunner:
     runner = ModelRunner(model, pool, attention.backend, Communicator("cp"))
     runner.warm_up()
     if model.device.type == "cuda":
-        runner.record_decode(1, GpuRecorder(torch.cuda.Stream(model.device)))  # type: ignore[no-untyped-call]
+        runner.capture_decode(1, GraphCapture(torch.cuda.Stream(model.device)))  # type: ignore[no-untyped-call]
     return runner
 
 

@@ -11,12 +11,14 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from cluster.spec.kv import FULL_ATTENTION, KvGeometry, key_value_group, pages_for
+from workers.attention.interface import GraphShape
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.bench.results import Limit
 from workers.bench.shapes import BenchShape
 from workers.bench.timing import Launch
-from workers.context_parallel.runs import Run
 from workers.engine.chances import plain_race
 from workers.engine.cutoffs import ranked_cutoffs
 from workers.kernels.copy_pages import copy_pages
@@ -101,7 +103,7 @@ def kernel_cases(shape: BenchShape, sizes: Sizes, device: torch.device) -> Itera
 def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix_len: int) -> KernelCase:
     total = prefix_len + num_tokens
     pool, table = _pages(shape, device, total)
-    kv = pool.layer_view(0)
+    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
     query = _random(device, num_tokens, shape.heads, shape.head_dim)
     step = TritonAttention().prepare([Run(0, prefix_len, num_tokens, 1)], [table], PAGE_SIZE)
     key, value = _random(device, 2, 1, total, shape.kv_heads, shape.head_dim)
@@ -110,7 +112,7 @@ def _prefill(shape: BenchShape, device: torch.device, *, num_tokens: int, prefix
         f"prefill {num_tokens}" + (f" after {prefix_len}" if prefix_len else ""),
         Limit.FLOPS,
         4.0 * shape.heads * shape.head_dim * pairs,
-        lambda: step.attend(query, *kv),
+        lambda: step.attend(query, *kv, params),
         _attention_peers([(query[None], key, value)], is_causal=True),
     )
 
@@ -130,9 +132,20 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
     lens = [length for count, length in batch for _ in range(count)]
     num_pages = [pages_for(length, PAGE_SIZE) for length in lens]
     pool, pages = _pages(shape, device, sum(num_pages) * PAGE_SIZE)
-    kv = pool.layer_view(0)
+    kv, params = pool.layer_view(0), AttentionParams(shape.head_dim**-0.5)
     query = _random(device, len(lens), shape.heads, shape.head_dim)
-    step = DecodeAttention(len(lens), max(num_pages), PAGE_SIZE, shape.kv_heads, query[:1], device)
+    step = DecodeAttention(
+        GraphShape(
+            num_requests=len(lens),
+            most_pages=max(num_pages),
+            page_size=PAGE_SIZE,
+            num_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=query.dtype,
+            device=device,
+        )
+    )
     step.fill(lens, [table.numpy() for table in torch.split(pages.cpu(), num_pages)])
     contiguous = []
     for queries, (count, length) in zip(torch.split(query, [count for count, _ in batch]), batch, strict=True):
@@ -142,7 +155,7 @@ def _decode(shape: BenchShape, device: torch.device, *, batch: _Batch) -> Kernel
         "decode " + " + ".join(f"{count} x {length}" for count, length in batch),
         Limit.BYTES,
         float(sum(lens) * shape.kv_row_len * _DTYPE.itemsize),
-        lambda: step.attend(query, *kv),
+        lambda: step.attend(query, *kv, params),
         _attention_peers(contiguous, is_causal=False),
     )
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cluster.spec.strategy import Passing
+from workers.attention.runs import RankRuns, Run
 from workers.context_parallel.rates import ALL_REDUCES, ModelShape, Rates
-from workers.context_parallel.runs import RankRuns, Run
 from workers.context_parallel.shard_plan import ShardPlan
 
 TILE = 256

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from workers.context_parallel.merge import Partial
+from workers.attention.merge import Partial
 from workers.parallel.collectives import Communicator, Pending
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.spec.strategy import Strategy
-from workers.context_parallel.runs import RankRuns, Run, coalesce
+from workers.attention.runs import RankRuns, Run, coalesce
 from workers.context_parallel.strategies import STRATEGIES, none
 
 Indices = NDArray[np.int64]

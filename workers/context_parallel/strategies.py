@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from cluster.spec.strategy import Strategy
-from workers.context_parallel.runs import Run
+from workers.attention.runs import Run
 
 Split = Callable[[Sequence[int], Sequence[int], int], list[list[Run]]]
 

@@ -1,4 +1,4 @@
-"""What a model's attention layers talk to during one step: K and V go in, attention comes out, CP stays hidden."""
+"""The engine's side of attention during one step: K and V go in, attention comes out, CP stays hidden."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -8,19 +8,20 @@ from functools import cached_property
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend, RowAttention
+from workers.attention.merge import Partial, merge
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run, sees_any
 from workers.context_parallel.gather import RowGather, gather_rows
-from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.ring import Ring
-from workers.context_parallel.runs import Run, sees_any
 from workers.device import index_on
 from workers.engine.batch import StepBatch
+from workers.kernels.elementwise import KvSlots
 from workers.memory.page_pool import PagePool
 from workers.parallel.collectives import Communicator
-from workers.row_kernels import KvPlace
 
 
 class CpExchange:
-    """The ways in which the ranks of one CP group exchange rows, with their buffers; one for a worker."""
+    """Exchanges of rows between the ranks of one CP group, with their buffers; one for a worker."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
@@ -32,7 +33,7 @@ class CpExchange:
 class StepContext(ABC):
     """Implements the AttentionContext of workers.layers.context for one step on one rank.
 
-    Every rank of the CP group makes the same calls for the same step, also one that has no token in it.
+    Every rank of the CP group makes the same calls for the same step, even one without a token in it.
     """
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
@@ -49,7 +50,7 @@ class StepContext(ABC):
         batch = self.batch.narrowed()
         return self if batch is self.batch else type(self)(batch, self.pool, self.backend, self.exchange)
 
-    def place(self, layer: int) -> KvPlace | None:  # noqa: ARG002
+    def place(self, layer: int) -> KvSlots | None:  # noqa: ARG002
         """See AttentionContext."""
         return None
 
@@ -57,18 +58,20 @@ class StepContext(ABC):
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Begin to exchange this rank's ``k`` and ``v [tokens, kv_heads, dim]`` over the group."""
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """See AttentionContext."""
-        out = self.attend_storing(layer, q)
+        sees_all = params.window is None or not self.batch.is_sharded
+        assert sees_all, "a window needs all pages of a request on every rank"
+        out = self.attend_storing(layer, q, params)
         self.pool.note_stored(layer)
         return out
 
     @abstractmethod
-    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """Causal attention of ``q [wanted, heads, dim]`` over cached prefix and new tokens, and store the new KV."""
 
     def join_last(self, hidden: Tensor) -> Tensor:
-        """The last token of every sampled row, ``[R, hidden]``, on every rank; ``hidden [wanted, hidden]`` is local."""
+        """Return the last token of every sampled request, ``[R, hidden]``, on every rank; ``hidden`` is local."""
         batch = self.batch
         if batch.plan.replicated and len(batch.sampled) == len(hidden):
             return hidden
@@ -76,31 +79,31 @@ class StepContext(ABC):
         if batch.plan.replicated:
             return mine
         counts: Counter[int] = Counter()
-        places = []
+        indices = []
         for sample in batch.sampled:
             cp_rank = sample.owner.cp_rank
-            places.append((cp_rank, counts[cp_rank]))
+            indices.append((cp_rank, counts[cp_rank]))
             counts[cp_rank] += 1
         most = max(counts.values(), default=0)
         gathered = gather_rows(self.exchange.group, mine, most)
-        return gathered[index_on([cp_rank * most + place for cp_rank, place in places], gathered.device)]
+        return gathered[index_on([cp_rank * most + index for cp_rank, index in indices], gathered.device)]
 
     def prepare_rows(self, key_runs: Sequence[Run]) -> RowAttention | None:
-        """This rank's queries over rows of keys; None if no query sees any of them."""
+        """Prepare this rank's queries over rows of keys; None if no query sees any of them."""
         runs = self.batch.runs
         return self.backend.prepare_rows(runs, key_runs) if sees_any(runs, key_runs) else None
 
-    def joined(self, q: Tensor, partials: Sequence[Partial]) -> Tensor:
-        """Attention of this rank's queries from all partials; there are none only where there is no query."""
-        return merge(partials).out if len(q) else q
+    def joined(self, q: Tensor, partials: Sequence[Partial], params: AttentionParams) -> Tensor:
+        """Join all partials of this rank's queries; there are none only where there is no query."""
+        return merge(partials, params.sinks).out if len(q) else q
 
     def owned_rows(self, cp_rank: int) -> "OwnedRows":
-        """Which of the rows that a rank computes belong into this rank's pages."""
+        """Return the rows computed by a rank that belong into this rank's pages."""
         return OwnedRows(self.pool, *self.batch.owned_rows(cp_rank, self.pool.trash_slot))
 
 
 class OwnedRows:
-    """Rows of one rank that another, or the same, stores in every layer."""
+    """Rows computed by one rank and stored by this one, in every layer."""
 
     def __init__(self, pool: PagePool, rows: Tensor, slots: Tensor) -> None:
         self._rows, self._slots = rows, pool.at_slots(slots)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.spec.strategy import Strategy
-from workers.context_parallel.runs import Run
+from workers.attention.runs import Run
 from workers.context_parallel.shard_lens import ShardLens
 from workers.context_parallel.shard_plan import Indices, Owner, ShardPlan, make_shard_plan
 from workers.device import on_device

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from cluster.spec.ranks import moe_tp_size
 from workers.attention.interface import AttentionBackend
+from workers.attention.merge import Partial, merge
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.context_parallel.estimate import computed_pairs
-from workers.context_parallel.merge import Partial, merge
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.context_parallel.runs import Run
 from workers.device import synchronize
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
@@ -96,7 +97,7 @@ class _NoAttention:
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store nothing."""
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:  # noqa: ARG002
         """Attend to nothing."""
         return q
 
@@ -134,7 +135,7 @@ def _measure_attention(
     model: DecoderModel, pool: PagePool, backend: AttentionBackend, shape: ModelShape
 ) -> tuple[float, float]:
     """Time of a run of next to no work, and FLOP/s of a run on a longer prefix."""
-    samples = SAMPLES[model.device.type]
+    samples, params = SAMPLES[model.device.type], AttentionParams(model.config.head_dim**-0.5)
     table = torch.full((-(-(samples.prefix + samples.queries) // pool.page_size),), pool.num_pages)
 
     def runs_s(runs: Sequence[Run]) -> float:
@@ -142,7 +143,7 @@ def _measure_attention(
         query = torch.zeros(
             sum(run.count for run in runs), model.config.num_heads, model.config.head_dim, dtype=model.dtype
         )
-        return _least_s(model.device, lambda: attention.attend(query, *pool.layer_view(0)))
+        return _least_s(model.device, lambda: attention.attend(query, *pool.layer_view(0), params))
 
     run_s = runs_s([Run(request, 0, 2, 1) for request in range(_SHORT_RUNS)]) / _SHORT_RUNS
     long = Run(0, samples.prefix, samples.queries, 1)

@@ -1,4 +1,4 @@
-"""Which attention context a step runs with; the same on every rank, since it depends on the step plan alone."""
+"""Choice of a step's attention context; the same on every rank, since it depends on the step plan alone."""
 
 from cluster.spec.strategy import Passing
 from workers.attention.interface import AttentionBackend
@@ -13,7 +13,7 @@ from workers.memory.page_pool import PagePool
 def make_context(
     batch: StepBatch, passing: Passing | None, pool: PagePool, backend: AttentionBackend, exchange: CpExchange
 ) -> StepContext:
-    """``passing`` matters only where the pool is divided over ranks; without a word, keys and values are passed."""
+    """Return the context. ``passing`` matters only where the pool is divided over ranks; None passes keys."""
     kind: type[StepContext]
     if batch.is_sharded:
         kind = PassQContext if passing is Passing.PASS_Q else PassKvContext

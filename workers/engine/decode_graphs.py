@@ -1,4 +1,4 @@
-"""Decode steps that are recorded once for some batch sizes and replayed, which takes the host next to no time."""
+"""Decode steps captured once for some batch sizes and replayed, which takes the host next to no time."""
 
 import logging
 import sys
@@ -12,16 +12,18 @@ from torch import Tensor
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.kv import pages_for
 from cluster.spec.strategy import MoeDispatch
-from workers.attention.triton.decode import DecodeAttention
+from workers.attention.interface import AttentionBackend, GraphAttention, GraphShape
+from workers.attention.merge import merge
+from workers.attention.params import AttentionParams
 from workers.engine.batch import BatchRow
 from workers.engine.begun_step import Followed
-from workers.engine.gpu_recorder import Record, RecordingError
+from workers.engine.capture import Capture, CaptureError
 from workers.expert_parallel.token_dispatcher import FEW_TOKENS
 from workers.expert_parallel.token_exchange import Lens
+from workers.kernels.elementwise import KvSlots
 from workers.layers.experts import FEW_CHOICES
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
-from workers.row_kernels import KvPlace
 
 REPLAYED = "replayed"
 
@@ -29,33 +31,35 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """Replays steps in which each request has one token, which is drawn from. Other steps go the usual way."""
+    """Replays steps in which each request has one token, from which the next is sampled; others are computed."""
 
-    def __init__(self, model: DecoderModel, pool: PagePool, most_requests: int, record: Record) -> None:
+    def __init__(
+        self, model: DecoderModel, pool: PagePool, backend: AttentionBackend, most_requests: int, capture: Capture
+    ) -> None:
         self.counts: Counter[str] = Counter()
-        """Steps replayed, and those that were not, by reason."""
-        self._pool = pool
-        self._steps: dict[int, _RecordedStep] = {}
-        self._failure = _why_unrecorded(model)
+        """Steps replayed, and steps that were not, by reason."""
+        self._model, self._pool, self._backend = model, pool, backend
+        self._steps: dict[int, _CapturedStep] = {}
+        self._failure = self._why_not()
         try:
-            if not self._failure and not self._record(model, record, most_requests):
-                self._failure = "recording failed"
+            if not self._failure and not self._capture(capture, most_requests):
+                self._failure = "capture failed"
                 self._steps.clear()
         except BaseException:
             self.drop()
             raise
 
     def drop(self) -> None:
-        """Forget what was recorded, also where an error still holds a step."""
+        """Forget what was captured, even where an error still holds a step."""
         self._failure = "dropped"
         for step in self._steps.values():
             step.forget()
         self._steps.clear()
 
     def run(self, rows: Sequence[BatchRow], followed: Followed | None = None, most_rows: int = 0) -> Tensor | None:
-        """Final hidden states ``[rows, hidden]``, valid until the next call; None where it cannot be replayed.
+        """Return final hidden states ``[rows, hidden]``, valid until the next call; None for a step to be computed.
 
-        most_rows: of any DP rank. All call this at once, with one answer, and with rows of decode alone.
+        ``most_rows`` are the most of any DP rank. All call this at once, with one answer, and only with decode rows.
         """
         num_rows = max(len(rows), most_rows)
         reason = self._failure or self._misfit(rows, num_rows)
@@ -65,40 +69,63 @@ class DecodeGraphs:
         size = min(size for size in self._steps if size >= num_rows)
         return self._steps[size].run(rows, followed)
 
-    def _record(self, model: DecoderModel, record: Record, most_requests: int) -> bool:
-        """Whether all ranks could: if one met the others in another way than they do, each would wait."""
+    def _why_not(self) -> str:
+        """Return what in the middle of a step goes through the host; empty for nothing."""
+        groups = self._model.groups
+        goes_to_experts = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
+        if self._model.config.moe is not None and goes_to_experts:
+            return "tokens sent to experts"
+        return "" if self._attention(1) else "attention that cannot be captured"
+
+    def _attention(self, num_requests: int) -> GraphAttention | None:
+        config, pool = self._model.config, self._pool
+        shape = GraphShape(
+            num_requests=num_requests,
+            # The model's most, whatever the pool holds: a capture over a small pool takes as much memory.
+            most_pages=pages_for(config.max_position_embeddings, pool.page_size),
+            page_size=pool.page_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+        return self._backend.prepare_graph(shape)
+
+    def _capture(self, capture: Capture, most_requests: int) -> bool:
+        """Return whether all ranks could: a rank that computes steps which others replay would wait for ever."""
+        model = self._model
         # The largest first, whose memory the others share.
         for size in reversed(batch_sizes(min(most_requests, _most_requests(model)))):
             problem = ""
             try:
-                self._steps[size] = _RecordedStep(model, self._pool, size, record)
-            except RecordingError as error:
+                attention = self._attention(size)
+                assert attention is not None, "a backend that captures some sizes only"
+                self._steps[size] = _CapturedStep(model, self._pool, size, attention, capture)
+            except CaptureError as error:
                 problem = str(error)
             num_failed = torch.tensor([float(bool(problem))], device=model.device)
             for group in (model.groups.tp, model.groups.dp):
                 group.all_reduce(num_failed)
             if num_failed.item():
-                _log.warning("decode steps are not replayed: %s", problem or "another rank cannot record them")
+                _log.warning("decode steps are not replayed: %s", problem or "another rank cannot capture them")
                 return False
         return True
 
     def _misfit(self, rows: Sequence[BatchRow], num_rows: int) -> str:
         if any(len(row.token_ids) != 1 or not row.sampled or row.scored for row in rows):
             return "prompt tokens"
-        return "" if num_rows <= max(self._steps) else "more requests than recorded"
+        return "" if num_rows <= max(self._steps) else "more requests than captured"
 
 
-class _RecordedStep:
-    """A step of a fixed number of requests; those that are not there see one token of the trash page."""
+class _CapturedStep:
+    """A step of a fixed number of requests; absent ones see one token of the null page."""
 
-    def __init__(self, model: DecoderModel, pool: PagePool, size: int, record: Record) -> None:
-        self._pool, self._size = pool, size
-        config, device = model.config, model.device
-        query = torch.empty(1, config.num_heads, config.head_dim, dtype=model.dtype, device=device)
-        # Whatever the pool holds, so that what is recorded over a small one takes as much memory.
-        most_pages = pages_for(config.max_position_embeddings, pool.page_size)
-        self._attention = DecodeAttention(size, most_pages, pool.page_size, config.num_kv_heads, query, device)
-        self._inputs = torch.zeros(4, size, dtype=torch.int64, device=device)
+    def __init__(
+        self, model: DecoderModel, pool: PagePool, size: int, attention: GraphAttention, capture: Capture
+    ) -> None:
+        self._pool, self._size, self._attention = pool, size, attention
+        self._inputs = torch.zeros(4, size, dtype=torch.int64, device=model.device)
         token_ids, positions, slots, is_request = self._inputs
         dp = model.groups.parallel.dp
         context = _DecodeContext(pool, slots, self._attention, (size,) * dp if dp > 1 else None)
@@ -110,7 +137,7 @@ class _RecordedStep:
             return hidden
 
         self._fill([])
-        self._hidden, self._replay = record(compute)
+        self._hidden, self._replay = capture(compute)
 
     def forget(self) -> None:
         self._replay = _forgotten
@@ -131,51 +158,44 @@ class _RecordedStep:
         positions[:num_rows] = [row.prefix_len for row in rows]
         tables = [np.asarray(row.pages, dtype=np.int64) for row in rows]
         tables += [np.array([pool.num_pages])] * (self._size - num_rows)
-        pages, places = np.divmod(positions, pool.page_size)
+        pages, in_page = np.divmod(positions, pool.page_size)
         slots[:] = [table[page] for table, page in zip(tables, pages.tolist(), strict=True)]
         slots *= pool.page_size
-        slots += places
-        # From where a GPU reads it: the host goes on at once, and torch keeps the memory until then.
+        slots += in_page
+        # Pinned, so the host goes on at once; torch keeps the memory until the copy is done.
         self._inputs.copy_(on_host, non_blocking=True)
         self._attention.fill(positions + 1, tables)
 
 
 def _forgotten() -> None:
-    raise AssertionError("a step that was forgotten is replayed")
+    raise AssertionError("a dropped step is replayed")
 
 
 def _most_requests(model: DecoderModel) -> int:
-    """Of a DP rank, whose tokens come to their experts without counts that the host waits for."""
+    """Return the most requests of a DP rank whose tokens reach their experts without counts that the host waits for."""
     moe = model.config.moe
     if moe is None:
         return sys.maxsize
     return max(1, min(FEW_TOKENS, FEW_CHOICES // moe.top_k) // model.groups.parallel.dp)
 
 
-def _why_unrecorded(model: DecoderModel) -> str:
-    """What in the middle of a step goes through the host; empty for nothing."""
-    groups = model.groups
-    goes_to_experts = groups.moe_block.size > 1 and groups.moe_dispatch is MoeDispatch.ALL_TO_ALL
-    return "tokens sent to experts" if model.config.moe is not None and goes_to_experts else ""
-
-
 class _DecodeContext:
-    """The AttentionContext of recorded steps: everything that changes from step to step is in tensors."""
+    """The AttentionContext of captured steps: everything that changes from step to step is in tensors."""
 
     kv_first = False
     counted: Tensor | None = None
     wanted: Tensor | None = None
 
-    def __init__(self, pool: PagePool, slots: Tensor, attention: DecodeAttention, lens: Lens) -> None:
+    def __init__(self, pool: PagePool, slots: Tensor, attention: GraphAttention, lens: Lens) -> None:
         self._pool, self._slots, self._attention = pool, slots, attention
         self.lens = self.last_lens = lens
 
     @property
     def last(self) -> "_DecodeContext":
-        """Every token is drawn from."""
+        """Every token is sampled from."""
         return self
 
-    def place(self, layer: int) -> KvPlace | None:
+    def place(self, layer: int) -> KvSlots | None:
         """See AttentionContext."""
         return self._pool.place(layer, self._slots)
 
@@ -183,6 +203,6 @@ class _DecodeContext:
         """See AttentionContext."""
         self._pool.write(layer, self._slots, torch.stack((k, v), dim=1))
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """See AttentionContext."""
-        return self._attention.attend(q, *self._pool.layer_view(layer))
+        return merge([self._attention.attend(q, *self._pool.layer_view(layer), params)], params.sinks).out

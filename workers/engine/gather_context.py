@@ -1,17 +1,18 @@
 """Gather mode: every rank stores the K and V of all ranks.
 
-Where rows travel by themselves, what is here already is attended meanwhile. Otherwise there is nothing to hide, and
-one call over all keys is faster than one for each rank's.
+Where rows travel in the background, local keys are attended meanwhile. Otherwise there is nothing to hide, and one
+call over all keys is faster than one for each rank's.
 """
 
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend
+from workers.attention.params import AttentionParams
 from workers.context_parallel.gather import Gathered
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
+from workers.kernels.elementwise import KvSlots
 from workers.memory.page_pool import PagePool
-from workers.row_kernels import KvPlace
 
 
 class PagedContext(StepContext):
@@ -23,24 +24,24 @@ class PagedContext(StepContext):
         self._slots = pool.at_slots(batch.slots)
         self._gathered: Gathered | None = None
 
-    def place(self, layer: int) -> KvPlace | None:
-        """See StepContext; other ranks need what they have not computed."""
+    def place(self, layer: int) -> KvSlots | None:
+        """See StepContext; None where other ranks need the new rows too."""
         return self.pool.place(layer, self.batch.slots) if self.batch.plan.replicated else None
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
         """See StepContext."""
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
-    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """See StepContext."""
         if self._gathered is not None:
             self._slots.write(layer, self._gathered.wait())
             self._gathered = None
-        return self._attention.attend(q, *self.pool.layer_view(layer)).out
+        return self.joined(q, [self._attention.attend(q, *self.pool.layer_view(layer), params)], params)
 
 
 class OverlappedContext(StepContext):
-    """Attends the cached prefix and this rank's own rows while those of the others are under way."""
+    """Attends the cached prefix and this rank's own rows while the others' are in flight."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -58,15 +59,15 @@ class OverlappedContext(StepContext):
         self._k, self._v = k, v
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
-    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """See StepContext."""
         partials = []
         if self._prefix is not None:
-            partials.append(self._prefix.attend(q, *self.pool.layer_view(layer)))
+            partials.append(self._prefix.attend(q, *self.pool.layer_view(layer), params))
         if self._own is not None:
-            partials.append(self._own.attend(q, self._k, self._v))
+            partials.append(self._own.attend(q, self._k, self._v, params))
         self._slots.write(layer, self._gathered.wait())
         for rank, rows in self._others:
             kv = self._gathered.of_rank(rank)
-            partials.append(rows.attend(q, kv[:, 0], kv[:, 1]))
-        return self.joined(q, partials)
+            partials.append(rows.attend(q, kv[:, 0], kv[:, 1], params))
+        return self.joined(q, partials, params)

@@ -1,4 +1,4 @@
-"""Ring mode, pass-KV: the keys of each rank, cached ones included, go round; each rank keeps new ones that it owns."""
+"""Ring mode, pass-KV: the keys of each rank, cached ones included, go round; each rank stores the new ones it owns."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -8,15 +8,16 @@ from torch import Tensor
 
 from cluster.spec.kv import pages_for
 from workers.attention.interface import AttentionBackend
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import RankRuns, Run
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import RankRuns, Run
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
 from workers.memory.page_pool import PagePool
 
 
 class PassKvContext(StepContext):
-    """A rank's block: its part of each request's prefix, then its new rows.
+    """Passes blocks: a rank's part of each request's prefix, then its new rows.
 
     Where every rank computes every token, new rows are everywhere already and only prefixes go round.
     """
@@ -49,28 +50,28 @@ class PassKvContext(StepContext):
         torch.stack((k, v), dim=1, out=self._block[prefix_len:])
         ring.start()
 
-    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """See StepContext."""
-        return self.joined(q, list(self._partials(layer, q)))
+        return self.joined(q, list(self._partials(layer, q, params)), params)
 
     def _read_prefix(self, layer: int, block: Tensor) -> None:
-        """Whole pages, since that is faster; what is beyond a share is overwritten by what follows it."""
+        """Read whole pages, which is faster; what is beyond a share is overwritten by what follows it."""
         begin = 0
         for pages, share in self._prefix_pages:
             self.pool.read_pages(layer, pages, block[begin : begin + len(pages) * self.batch.page_size])
             begin += share
 
-    def _partials(self, layer: int, q: Tensor) -> Iterator[Partial]:
+    def _partials(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
         """Attend every block that has something for this rank, and store what this rank owns of it."""
         for source, block in chain([(self.batch.cp_rank, self._block)], self.exchange.ring.others()):
             if source in self._owned:
                 self._owned[source].store(layer, block[self._prefix_lens[source] :])
             rows = self._rows[source]
             if rows is not None:
-                yield rows.attend(q, block[:, 0], block[:, 1])
+                yield rows.attend(q, block[:, 0], block[:, 1], params)
 
     def _key_runs(self, source: int) -> RankRuns:
-        """The rows of a rank's block, all of a prefix being before every new token."""
+        """Return the runs of a rank's block; all of a prefix is before every new token."""
         plan = self.batch.plan
         shares = self.batch.prefix_shares[source]
         prefixes = tuple(Run(request, 0, share, 1) for request, share in enumerate(shares) if share)

@@ -1,4 +1,4 @@
-"""Ring mode, pass-Q: queries go to every rank, and what they found in its part of the prefix comes home."""
+"""Ring mode, pass-Q: queries go to every rank, and their partials over its part of the prefix come back."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from workers.attention.interface import AttentionBackend
-from workers.context_parallel.merge import Partial
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.context_parallel.pass_q import HomewardPartials
-from workers.context_parallel.runs import Run
 from workers.device import on_device
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import StepBatch
@@ -17,7 +18,7 @@ from workers.memory.page_pool import PagePool
 
 
 class PassQContext(StepContext):
-    """New K and V, few where this pays, are gathered as in gather mode, and each rank stores those that it owns."""
+    """Gathers new K and V, few where this pays, as in gather mode; each rank stores the ones it owns."""
 
     def __init__(self, batch: StepBatch, pool: PagePool, backend: AttentionBackend, exchange: CpExchange) -> None:
         super().__init__(batch, pool, backend, exchange)
@@ -39,7 +40,7 @@ class PassQContext(StepContext):
 
     @cached_property
     def last(self) -> StepContext:
-        """Itself: its queries are few, and every rank's are cut as its keys are."""
+        """This context: its queries are few, and sharded as its keys are."""
         return self
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:  # noqa: ARG002
@@ -47,25 +48,26 @@ class PassQContext(StepContext):
         self._k, self._v = k, v
         self._gathered = self.exchange.kv_gather.start(self.batch.plan, k, v)
 
-    def attend_storing(self, layer: int, q: Tensor) -> Tensor:
+    def attend_storing(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """See StepContext."""
         queries = self.exchange.query_gather.start(self.batch.plan, q) if self._has_prefix else None
-        partials = [] if self._own is None else [self._own.attend(q, self._k, self._v)]
+        partials = [] if self._own is None else [self._own.attend(q, self._k, self._v, params)]
         self._gathered.wait()
         homeward = None
         if queries is not None:
-            found = self._prefix.attend(queries.wait()[self._inverse, 0], *self.pool.layer_view(layer))
+            every_query = queries.wait()[self._inverse, 0]
+            found = self._prefix.attend(every_query, *self.pool.layer_view(layer), params)
             homeward = HomewardPartials(self.exchange.group, found, self._homes)
-        partials += self._take_others(layer, q)
+        partials += self._take_others(layer, q, params)
         if homeward is not None:
             partials += homeward.wait()
-        return self.joined(q, partials)
+        return self.joined(q, partials, params)
 
-    def _take_others(self, layer: int, q: Tensor) -> Iterator[Partial]:
-        """Store what this rank owns of all new rows, and attend those of the others."""
+    def _take_others(self, layer: int, q: Tensor, params: AttentionParams) -> Iterator[Partial]:
+        """Store what this rank owns of all new rows, and attend the others' rows."""
         self._own_stored.store(layer, self._gathered.of_rank(self.batch.cp_rank))
         for rank, rows, owned in self._others:
             kv = self._gathered.of_rank(rank)
             owned.store(layer, kv)
             if rows is not None:
-                yield rows.attend(q, kv[:, 0], kv[:, 1])
+                yield rows.attend(q, kv[:, 0], kv[:, 1], params)

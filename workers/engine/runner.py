@@ -15,15 +15,15 @@ from cluster.spec.sampling import Sampled, Sampling, TokenLogprobs
 from cluster.spec.step_messages import ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
-from workers.context_parallel.merge import Partial, merge
+from workers.attention.merge import Partial, merge
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
 from workers.device import event_on
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import BegunStep, Drawn, Followed
+from workers.engine.capture import Capture
 from workers.engine.contexts import make_context
 from workers.engine.gpu_memory import bytes_kept_by
-from workers.engine.gpu_recorder import Record
 from workers.engine.known_request import KnownRequest
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample, draw
@@ -68,10 +68,10 @@ class ModelRunner:
         self._peer_memory = peer_memory
         self._graphs: DecodeGraphs | None = None
         self.graph_bytes = 0
-        """Of the GPU's memory, that recorded steps hold."""
-        self.why_unrecorded = ""
+        """GPU memory that captured steps hold."""
+        self.why_not_captured = ""
         """On a GPU for decode, where no step is."""
-        self._unrecorded: Counter[str] = Counter()
+        self._not_captured: Counter[str] = Counter()
         self.requests: dict[Room, KnownRequest] = {}
         self._is_sharded = ownership is KvOwnership.SHARDED
         self._grammars = grammars
@@ -146,8 +146,8 @@ class ModelRunner:
         lens = lens_of([extend], strategy, passing, self._cp_group.size)
         return ShardLens(lens.every * dp, lens.last * dp) if dp > 1 else None
 
-    def record_decode(self, most_requests: int, record: Record) -> None:
-        """Record decode steps of up to so many requests on this rank's GPU, to be replayed from now on.
+    def capture_decode(self, most_requests: int, capture: Capture) -> None:
+        """Capture decode steps of up to so many requests on this rank's GPU, to be replayed from now on.
 
         Every rank of the replica calls this; for one stage without context parallelism. With DP ranks all replay steps
         of one size at once.
@@ -159,19 +159,19 @@ class ModelRunner:
 
         @torch.inference_mode()
         def make_graphs() -> None:
-            self._graphs = DecodeGraphs(self._model, self._pool, most_requests, record)
+            self._graphs = DecodeGraphs(self._model, self._pool, self._backend, most_requests, capture)
 
         self.graph_bytes = bytes_kept_by(self._model.device, make_graphs)
 
     def drop_graphs(self) -> None:
-        """Compute every step from now on. A group whose sums are recorded can only be left without them."""
+        """Compute every step from now on. A group whose sums are captured can only be left without them."""
         if self._graphs is not None:
             self._graphs.drop()
 
     @property
     def graph_steps(self) -> dict[str, int]:
-        """Steps replayed, and those that were not, by reason; empty where none are to be recorded."""
-        return dict(self._unrecorded if self._graphs is None else self._graphs.counts + self._unrecorded)
+        """Steps replayed, and those that were not, by reason; empty where none are to be captured."""
+        return dict(self._not_captured if self._graphs is None else self._graphs.counts + self._not_captured)
 
     @property
     def _owners(self) -> int:
@@ -239,14 +239,14 @@ class ModelRunner:
         return self._drawn
 
     def _replay(self, plan: StepPlan, rows: Sequence[BatchRow], followed: Followed | None) -> torch.Tensor | None:
-        """Final hidden states of a recorded step; None for one that is to be computed."""
-        reason = self.why_unrecorded
+        """Return final hidden states of a captured step; None for one that is to be computed."""
+        reason = self.why_not_captured
         if self._graphs is not None and plan.layerwise_load is not None:
             reason = "layers on their way"
         elif self._graphs is not None and plan.shard_lens and not plan.is_decode:
             reason = "prompt tokens"  # of whatever DP rank
         if reason:
-            self._unrecorded[reason] += 1
+            self._not_captured[reason] += 1
         if self._graphs is None or reason:
             return None
         return self._graphs.run(rows, followed, max(plan.shard_lens, default=0))

@@ -16,8 +16,8 @@ from workers.kernels.launch import block_of, operand_type
 from workers.kernels.parts import PART_FIELDS, Parts, leave, parts_at_once
 
 TILE_FIELDS = ("first_row", "num_queries", "first_index", "first_segment", "num_segments", *PART_FIELDS)
-"""A program's queries: rows of ``query`` and ``out``, the first of them being query ``first_index`` of its run; a tile
-of no queries does nothing. Then its segments, and where it leaves what it finds in them if they are but a part."""
+"""A program's queries: rows of ``query`` and ``out``, the first of them query ``first_index`` of its run; a tile
+without queries does nothing. Then its segments, and the slots of its result if they are only a part of the keys."""
 
 SEGMENT_FIELDS = ("table", "first_key", "begin", "stop", "ahead", "step")
 """Keys ``begin`` to ``stop`` of which query i of a run sees those up to ``ahead + i * step``. Key k is in page
@@ -28,9 +28,13 @@ _NUM_SEGMENT_FIELDS = tl.constexpr(len(SEGMENT_FIELDS))
 _LN_2 = tl.constexpr(math.log(2.0))
 
 
+MOST_BLOCK_KEYS = 64
+"""Segments over pages begin at multiples of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How much a program holds at once."""
+    """Sizes of what a program holds at once."""
 
     rows: int
     """Queries times G."""
@@ -42,7 +46,7 @@ class Blocks:
 
 
 def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Blocks:
-    """For tiles of up to ``rows`` rows, over pages or, for page size 0, rows."""
+    """Return the sizes for tiles of up to ``rows`` rows, over pages or, for page size 0, rows."""
     if itemsize > 2:
         most = min(rows, 32)
         return Blocks(block_of(most, 16), 32, 8, 2, block_of(most))
@@ -51,7 +55,7 @@ def blocks_for(rows: int, head_dim: int, itemsize: int, page_size: int) -> Block
     warps = 4 if rows <= 16 and not is_large else 8
     # The number of a page is loaded ahead of the page, which takes two of the stages.
     stages = 5 if page_size and not is_large else 3
-    return Blocks(block_of(most_rows, 16), 32 if is_large else 64, warps, stages, block_of(most_rows))
+    return Blocks(block_of(most_rows, 16), 32 if is_large else MOST_BLOCK_KEYS, warps, stages, block_of(most_rows))
 
 
 def attend(
@@ -66,15 +70,18 @@ def attend(
     tables: Tensor,
     page_size: int,
     blocks: Blocks,
+    scale: float,
+    window: int | None = None,
     parts: Parts | None = None,
 ) -> None:
-    """Queries ``[T, H * G, D]`` over ``key`` and ``value [page, H, slot, D]``, or ``[1, H, row, D]`` for page size 0.
+    """Attend with queries ``[T, H * G, D]`` to ``key [page, H, slot, D]`` and ``value [page, H, slot, V]``.
 
-    Writes ``out [T, H * G, D]`` and ``lse [T, H * G]`` fp32, both contiguous, at the rows of the
-    ``tiles [n, 9]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides are any, but the elements of a
-    head are adjacent. Scale is 1/sqrt(D). Without ``parts`` every tile has all keys of its queries.
+    For page size 0 these are ``[1, H, row, ...]``. Writes ``out [T, H * G, V]`` and ``lse [T, H * G]`` fp32, both
+    contiguous, at the rows of the ``tiles [n, 9]``; ``segments [m, 6]``, both int32, and ``tables`` int64. Strides
+    are any, but the elements of a head are adjacent. With a ``window`` a query sees only so many keys, the last of
+    those that its segment shows it. Without ``parts`` every tile has all keys of its queries.
     """
-    num_kv_heads, head_dim = key.shape[1], query.shape[2]
+    num_kv_heads, head_dim, value_dim = key.shape[1], query.shape[2], value.shape[3]
     if not len(tiles):
         return
     _attend_kernel[(len(tiles), num_kv_heads)](
@@ -90,14 +97,17 @@ def attend(
         *query.stride()[:2],
         *key.stride()[:3],
         *value.stride()[:3],
-        math.log2(math.e) / math.sqrt(head_dim),
+        math.log2(math.e) * scale,
         GROUPS=query.shape[1] // num_kv_heads,
         NUM_HEADS=query.shape[1],
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        WINDOW=window or 0,
         PAGE_SIZE=page_size,
         BLOCK_ROWS=blocks.rows,
         BLOCK_KEYS=blocks.keys,
         BLOCK_DIM=block_of(head_dim, 16),
+        BLOCK_VALUE_DIM=block_of(value_dim, 16),
         BLOCK_PARTS=parts_at_once(blocks.joined_rows) if parts else 0,
         JOINED_ROWS=blocks.joined_rows if parts else 0,
         OPERAND=operand_type(query.dtype),
@@ -111,8 +121,9 @@ def _attend_kernel(
     query, key, value, out, lse, parts, parts_lse, arrived, tiles, segments, tables,
     query_row_stride, query_head_stride, key_page_stride, key_head_stride, key_slot_stride,
     value_page_stride, value_head_stride, value_slot_stride, scale,
-    GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0) * _NUM_TILE_FIELDS
@@ -130,7 +141,7 @@ def _attend_kernel(
     indices = first_index + queries
     last_index = first_index + num_queries - 1
 
-    found = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    found = tl.zeros((BLOCK_ROWS, BLOCK_VALUE_DIM), tl.float32)
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     key += kv_head.to(tl.int64) * key_head_stride
@@ -141,20 +152,25 @@ def _attend_kernel(
         begin, stop = tl.load(segment + 2), tl.load(segment + 3)
         ahead, step = tl.load(segment + 4), tl.load(segment + 5)
         last_seen = ahead + indices * step
-        # Blocks that every query of the tile sees whole need no mask.
-        whole = tl.maximum(tl.minimum(ahead + first_index * step + 1, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
+        if WINDOW > 0:
+            first_seen = tl.maximum(ahead + first_index * step + 1 - WINDOW, 0)
+            begin = tl.maximum(begin, first_seen // BLOCK_KEYS * BLOCK_KEYS)
+            whole = 0
+        else:
+            # Blocks that every query of the tile sees whole need no mask.
+            whole = tl.maximum(tl.minimum(ahead + first_index * step + 1, stop) - begin, 0) // BLOCK_KEYS * BLOCK_KEYS
         stop = tl.minimum(ahead + last_index * step + 1, stop)
         for start in range(begin, begin + whole, BLOCK_KEYS):
             found, peak, total = _attend_block(
                 asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
-                HEAD_DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, OPERAND, False,
+                HEAD_DIM, VALUE_DIM, WINDOW, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, BLOCK_VALUE_DIM, OPERAND, False,
             )  # fmt: skip
         for start in range(begin + whole, stop, BLOCK_KEYS):
             found, peak, total = _attend_block(
                 asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
                 key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
-                HEAD_DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, OPERAND, True,
+                HEAD_DIM, VALUE_DIM, WINDOW, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, BLOCK_VALUE_DIM, OPERAND, True,
             )  # fmt: skip
 
     # Not "total > 0", which would hide a NaN.
@@ -164,7 +180,7 @@ def _attend_kernel(
     found_lse = tl.where(is_empty, float("-inf"), (tl.log2(total) + peak) * _LN_2)
     leave(
         out, lse, parts, parts_lse, arrived, tile + 5, first_row, num_queries, kv_head, found, found_lse,
-        GROUPS, NUM_HEADS, HEAD_DIM, BLOCK_ROWS, BLOCK_PARTS, JOINED_ROWS, BLOCK_DIM,
+        GROUPS, NUM_HEADS, VALUE_DIM, BLOCK_ROWS, BLOCK_PARTS, JOINED_ROWS, BLOCK_VALUE_DIM,
     )  # fmt: skip
 
 
@@ -172,10 +188,11 @@ def _attend_kernel(
 def _attend_block(
     asked, key, value, found, peak, total, table, first_key, start, stop, last_seen,
     key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, scale, dims,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr,
     OPERAND: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What a tile has found (relative to ``peak``, in powers of two), and a block of keys more."""
+    """Add a block of keys to what a tile has found, which is relative to ``peak``, in powers of two."""
     keys = start + tl.arange(0, BLOCK_KEYS)
     if PAGE_SIZE == 0:
         pages, slots = tl.zeros((BLOCK_KEYS,), tl.int64), first_key + keys
@@ -189,14 +206,17 @@ def _attend_block(
     )
     scores = tl.dot(asked, tl.trans(key_block.to(OPERAND)), input_precision="ieee") * scale
     if IS_MASKED:
-        scores = tl.where((keys[None, :] <= last_seen[:, None]) & (keys < stop)[None, :], scores, float("-inf"))
+        seen = (keys[None, :] <= last_seen[:, None]) & (keys < stop)[None, :]
+        if WINDOW > 0:
+            seen = seen & (keys[None, :] > last_seen[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2(scores - reference[:, None])
     decay = tl.exp2(peak - reference)
-    value_block = _load_block(
-        value, pages * value_page_stride + slots * value_slot_stride, keys < stop, dims, HEAD_DIM, BLOCK_DIM, IS_MASKED
-    )
+    value_dims = tl.arange(0, BLOCK_VALUE_DIM)
+    value_rows = pages * value_page_stride + slots * value_slot_stride
+    value_block = _load_block(value, value_rows, keys < stop, value_dims, VALUE_DIM, BLOCK_VALUE_DIM, IS_MASKED)
     rounded = weights.to(value_block.dtype).to(OPERAND)
     found = tl.dot(rounded, value_block.to(OPERAND), found * decay[:, None], input_precision="ieee")
     return found, new_peak, total * decay + tl.sum(weights, 1)
@@ -207,7 +227,7 @@ def _load_block(
     memory, offsets, is_there, dims,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ``memory``; those that are not there are zeros, whatever is in memory: it may be NaN."""
+    """Load rows of ``memory``, zeros for absent ones: their memory may hold NaN."""
     places = memory + offsets[:, None] + dims[None, :]
     if IS_MASKED:
         block = tl.load(places, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)

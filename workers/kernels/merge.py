@@ -1,4 +1,4 @@
-"""Joining partials of attention, each of all rows; the formula and the reference are workers.context_parallel.merge."""
+"""The merge of partials that each have all rows; the formula and the reference are in workers.attention.merge."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Parts of what a launch of attention finds, joined by the programs that found them; the formula is the merge's.
+"""Parts of the result of one launch of attention, joined by the programs that found them, as merge does it.
 
-Each program leaves its part and counts itself. The last one of a block of parts joins these, and the last of the blocks
-joins what the blocks have. Who is last differs from launch to launch, but not what is joined, nor in which order.
+Each program leaves its part and counts itself. The last program of a block of parts joins these, and the last of the
+blocks joins the blocks. Which one is last differs from launch to launch, but not what is joined, nor in which order.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = tl.constexpr(64)
-"""Parts that are joined together, and then as many of these as there are: both few, of all programs of a GPU."""
+"""Parts that are joined at a time, and then all of these blocks: with a GPU's programs, both are few."""
 _ROWS_AT_ONCE = 64
-"""Of some parts together; with many more, registers spill."""
+"""Rows of the parts joined at once; with many more, registers spill."""
 
 PART_FIELDS = ("part", "num_parts", "first_slot", "slot_step")
-"""Its slots are those from ``first_slot + part * slot_step`` on, one for each query."""
+"""A part has the slots from ``first_slot + part * slot_step`` on, one for each query."""
 
 
 class Parts(NamedTuple):
-    """Where parts are left, and counted. One launch after another may use the same, on one stream."""
+    """Memory for parts and their counters. Launches on one stream may use the same, one after another."""
 
     found: Tensor
     """``[slots, heads, D]`` fp32, contiguous: a slot for each query of each part."""
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 
 
 def parts_at_once(block_rows: int) -> int:
-    """How many a program joins in one go, of so many rows each."""
+    """Return how many parts of so many rows a program joins at once."""
     return max(_ROWS_AT_ONCE // block_rows, 1)
 
 
@@ -41,9 +41,9 @@ def leave(
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, JOINED_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """What a program has found: to rows of ``out`` from ``first_row`` on, or, of several parts, to slots.
+    """Store what a program has found: to rows of ``out`` from ``first_row`` on, or, of several parts, to slots.
 
-    The last one of all parts then joins them, and writes the rows.
+    The last program of all parts then joins them and writes the rows.
     """
     part, num_parts = tl.load(part_fields), tl.load(part_fields + 1)
     if num_parts == 1:
@@ -107,8 +107,8 @@ def _join_if_last(
 
 @triton.jit
 def _is_last(counter, count):
-    """Whether so many programs have come by now; what each had written before is then seen by this one."""
-    # The count is one thread's, which tells of the writes of all.
+    """Return whether ``count`` programs have arrived; this one then sees what each wrote before."""
+    # One thread counts, and publishes the writes of all.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
     if is_last:
@@ -122,7 +122,7 @@ def _join(
     GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """``[BLOCK_ROWS, BLOCK_DIM]`` and lse of all queries of ``count`` parts."""
+    """Join ``count`` parts: ``[BLOCK_ROWS, BLOCK_DIM]`` and lse of all their queries."""
     parts, rows, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_DIM)
     places = rows // GROUPS * NUM_HEADS + kv_head * GROUPS + rows % GROUPS
     joined = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)

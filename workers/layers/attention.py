@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from workers.attention.params import AttentionParams
 from workers.layers.config import AttentionConfig
 from workers.layers.context import AttentionContext, take
 from workers.layers.linear import FusedLinear, SummedLinear
@@ -20,6 +21,7 @@ class Attention(nn.Module):
         q = even_shard(config.q_size, group)
         kv = kv_head_shard(config.num_kv_heads, config.head_dim, group)
         self.q_size = q.size
+        self._params = AttentionParams(scale=config.head_dim**-0.5)
         self.qkv_proj = FusedLinear(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.qkv_bias)
         self.o_proj = SummedLinear(q, hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, rms_norm_eps) if config.qk_norm else None
@@ -27,7 +29,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
         """x [num_tokens, hidden_size] -> [num_wanted, hidden_size]."""
-        attended = context.attend(self.layer, self._queries(x, rotation, context))
+        attended = context.attend(self.layer, self._queries(x, rotation, context), self._params)
         out: Tensor = self.o_proj(attended.flatten(1), self._group.all_reduce)
         return out
 

@@ -4,8 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from workers.attention.params import AttentionParams
 from workers.expert_parallel.token_exchange import Lens
-from workers.row_kernels import KvPlace
+from workers.kernels.elementwise import KvSlots
 
 
 class AttentionContext(Protocol):
@@ -32,7 +33,7 @@ class AttentionContext(Protocol):
     def last(self) -> "AttentionContext":
         """Context of the last layer, where only tokens whose final hidden states are wanted have queries."""
 
-    def place(self, layer: int) -> KvPlace | None:
+    def place(self, layer: int) -> KvSlots | None:
         """Return where a kernel stores a layer's new keys and values; None if `put` takes them, as with `kv_first`."""
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -41,10 +42,10 @@ class AttentionContext(Protocol):
         May return before they are stored; the tensors must not be changed afterwards.
         """
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, params: AttentionParams) -> Tensor:
         """Causal attention of q [num_wanted, num_heads, head_dim] (rotated, not scaled) to all a token may see.
 
-        Scores are scaled by 1/sqrt(head_dim). Returns the shape and dtype of q.
+        Returns [num_wanted, num_heads, value_dim] in the dtype of q.
         """
 
 

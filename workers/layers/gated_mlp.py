@@ -4,15 +4,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.expert_parallel.token_exchange import Lens, TokenExchange
+from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.linear import FusedLinear, SummedLinear
 from workers.layers.shard import even_shard
 from workers.parallel.model_groups import ModelGroups
-from workers.row_kernels import row_kernels
 
 
 def gated(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of the halves of [num_tokens, 2 * size]."""
-    if (kernels := row_kernels(gate_up)) is not None:
+    if (kernels := elementwise_kernels(gate_up)) is not None:
         return kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

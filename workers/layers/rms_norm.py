@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from workers.kernels.elementwise import elementwise_kernels
 from workers.layers.shard import ShardedLayer, WeightShard, replicated
-from workers.row_kernels import row_kernels
 
 
 class RMSNorm(ShardedLayer):
@@ -21,7 +21,7 @@ class RMSNorm(ShardedLayer):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if (kernels := row_kernels(x)) is not None:
+        if (kernels := elementwise_kernels(x)) is not None:
             return kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -31,7 +31,7 @@ class RMSNorm(ShardedLayer):
         """x + y, each [rows, size], and the sum normalized; None stands for zeros."""
         if y is None:
             return x, self(x)
-        if (kernels := row_kernels(x)) is not None:
+        if (kernels := elementwise_kernels(x)) is not None:
             return kernels.add_rms_norm(x, y, self.weight, self.eps)
         total = x + y
         return total, self(total)

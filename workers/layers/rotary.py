@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from workers.kernels.elementwise import KvSlots, elementwise_kernels
 from workers.layers.config import RopeConfig, RopeType
 from workers.layers.rms_norm import RMSNorm
-from workers.row_kernels import KvPlace, row_kernels
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Rotation:
 
     def apply(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """Rotate x [num_tokens, num_heads, head_dim], after ``norm``; dimensions i, i + head_dim/2 pair up."""
-        if (kernels := row_kernels(x)) is not None:
+        if (kernels := elementwise_kernels(x)) is not None:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.rotate(x, self.cos, self.sin, weight, eps)
         if norm is not None:
@@ -33,7 +33,7 @@ class Rotation:
         first, second = x.chunk(2, dim=-1)
         return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
-    def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, place: KvPlace) -> Tensor:
+    def apply_storing(self, heads: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, place: KvSlots) -> Tensor:
         """Heads of q, k and v side by side, [num_tokens, num_heads, head_dim]: rotate q and k, and store k and v.
 
         Returns q, rotated. All in one kernel.

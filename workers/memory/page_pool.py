@@ -12,9 +12,9 @@ from cluster.spec.pool import page_layout
 from cluster.spec.registry import RankCoords
 from transfer.page_range import PageRange
 from workers.kernel_devices import has_kernels
+from workers.kernels.elementwise import KvSlots, elementwise_kernels
 from workers.memory.copy import PageMemory
 from workers.memory.layerwise_load import LayerwiseLoad
-from workers.row_kernels import KvPlace, row_kernels
 
 OnStored = Callable[[int], None]
 """Called with the number of a layer, counted from the first of the rank's stage."""
@@ -64,9 +64,9 @@ class PagePool(PageMemory):
         """Store ``kv [N, 2, heads, dim]`` of one layer at ``slots [N]`` int64; only the null slot may repeat."""
         self.at_slots(slots).write(layer, kv)
 
-    def place(self, layer: int, slots: Tensor) -> KvPlace | None:
+    def place(self, layer: int, slots: Tensor) -> KvSlots | None:
         """Return where a kernel that computes K and V stores them; None where there are no kernels."""
-        return KvPlace(self.layer_pages(layer), slots) if has_kernels(self.bytes) else None
+        return KvSlots(self.layer_pages(layer), slots) if has_kernels(self.bytes) else None
 
     def at_slots(self, slots: Tensor) -> "PoolSlots":
         """Return a writer of all layers of a step, which go to the same slots."""
@@ -118,7 +118,7 @@ class PoolSlots:
     def write(self, layer: int, kv: Tensor) -> None:
         """Store ``kv [N, 2, heads, dim]`` of one layer."""
         pages = self._pool.layer_pages(layer)
-        if (kernels := row_kernels(pages)) is not None:
+        if (kernels := elementwise_kernels(pages)) is not None:
             kernels.store_kv(pages, self._slots, kv)
             return
         dim = pages.shape[-1]

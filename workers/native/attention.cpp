@@ -31,6 +31,7 @@ struct Attention {
   int64_t* next_tile;  // Shared by all threads of one call.
   int64_t num_items, page_size, kv_heads, groups, head_dim, query_stride, query_head_stride;
   Strides key_strides, value_strides;
+  float scale;
 };
 
 // Goes through the pages of one item for one kv head.
@@ -129,7 +130,7 @@ class Tile {
 // Attend tiles until none is left, which several threads may do at once for one Attention, if no two items share a
 // query. Returns 0, or 1 without memory.
 extern "C" int baton_attend(const Attention* a) {
-  Scratch scratch(a->head_dim);
+  Scratch scratch(a->head_dim, a->scale);
   if (!scratch.memory) return 1;
   int64_t first = 0;
   int64_t mine = __atomic_fetch_add(a->next_tile, 1, __ATOMIC_RELAXED);

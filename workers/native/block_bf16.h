@@ -117,8 +117,8 @@ struct Scratch {
   bf16 *query, *keys, *values, *weights;
   float *out, *sums, *reference, *limit;
 
-  explicit Scratch(int64_t dims)
-      : head_dim(dims), width(round_up(dims, 32)), scale(float(M_LOG2E) / std::sqrt(float(dims))),
+  Scratch(int64_t dims, float factor)
+      : head_dim(dims), width(round_up(dims, 32)), scale(float(M_LOG2E) * factor),
         memory(2 * (kTileRows * width + 2 * kBlock * width + kFewRows * kBlock) +
                4 * kTileRows * (width + kLanes + 2)) {
     if (!memory) return;

@@ -25,11 +25,13 @@ static_assert(kTileRows % kPanel == 0 && kFewRows % kAtOnce == 0 && kPairs % kRe
 // What a tile works on.
 struct Scratch {
   int64_t head_dim, width, stride;
+  float scale;
   Memory memory;
   float *query, *keys, *values, *weights, *out, *sums, *reference, *row;
 
-  explicit Scratch(int64_t dims)
+  Scratch(int64_t dims, float factor)
       : head_dim(dims), width(round_up(dims, kPairs)), stride(width + 16),  // So that a column is not all in one set.
+        scale(float(M_LOG2E) * factor),
         memory(4 * (2 * kTileRows * width + 2 * kBlock * stride + kBlock * (kPanel + kFewRows) + width +
                     kTileRows + kFewRows * kLanes + kTileRows)) {
     if (!memory) return;
@@ -61,9 +63,8 @@ void clear(const Scratch& s, int64_t num_rows) {
 }
 
 void read_query(const Scratch& s, int64_t row, int64_t num_rows, const bf16* from) {
-  const float scale = float(M_LOG2E) / std::sqrt(float(s.head_dim));
   for (int64_t d = 0; d < s.width; ++d)
-    s.query[s.place(row, d, num_rows)] = d < s.head_dim ? as_float(from[d]) * scale : 0.0f;
+    s.query[s.place(row, d, num_rows)] = d < s.head_dim ? as_float(from[d]) * s.scale : 0.0f;
 }
 
 Found found(const Scratch& s, int64_t row, int64_t num_rows) {

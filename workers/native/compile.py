@@ -1,4 +1,4 @@
-"""Builds the shared library of this folder, once for a machine, or says why it cannot. Imports no torch."""
+"""Compilation of this folder's shared library, once for a machine. Imports no torch."""
 
 import fcntl
 import hashlib
@@ -16,19 +16,19 @@ from cluster.spec.env import CACHE_DIR
 
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("attention.cpp", "rows.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
+    for name in ("attention.cpp", "elementwise.cpp", "block_bf16.h", "block_fp32.h", "vectors.h", "common.h")
 )
 
 
 class Kind(NamedTuple):
-    """Processors that one library is for."""
+    """A kind of processor, and how to compile for it."""
 
     name: str
-    """Of their instructions."""
+    """Name of its instructions."""
     flags: tuple[str, ...]
-    """What they have, as Linux names it in /proc/cpuinfo."""
+    """Its features, as /proc/cpuinfo names them."""
     options: tuple[str, ...]
-    """What the compiler is told."""
+    """Options of the compiler."""
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -45,7 +45,7 @@ _MEND = "apt-get install -y g++"
 
 
 class CannotCompileError(Exception):
-    """There will be no library: why, and how to change that where a user can."""
+    """The reason why there is no library, and a command that would help, if any."""
 
     def __init__(self, reason: str, mend: str = "") -> None:
         super().__init__(reason)
@@ -53,14 +53,14 @@ class CannotCompileError(Exception):
 
 
 class Compiler(NamedTuple):
-    """A C++ compiler, and what it compiles for."""
+    """A C++ compiler, and the kind of processor it compiles for."""
 
     path: str
     kind: Kind
 
 
 def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
-    """The compiler for the fastest kind that this machine runs; raises CannotCompileError."""
+    """Return the compiler for the fastest kind that this machine runs; raises CannotCompileError."""
     kinds = runnable_kinds(cpu_info)
     if not kinds:
         raise CannotCompileError(f"the CPU has none of {', '.join(kind.name for kind in KINDS)}")
@@ -71,15 +71,15 @@ def find_compiler(cpu_info: Path = Path("/proc/cpuinfo")) -> Compiler:
 
 
 def runnable_kinds(cpu_info: Path = Path("/proc/cpuinfo")) -> list[Kind]:
-    """What this machine's processor can run, the fastest first."""
+    """Return the kinds that this machine's processor can run, the fastest first."""
     flags = _cpu_flags(cpu_info)
     return [kind for kind in KINDS if flags.issuperset(kind.flags)]
 
 
 def compiled_library(compiler: Compiler) -> Path:
-    """The library; compiles it if this machine has none that is whole. Raises CannotCompileError.
+    """Return the library, compiled first if this machine has no whole one; raises CannotCompileError.
 
-    Of several processes that ask at once, one compiles.
+    If several processes ask at once, one compiles.
     """
     try:
         folder = CACHE_DIR.get() / "native"
@@ -105,7 +105,7 @@ def _cpu_flags(cpu_info: Path) -> set[str]:
 
 
 def _digest(compiler: Compiler) -> str:
-    """Of everything that the library is made from."""
+    """Return the digest of everything that the library is made from."""
     version = subprocess.run([compiler.path, "--version"], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
     options = " ".join((*_OPTIONS, *compiler.kind.options)).encode()
     parts = (*(source.read_bytes() for source in SOURCES), version, options)
@@ -121,7 +121,7 @@ def _compile(compiler: Compiler, path: Path) -> None:
         if result.returncode:
             message = next((line for line in result.stderr.splitlines() if "error" in line), "no message")
             raise CannotCompileError(f"{compiler.path} failed: {message}", _MEND)
-        # Loading a file that was cut short can end the process, so that it must be known whole before.
+        # Loading a truncated file can kill the process, so its digest is checked first.
         code = made.read_bytes()
         made.write_bytes(code + hashlib.sha256(code).digest())
         made.replace(path)
@@ -135,7 +135,7 @@ def _is_whole(path: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among the processes of this machine; the system lets go for one that dies."""
+    """Hold the lock of this machine's processes; the system releases it for one that dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

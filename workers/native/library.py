@@ -7,10 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.context_parallel.merge import Partial
-
 MOST_DIMS = 1024
-"""Of a head."""
+"""Limit of a head."""
 
 _FIELDS = (
     *("query", "key", "value", "out", "lse", "tables", "items", "next_tile"),
@@ -20,13 +18,13 @@ _FIELDS = (
 
 
 class _Arguments(ctypes.Structure):
-    """Attention in attention.cpp: pointers and 64-bit numbers, all of one size."""
+    """Attention in attention.cpp: pointers and 64-bit numbers, then the scale."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in _FIELDS)
+    _fields_ = (*((name, ctypes.c_int64) for name in _FIELDS), ("scale", ctypes.c_float))
 
 
 class Library:
-    """Attends on ``num_threads`` threads, the caller's among them."""
+    """Attention on ``num_threads`` threads, the caller's among them."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
         self._attend = ctypes.CDLL(str(path)).baton_attend
@@ -34,13 +32,23 @@ class Library:
         self._helpers = ThreadPoolExecutor(num_threads, "attention")
 
     def attend(
-        self, items: Tensor, tables: Tensor, page_size: int, query: Tensor, key: Tensor, value: Tensor, result: Partial
+        self,
+        items: Tensor,
+        tables: Tensor,
+        page_size: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
     ) -> None:
-        """Merge into ``result`` what queries ``[tokens, heads, D]`` find in ``key``, ``value [page, H, slot, D]``.
+        """Merge what queries ``[tokens, heads, D]`` find in ``key``, ``value [page, H, slot, D]`` into a partial.
 
         ``items [n, 7]`` are rows of Item in attention.cpp, of which no two share a query, and ``tables`` their page
         numbers, both int64. Nothing is checked against the tensors' sizes. Strides are any, but adjacent elements of
-        a head are adjacent in memory, and the result is contiguous.
+        a head are adjacent in memory, and ``out`` and ``lse`` are contiguous.
         """
         if not len(items):
             return
@@ -48,13 +56,15 @@ class Library:
             assert x.dtype == torch.bfloat16, f"the native backend is for bf16, not {x.dtype}"
             assert x.shape[-1] <= MOST_DIMS, f"a head of {x.shape[-1]} dims"
             assert x.stride(-1) == 1, f"strides {x.stride()}"
+        assert scale > 0, f"a scale of {scale}"
         num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
         next_tile = ctypes.c_int64(0)
         arguments = _Arguments(
-            *(x.data_ptr() for x in (query, key, value, *result, tables, items)),
+            *(x.data_ptr() for x in (query, key, value, out, lse, tables, items)),
             ctypes.addressof(next_tile),
             *(len(items), page_size, num_kv_heads, num_heads // num_kv_heads, head_dim),
             *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3]),
+            scale,
         )
         calls = [self._helpers.submit(self._attend, ctypes.byref(arguments)) for _ in range(self._num_helpers)]
         if any([self._attend(ctypes.byref(arguments)), *(call.result() for call in calls)]):

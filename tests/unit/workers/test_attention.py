@@ -1,135 +1,171 @@
-"""The torch backend against attention by definition, over paged keys with NaN in every slot it must not read."""
+"""The torch backend against attention by definition, over keys with NaN in every slot it must not read."""
+
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from cluster.spec.errors import UserError
-from tests.fakes.attention_oracle import naive_attention
-from tests.fakes.kv import kv_pool
+from tests.fakes.attention_params import params_for
+from tests.fakes.kernel_cases import PagedCase, any_params, check_paged, check_rows, paged_cases, prompt_cases
+from tests.unit.workers.test_row_attention import check, masked_attention, new_rows, rank_pairs
+from workers import device
 from workers.attention import torch_backend
+from workers.attention.merge import Partial, merge
+from workers.attention.params import AttentionParams
 from workers.attention.registry import BACKENDS, load_backend
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
+from workers.attention.runs import Run
+from workers.attention.torch_backend import TorchAttention
 
-KV_HEADS, GROUPS, DIM = 2, 3, 8
-
-
-class Request:
-    """q, k, v of one request in float64, exact in bf16."""
-
-    def __init__(self, length: int, seed: int) -> None:
-        random = np.random.default_rng((seed, length))
-        shapes = ((KV_HEADS * GROUPS, DIM), (KV_HEADS, DIM), (KV_HEADS, DIM))
-        self.q, self.k, self.v = (np.round(random.normal(size=(length, *shape)) * 16) / 16 for shape in shapes)
-
-
-def attend(requests: list[Request], runs: list[Run], page_size: int = 4, dtype: torch.dtype = torch.float32) -> Partial:
-    """Run the backend over pages in random order, in layer 1 of 2."""
-    counts = [-(-len(request.k) // page_size) for request in requests]
-    pool = kv_pool(sum(counts), KV_HEADS, 2, page_size, DIM, dtype)
-    pool.group("full_attention").fill_(torch.nan)
-    pages = np.random.default_rng(1).permutation(sum(counts))
-    tables = [torch.from_numpy(part) for part in np.split(pages, np.cumsum(counts)[:-1])]
-    for request, table in zip(requests, tables, strict=True):
-        place = torch.arange(len(request.k))
-        kv = torch.from_numpy(np.stack((request.k, request.v), axis=1)).to(dtype)
-        pool.write(1, table[place // page_size] * page_size + place % page_size, kv)
-    rows = [requests[run.request].q[p] for run in runs for p in positions(run)]
-    query = torch.from_numpy(np.array(rows).reshape(len(rows), KV_HEADS * GROUPS, DIM)).to(dtype)
-    step = load_backend("torch").prepare(runs, tables, page_size)
-    return step.attend(query, *pool.layer_view(1))
-
-
-def positions(run: Run) -> list[int]:
-    return [run.first_position + j * run.step for j in range(run.count)]
-
-
-def expected(requests: list[Request], runs: list[Run]) -> np.ndarray:
-    rows = [
-        naive_attention(r.q[p : p + 1], r.k[: p + 1], r.v[: p + 1])[0]
-        for run in runs
-        for r in [requests[run.request]]
-        for p in positions(run)
-    ]
-    return np.array(rows).reshape(-1, KV_HEADS * GROUPS, DIM)
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Request], list[Run]]:
-    requests, runs = [], []
-    for number in range(draw(st.integers(1, 4))):
-        step = draw(st.integers(1, 4))
-        first = draw(st.integers(0, 12))
-        count = draw(st.integers(1, 6))
-        requests.append(Request(first + step * count + draw(st.integers(0, 5)), number))
-        runs.append(Run(number, first, count, step))
-    return requests, draw(st.permutations(runs))
+TORCH = TorchAttention()
+CASES = st.one_of(paged_cases(150, torch.float32), prompt_cases(150, torch.float32))
 
 
 @settings(deadline=None, max_examples=60)
-@given(steps(), st.sampled_from([1, 4, 16]))
-def test_runs_of_any_start_count_and_step(case: tuple[list[Request], list[Run]], page_size: int) -> None:
-    requests, runs = case
-    result = attend(requests, runs, page_size)
-    np.testing.assert_allclose(result.out.numpy(), expected(requests, runs), atol=1e-5)
+@given(CASES)
+def test_pages(case: PagedCase) -> None:
+    check_paged(TORCH, case, "cpu")
+
+
+@settings(deadline=None, max_examples=50)
+@given(CASES.flatmap(any_params), st.sampled_from([1, 100, 1 << 20]), st.sampled_from([1, 7, 1 << 20]))
+def test_any_scale_window_and_width_in_blocks_of_any_size(case: PagedCase, most_scores: int, block_keys: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "MOST_SCORES", most_scores)
+        patch.setattr(torch_backend, "BLOCK_KEYS", block_keys)
+        check_paged(TORCH, case, "cpu")
+
+
+@settings(deadline=None, max_examples=60)
+@given(rank_pairs(), st.sampled_from([1, 3]))
+def test_rows(case: tuple[list[Run], list[Run]], groups: int) -> None:
+    check_rows(TORCH, case, groups, torch.float32, "cpu")
+
+
+@settings(deadline=None, max_examples=60)
+@given(new_rows(), st.integers(1, 20))
+def test_rows_in_a_window(case: tuple[list[Run], list[Run]], window: int) -> None:
+    check_rows(TORCH, case, 2, torch.float32, "cpu", window)
 
 
 def test_several_runs_of_one_request_share_its_keys() -> None:
-    requests = [Request(30, 0)]
-    runs = [Run(0, 20, 5, 1), Run(0, 29, 1, 1), Run(0, 2, 4, 3), Run(0, 0, 1, 1)]
-    np.testing.assert_allclose(attend(requests, runs).out.numpy(), expected(requests, runs), atol=1e-5)
+    check_paged(TORCH, PagedCase((Run(0, 20, 5, 1), Run(0, 29, 1, 1), Run(0, 2, 4, 3), Run(0, 0, 1, 1))), "cpu")
 
 
-def test_single_tokens_of_very_unlike_lengths() -> None:
-    requests = [Request(length, length) for length in (1, 2, 150, 37, 151, 5, 64)]
-    runs = [Run(number, len(request.k) - 1, 1, 1) for number, request in enumerate(requests)]
-    result = attend(requests, runs)
-    np.testing.assert_allclose(result.out.numpy(), expected(requests, runs), atol=1e-5)
+def tensors(num_queries: int, num_keys: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(num_queries, 6, 16), torch.randn(num_keys, 2, 16), torch.randn(num_keys, 2, 16)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def test_single_tokens_are_gathered_in_bounded_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_backend, "_MAX_BATCH_SLOTS", 20)
-    requests = [Request(9, seed) for seed in range(5)]
-    runs = [Run(number, 8, 1, 1) for number in range(5)]
-    np.testing.assert_allclose(attend(requests, runs).out.numpy(), expected(requests, runs), atol=1e-5)
+def seen(num_queries: int, num_keys: int) -> np.ndarray:
+    """The queries are the last tokens."""
+    return np.tri(num_queries, num_keys, num_keys - num_queries, dtype=np.bool_)
 
 
-@pytest.mark.parametrize("run", [Run(0, 0, 9, 1), Run(0, 3, 6, 1), Run(0, 1, 3, 3), Run(0, 8, 1, 1)])
-def test_lse_is_the_natural_log_of_the_weights_sum(run: Run) -> None:
-    request = Request(9, 3)
-    result = attend([request], [run])
-    for row, position in enumerate(positions(run)):
-        for head in range(KV_HEADS * GROUPS):
-            scores = request.k[: position + 1, head // GROUPS] @ request.q[position, head] / np.sqrt(DIM)
-            assert float(result.lse[row, head]) == pytest.approx(np.log(np.exp(scores).sum()), abs=1e-5)
-    assert result.lse.dtype == torch.float32
+@pytest.mark.parametrize("num_queries", [1, 12, 40])
+def test_bf16_stays_close_and_keeps_its_dtype(num_queries: int) -> None:
+    query, key, value = tensors(num_queries, 40, torch.bfloat16)
+    runs = [Run(0, 40 - num_queries, num_queries, 1)], [Run(0, 0, 40, 1)]
+    result = TORCH.prepare_rows(*runs).attend(query, key, value, params_for(query))
+    assert result.out.dtype == torch.bfloat16
+    check(result, masked_attention(query, key, value, seen(num_queries, 40)), atol=0.03)
 
 
-def test_bf16_stays_close_and_keeps_its_dtype() -> None:
-    requests = [Request(40, 0), Request(17, 1), Request(12, 2)]
-    runs = [Run(0, 8, 32, 1), Run(1, 16, 1, 1), Run(2, 11, 1, 1)]
-    result = attend(requests, runs, dtype=torch.bfloat16)
-    assert (result.out.dtype, result.lse.dtype) == (torch.bfloat16, torch.float32)
-    np.testing.assert_allclose(result.out.float().numpy(), expected(requests, runs), atol=0.03)
+def test_only_the_result_is_rounded() -> None:
+    query, key, value = tensors(1, 40, torch.bfloat16)
+    attention = TORCH.prepare_rows([Run(0, 39, 1, 1)], [Run(0, 0, 40, 1)])
+    out, lse = attention.attend(query, key, value, params_for(query))
+    wanted = attention.attend(query.float(), key.float(), value.float(), params_for(query))
+    assert torch.equal(out, wanted.out.bfloat16())
+    assert torch.equal(lse, wanted.lse)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 20), max_size=3), st.sampled_from([None, 1, 6]))
+def test_a_sink_joins_the_softmax_once_however_keys_are_sharded(ends: list[int], window: int | None) -> None:
+    query, key, value = tensors(20, 20)
+    sinks = torch.linspace(-2, 3, 6)
+    params = replace(params_for(query, window), sinks=sinks)
+    edges = list(pairwise([0, *sorted(ends), 20]))
+    shards = [TORCH.prepare_rows([Run(0, 0, 20, 1)], [Run(0, begin, end - begin, 1)]) for begin, end in edges]
+    kvs = [(key[begin:end], value[begin:end]) for begin, end in edges]
+    found = [shard.attend(query, *kv, params) for shard, kv in zip(shards, kvs, strict=True)]
+    mask = seen(20, 20) if window is None else seen(20, 20) & ~np.tri(20, 20, -window, dtype=np.bool_)
+    # A sink is a score whose value is zero.
+    out, lse = masked_attention(query, key, value, mask)
+    whole = torch.logaddexp(lse, sinks.double())
+    check(merge(found, sinks), Partial(out * (lse - whole).exp()[..., None], whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_alone_takes_all_and_gives_nothing(dtype: torch.dtype) -> None:
+    query, key, value = tensors(2, 3, dtype)
+    params = AttentionParams(1.0, sinks=torch.full((6,), 0.5))
+    empty = TORCH.prepare_rows([Run(0, 0, 2, 1)], [Run(1, 0, 3, 1)]).attend(query, key, value, params)
+    out, lse = merge([empty], params.sinks)
+    assert out.dtype == dtype
+    assert not out.any()
+    assert lse.eq(0.5).all()
+
+
+def test_transients_do_not_grow_with_queries_times_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "MOST_SCORES", 1 << 10)
+    monkeypatch.setattr(torch_backend, "BLOCK_KEYS", 1 << 6)
+    sizes: list[int] = []
+    attend_block = torch_backend._attend_block
+
+    def note(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Partial:
+        sizes.append(query.shape[0] * query.shape[1] * key.shape[1])
+        return attend_block(query, key, value, mask)
+
+    monkeypatch.setattr(torch_backend, "_attend_block", note)
+    query, key, value = tensors(100, 500)
+    attention = TORCH.prepare_rows([Run(0, 400, 100, 1)], [Run(0, 0, 500, 1)])
+    attention.attend(query, key, value, params_for(query, 450))
+    assert max(sizes) <= 1 << 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("key_lens", [None, (3, 40, 0, 31)])
+def test_on_a_gpu_nobody_waits(
+    key_lens: tuple[int, ...] | None, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is made on the device: meta tensors have no content, and mix with no tensor that has."""
+    monkeypatch.setattr(device, "on_device", lambda tensor, _: tensor.to("meta"))
+    runs = (Run(0, 3, 5, 1), Run(1, 40, 6, 1), Run(2, 7, 1, 1), Run(3, 30, 1, 1))
+    tables = [torch.empty(9, dtype=torch.int64, device="meta")] * 4
+    query = torch.empty(13, 4, 64, dtype=dtype, device="meta")
+    pages = torch.empty(40, 2, 16, 64, dtype=dtype, device="meta")
+    params = params_for(query, window)
+    for out, lse in (
+        TORCH.prepare(runs, tables, 16, key_lens).attend(query, pages, pages, params),
+        TORCH.prepare_rows(runs, runs).attend(query, query[:, :2], query[:, 2:], params),
+    ):
+        assert (out.shape, out.device.type, out.dtype) == (query.shape, "meta", dtype)
+        assert (lse.shape, lse.device.type, lse.dtype) == (query.shape[:2], "meta", torch.float32)
 
 
 def test_no_runs_yield_no_rows() -> None:
-    assert attend([Request(3, 0)], []).out.shape == (0, KV_HEADS * GROUPS, DIM)
+    query, pages = torch.empty(0, 6, 16), torch.empty(1, 2, 4, 16)
+    assert TORCH.prepare([], [], 4).attend(query, pages, pages, params_for(query)).out.shape == (0, 6, 16)
 
 
 def test_a_step_can_be_used_for_every_layer_and_changes_no_page() -> None:
-    pool = kv_pool(2, KV_HEADS, 2, 4, DIM, torch.float32)
-    pool.group("full_attention").normal_()
-    before = pool.group("full_attention").clone()
-    step = load_backend("torch").prepare([Run(0, 4, 1, 1), Run(1, 1, 1, 1)], [torch.tensor([0, 1])] * 2, 4)
-    query = torch.randn(2, KV_HEADS * GROUPS, DIM)
-    first, other, again = (step.attend(query, *pool.layer_view(layer)).out for layer in (0, 1, 0))
+    pages = torch.randn(2, 2, 2, 4, 8)
+    before = pages.clone()
+    step = TORCH.prepare([Run(0, 4, 1, 1), Run(1, 1, 1, 1)], [torch.tensor([0, 1])] * 2, 4)
+    query = torch.randn(2, 6, 8)
+    first, other, again = (step.attend(query, pages[n], pages[1 - n], params_for(query)).out for n in (0, 1, 0))
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
-    assert torch.equal(pool.group("full_attention"), before)
+    assert torch.equal(pages, before)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

@@ -10,6 +10,7 @@ import torch
 from cluster.spec.config import AttentionSetting
 from cluster.spec.errors import UserError
 from workers.attention import registry
+from workers.attention.params import Feature
 from workers.attention.registry import choose_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -63,6 +64,19 @@ def test_what_is_asked_for() -> None:
 def test_what_is_not_for_this_device(setting: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(UserError, match=f"resources.attention: {message}"):
         choose_backend(AttentionSetting(setting), device, dtype)
+
+
+def test_a_model_that_needs_more_than_a_backend_has() -> None:
+    message = (
+        "resources.attention: got native, which lacks sliding windows; "
+        "allowed on cpu in bfloat16 for this model: auto, torch"
+    )
+    with pytest.raises(UserError, match=message):
+        choose_backend(AttentionSetting.NATIVE, CPU, torch.bfloat16, {Feature.WINDOW})
+    choice = choose_backend(AttentionSetting.AUTO, CPU, torch.bfloat16, set(Feature))
+    lacks = "native lacks sliding windows and values of another width than keys"
+    assert (choice.name, choice.reason) == ("torch", f"the CPU, in bf16; {lacks}")
+    assert choose_backend(AttentionSetting.AUTO, CUDA, torch.bfloat16, set(Feature)).name == "triton"
 
 
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
+from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
 from workers import device
-from workers.attention import single_tokens
+from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.context_parallel import gather
 from workers.context_parallel.gather import RowGather, join_rows
-from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import Owner, make_shard_plan
 from workers.engine import batch as batch_module
 from workers.engine import pass_q_context
@@ -104,10 +104,10 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     strategy: Strategy, passing: Passing | None, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors without content raise where something must be known of it; kernels take the place of plain torch."""
-    for module in (device, batch_module, gather, pass_q_context, single_tokens):
+    for module in (device, batch_module, gather, pass_q_context):
         monkeypatch.setattr(module, "on_device", lambda tensor, _: tensor.to("meta"))
     kernels = SimpleNamespace(store_kv=lambda _pages, slots, kv: stored.append((len(slots), len(kv))))
-    monkeypatch.setattr(page_pool, "row_kernels", lambda _: kernels)
+    monkeypatch.setattr(page_pool, "elementwise_kernels", lambda _: kernels)
     stored: list[Any] = []
     moved = SimpleNamespace(wait=lambda: True)
     backend: Any = SimpleNamespace(
@@ -128,7 +128,7 @@ def test_a_gpu_is_not_waited_for_in_a_step(
     context = make_context(batch, passing, pool, TorchAttention(), exchange)
     q, kv = (torch.empty(len(batch.token_ids), heads, 8, device="meta") for heads in (4, 2))
     context.put(0, kv, kv)
-    out = context.attend(0, q)
+    out = context.attend(0, q, params_for(q))
     assert context.join_last(out).shape == (2, 4, 8)
     assert join_rows(exchange.group, batch.plan, out).shape == (7, 4, 8)
     num_rows = sum(num_rows for num_rows, _ in stored)

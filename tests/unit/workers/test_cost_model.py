@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.strategy import CpMode, Passing, PassingSetting, Strategy, StrategySetting
+from workers.attention.runs import Run
 from workers.context_parallel import cost_model
 from workers.context_parallel.cost_model import (
     MIN_GAIN,
@@ -18,7 +19,6 @@ from workers.context_parallel.cost_model import (
 )
 from workers.context_parallel.estimate import TILE, attended_pairs, computed_pairs, estimate_step_s
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.context_parallel.runs import Run
 from workers.context_parallel.shard_plan import ShardPlan, make_shard_plan
 
 SHAPE = ModelShape(

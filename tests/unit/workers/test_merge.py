@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.context_parallel.merge import Partial, empty_partial, merge
+from workers.attention.merge import Partial, empty_partial, merge
 
 SHAPE = (3, 2, 4)
 seeds = st.integers(0, 1000)

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.unit.workers.test_row_attention import check, masked_attention, rank_pairs, seen_by_definition, tensors
 from workers.attention.interface import AttentionBackend
+from workers.attention.merge import Partial
 from workers.attention.native_backend import NativeAttention
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.native.compile import Compiler, find_compiler, runnable_kinds
 
 pytestmark = pytest.mark.native
@@ -42,10 +44,12 @@ def check_bf16(result: Partial, expected: Partial) -> None:
     np.testing.assert_allclose(result.lse.double(), expected.lse, atol=LSE_TOLERANCE, rtol=1e-5)
 
 
-def by_definition(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run) -> Partial:
+def by_definition(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, scale: float | None = None
+) -> Partial:
     """One run's queries over the keys of its request ``[tokens, heads, dim]``."""
     positions = run.first_position + np.arange(run.count) * run.step
-    return masked_attention(query, key, value, positions[:, None] >= np.arange(len(key)))
+    return masked_attention(query, key, value, positions[:, None] >= np.arange(len(key)), scale)
 
 
 class Pages:
@@ -55,7 +59,8 @@ class Pages:
         counts = [-(-length // page_size) for length in lengths]
         pool = kv_pool(sum(counts) + 1, kv_heads, 2, page_size, head_dim + gap, torch.bfloat16)
         pool.group("full_attention").fill_(torch.nan)
-        self.views = tuple(view[..., :head_dim] for view in pool.layer_view(1))
+        key_pages, value_pages = (view[..., :head_dim] for view in pool.layer_view(1))
+        self.views = key_pages, value_pages
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
         self.tables = torch.split(order, counts)
         self.kv = [draw(seed + number, length, 2, kv_heads, head_dim) for number, length in enumerate(lengths)]
@@ -98,7 +103,7 @@ def test_runs_over_pages(
     pages = Pages(lengths, heads[0], head_dim, page_size, gap, seed)
     num_queries = sum(run.count for run in runs)
     query = draw(seed + 50, num_queries, heads[0] * heads[1] + 1, head_dim + gap)[:, 1:, :head_dim]
-    result = native.prepare(runs, pages.tables, page_size).attend(query, *pages.views)
+    result = native.prepare(runs, pages.tables, page_size).attend(query, *pages.views, params_for(query))
     start = 0
     for run in runs:
         mine = slice(start, start + run.count)
@@ -115,7 +120,7 @@ def test_all_queries_see_the_first_keys(
     pages = Pages(key_lens, 2, 64, 16, 0, seed)
     runs = [Run(number, 3, num_queries, 1) for number in range(len(key_lens))]
     query = draw(seed + 50, num_queries * len(key_lens), 4, 64)
-    result = native.prepare(runs, pages.tables, 16, key_lens).attend(query, *pages.views)
+    result = native.prepare(runs, pages.tables, 16, key_lens).attend(query, *pages.views, params_for(query))
     for number, kv in enumerate(pages.kv):
         mine = slice(number * num_queries, (number + 1) * num_queries)
         seen = np.ones((num_queries, len(kv)), dtype=bool)
@@ -129,7 +134,7 @@ def test_rows_whose_pieces_meet_in_one_query(native: AttentionBackend, case: tup
     seen = seen_by_definition(*case)
     num_queries, num_keys = seen.shape
     query, key, value = tensors(num_queries, num_keys, torch.bfloat16)
-    result = native.prepare_rows(*case).attend(query, key, value)
+    result = native.prepare_rows(*case).attend(query, key, value, params_for(query))
     check(result, masked_attention(query, key, value, seen), atol=0.02)
 
 
@@ -140,7 +145,7 @@ def test_many_tiles_and_threads_find_the_same(
     pages = Pages([900, 700], 2, 64, 64, 0, 1)
     runs, query = [Run(0, 0, 900, 1), Run(1, 699, 1, 1)], draw(2, 901, 8, 64)
     of_one, of_three = (
-        backend.prepare(runs, pages.tables, 64).attend(query, *pages.views)
+        backend.prepare(runs, pages.tables, 64).attend(query, *pages.views, params_for(query))
         for backend in (native, NativeAttention(compiler))
     )
     assert torch.equal(of_one.out, of_three.out)
@@ -154,7 +159,7 @@ def test_a_late_needle_far_above_all_before(native: AttentionBackend, num_querie
     key[:] += size / 64
     key[230] = 2 * abs(size) / 64
     run = Run(0, 500 - num_queries, num_queries, 1)
-    result = native.prepare_rows([run], [Run(0, 0, 500, 1)]).attend(query, key, value)
+    result = native.prepare_rows([run], [Run(0, 0, 500, 1)]).attend(query, key, value, params_for(query))
     check_bf16(result, by_definition(query, key, value, run))
 
 
@@ -164,11 +169,22 @@ def test_a_nan_that_is_seen_is_not_hidden(native: AttentionBackend, num_queries:
         key, value = draw(1, 200, 1, 64), draw(2, 200, 1, 64)
         (key, value)[number][150, 0, 5] = torch.nan
         run = Run(0, 200 - num_queries, num_queries, 1)
-        out, lse = native.prepare_rows([run], [Run(0, 0, 200, 1)]).attend(draw(3, num_queries, 2, 64), key, value)
+        query = draw(3, num_queries, 2, 64)
+        out, lse = native.prepare_rows([run], [Run(0, 0, 200, 1)]).attend(query, key, value, params_for(query))
         before = max(150 - run.first_position, 0)
         assert out[before:].isnan().any(-1).all()
         assert not lse[:before].isnan().any()
         assert not key.isnan().any() or lse[before:].isnan().all()
+
+
+@pytest.mark.parametrize("num_queries", [1, 30])
+def test_any_scale_and_no_window(native: AttentionBackend, num_queries: int) -> None:
+    query, key, value = draw(0, num_queries, 4, 64), draw(1, 100, 2, 64), draw(2, 100, 2, 64)
+    run = Run(0, 100 - num_queries, num_queries, 1)
+    rows = native.prepare_rows([run], [Run(0, 0, 100, 1)])
+    check_bf16(rows.attend(query, key, value, AttentionParams(0.3)), by_definition(query, key, value, run, 0.3))
+    with pytest.raises(AssertionError, match="a window of 5 tokens"):
+        rows.attend(query, key, value, AttentionParams(0.3, 5))
 
 
 def test_what_lies_out_of_bounds_is_refused_before_it_is_read(native: AttentionBackend) -> None:
@@ -177,14 +193,16 @@ def test_what_lies_out_of_bounds_is_refused_before_it_is_read(native: AttentionB
         native.prepare([Run(0, 48, 1, 1)], pages.tables, 16)
     step = native.prepare([Run(0, 39, 1, 1)], [torch.tensor([0, 1, 99])], 16)
     with pytest.raises(AssertionError, match="page 99 of"):
-        step.attend(query, *pages.views)
+        step.attend(query, *pages.views, params_for(query))
     with pytest.raises(AssertionError, match="0 queries"):
-        step.attend(query[:0], *pages.views)
+        step.attend(query[:0], *pages.views, params_for(query))
     with pytest.raises(AssertionError, match=r"for bf16, not torch\.float32"):
-        native.prepare([Run(0, 39, 1, 1)], pages.tables, 16).attend(query.float(), *pages.views)
+        native.prepare([Run(0, 39, 1, 1)], pages.tables, 16).attend(query.float(), *pages.views, params_for(query))
 
 
 def test_no_runs_yield_no_rows(native: AttentionBackend) -> None:
     pages = Pages([3], 1, 64, 16, 0, 1)
-    assert native.prepare([], [], 16).attend(draw(0, 0, 2, 64), *pages.views).out.shape == (0, 2, 64)
-    assert native.prepare_rows([], []).attend(draw(0, 0, 2, 64), *pages.kv[0].unbind(1)).out.shape == (0, 2, 64)
+    query = draw(0, 0, 2, 64)
+    paged = native.prepare([], [], 16).attend(query, *pages.views, params_for(query))
+    rows = native.prepare_rows([], []).attend(query, pages.kv[0][:, 0], pages.kv[0][:, 1], params_for(query))
+    assert paged.out.shape == rows.out.shape == (0, 2, 64)

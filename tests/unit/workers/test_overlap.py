@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from cluster.spec.strategy import Passing, Strategy
+from tests.fakes.attention_params import params_for
 from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import Done
-from workers.attention.interface import AttentionBackend, RowAttention, StepAttention
+from workers.attention.interface import AttentionBackend, GraphShape, RowAttention, StepAttention
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.contexts import make_context
@@ -64,11 +66,16 @@ class SilentPeers:
         return Awaited(self._events)
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionParams], Partial]
+
+
 class NotedAttention:
     """Notes what is attended."""
 
     def __init__(self, events: list[str]) -> None:
         self._events, self._backend = events, TorchAttention()
+
+    def prepare_graph(self, shape: GraphShape) -> None: ...
 
     def prepare(
         self,
@@ -82,17 +89,17 @@ class NotedAttention:
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         return self._noted("rows", self._backend.prepare_rows(query_runs, key_runs).attend)
 
-    def _noted(self, what: str, attend: Callable[[Tensor, Tensor, Tensor], Partial]) -> "Noted":
+    def _noted(self, what: str, attend: Attend) -> "Noted":
         return Noted(lambda: self._events.append(what), attend)
 
 
 class Noted:
-    def __init__(self, note: Callable[[], None], attend: Callable[[Tensor, Tensor, Tensor], Partial]) -> None:
+    def __init__(self, note: Callable[[], None], attend: Attend) -> None:
         self._note, self._attend = note, attend
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, /) -> Partial:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, /) -> Partial:
         self._note()
-        return self._attend(query, key, value)
+        return self._attend(query, key, value, params)
 
 
 def context_of(
@@ -119,7 +126,7 @@ def context_of(
 def one_layer(context: StepContext) -> None:
     q, k, v = torch.randn(3, len(context.batch.token_ids), HEADS, DIM)
     context.put(0, k, v)
-    context.attend(0, q)
+    context.attend(0, q, params_for(q))
 
 
 def test_gather_attends_prefix_and_own_rows_before_it_waits() -> None:

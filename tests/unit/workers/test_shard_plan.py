@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.spec.strategy import Strategy
-from workers.context_parallel.runs import Run
+from workers.attention.runs import Run
 from workers.context_parallel.shard_plan import Owner, ShardPlan, make_shard_plan
 from workers.context_parallel.strategies import STRATEGIES
 

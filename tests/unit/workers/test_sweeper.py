@@ -149,7 +149,12 @@ def test_a_sweep_is_due_now_and_then_and_ends_with_the_storage(tmp_path: Path, m
 
     due, sweeps, sweep = storage.sweeper._due, list[int](), storage.sweeper.sweep
     monkeypatch.setattr(due, "wait", wait)
-    monkeypatch.setattr(storage.sweeper, "sweep", lambda: (sweeps.append(storage.figures().used_bytes), sweep())[1])
+
+    def count_and_sweep() -> None:
+        sweeps.append(storage.figures().used_bytes)
+        sweep()
+
+    monkeypatch.setattr(storage.sweeper, "sweep", count_and_sweep)
     storage.maintain()
     assert sweeps == [0, SIZE, 3 * SIZE, 5 * SIZE], "nothing is swept that nobody has written to"
     assert waits == [(False, 600.0), (True, 600.0), (True, 600.0), (True, 600.0), (True, 600.0)]

@@ -1,27 +1,30 @@
 """Attention on a GPU, by the kernels of workers.kernels, straight from where keys and values lie."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from cluster.spec.kv import pages_for
-from workers.attention.interface import RowAttention
-from workers.attention.pieces import visible_pieces
+from workers.attention.interface import GraphShape, RowAttention
+from workers.attention.merge import Partial, empty_partial
+from workers.attention.params import AttentionParams
+from workers.attention.pieces import paged_pieces, row_pieces
+from workers.attention.runs import Run
+from workers.attention.torch_backend import TorchAttention
+from workers.attention.triton.decode import DecodeAttention
+from workers.attention.triton.results import unwritten, unwritten_parts
 from workers.attention.triton.tiling import Item, Segment, Tiling, cut, split
-from workers.context_parallel.merge import Partial, empty_partial
-from workers.context_parallel.runs import Run
 from workers.device import on_device
-from workers.kernels.attention import Blocks, attend, blocks_for
-from workers.kernels.parts import Parts
+from workers.kernels.attention import MOST_BLOCK_KEYS, Blocks, attend, blocks_for
 
 _FEW_ROWS = 16
-"""Tiles of at most so many rows, as in decode, are launched apart: they want memory, the others arithmetic."""
+"""Most rows of the tiles that are launched apart, as in decode: they want memory, the others arithmetic."""
 
 
 class TritonAttention:
-    """Copies no keys; stateless. Queries of any strides, as long as the elements of a head are adjacent."""
+    """Copies no keys; stateless. Queries have any strides, but the elements of a head are adjacent."""
 
     def prepare(
         self,
@@ -31,41 +34,51 @@ class TritonAttention:
         key_lens: Sequence[int] | None = None,
     ) -> "PagedStep":
         """See AttentionBackend."""
-        items = paged_items(runs, [len(table) for table in page_tables], page_size, key_lens)
-        tables = torch.cat(list(page_tables)) if page_tables else torch.zeros(0, dtype=torch.int64)
-        return PagedStep(_Work(items, tables, page_size))
+        return PagedStep(runs, page_tables, page_size, key_lens)
 
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> RowAttention:
         """See AttentionBackend."""
-        return _Rows(_Work(row_items(query_runs, key_runs), None, 0))
+        return _Rows(query_runs, key_runs)
+
+    def prepare_graph(self, shape: GraphShape) -> DecodeAttention:
+        """See AttentionBackend."""
+        return DecodeAttention(shape)
 
 
 def paged_items(
-    runs: Sequence[Run], table_lens: Sequence[int], page_size: int, key_lens: Sequence[int] | None
+    runs: Sequence[Run],
+    table_lens: Sequence[int],
+    page_size: int,
+    key_lens: Sequence[int] | None,
+    window: int | None = None,
 ) -> list[Item]:
-    """What ``prepare`` was told, over the page tables one after another."""
+    """Return the work of ``prepare``, over the page tables one after another."""
     tables = list(accumulate(table_lens, initial=0))
-    items = []
-    for run, first_row in zip(runs, accumulate((run.count for run in runs), initial=0), strict=False):
-        num_keys = run.last_position + 1 if key_lens is None else key_lens[run.request]
-        ahead, step = (run.first_position, run.step) if key_lens is None else (num_keys - 1, 0)
-        assert pages_for(num_keys, page_size) <= table_lens[run.request], f"{run} ends past its pages"
-        segment = Segment(tables[run.request], 0, 0, num_keys, ahead, step)
-        items.append(Item(first_row, run.count, (segment,) if num_keys else ()))
-    return items
+    segments: dict[int, Segment] = {}
+    for piece in paged_pieces(runs, key_lens, window):
+        keys = piece.key
+        assert keys.stop <= table_lens[piece.request] * page_size, f"{piece} ends past its pages"
+        begin = keys.start // MOST_BLOCK_KEYS * MOST_BLOCK_KEYS
+        ahead = piece.ahead + keys.start
+        segments[piece.query.start] = Segment(tables[piece.request], 0, begin, keys.stop, ahead, piece.step)
+    first_rows = accumulate((run.count for run in runs), initial=0)
+    return [
+        Item(first_row, run.count, (segments[first_row],) if run.count and first_row in segments else ())
+        for run, first_row in zip(runs, first_rows, strict=False)
+    ]
 
 
-def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run]) -> list[Item]:
-    """What ``prepare_rows`` was told."""
+def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run], window: int | None = None) -> list[Item]:
+    """Return the work of ``prepare_rows``."""
     segments: dict[int, list[Segment]] = {}
     first_rows = list(accumulate((run.count for run in query_runs), initial=0))
     run_of_row = [index for index, run in enumerate(query_runs) for _ in range(run.count)]
-    for query, key, ahead in visible_pieces(query_runs, key_runs):
-        run = run_of_row[query.start]
-        num_keys = key.stop - key.start
+    for piece in row_pieces(query_runs, key_runs, window):
+        run = run_of_row[piece.query.start]
         # Relative to the first query of the run, which may see nothing of it.
-        seen = (num_keys - 1, 0) if ahead is None else (ahead - (query.start - first_rows[run]), 1)
-        segments.setdefault(run, []).append(Segment(0, key.start, 0, num_keys, *seen))
+        ahead = piece.ahead - (piece.query.start - first_rows[run]) * piece.step
+        segment = Segment(0, piece.key.start, 0, piece.num_keys, ahead, piece.step)
+        segments.setdefault(run, []).append(segment)
     return [
         Item(first_row, run.count, tuple(segments.get(index, ())))
         for index, (run, first_row) in enumerate(zip(query_runs, first_rows, strict=False))
@@ -73,27 +86,28 @@ def row_items(query_runs: Sequence[Run], key_runs: Sequence[Run]) -> list[Item]:
 
 
 class _Work:
-    """Items, and the launches that they are cut into when the first layer tells how many heads there are."""
+    """Items, and the launches that they are divided into when the first layer shows how many heads there are."""
 
-    def __init__(self, items: Sequence[Item], tables: Tensor | None, page_size: int) -> None:
+    def __init__(self, items: Sequence[Item], tables: Tensor | None, page_size: int, window: int | None = None) -> None:
         self._items = [item for item in items if item.num_queries]
         self._num_rows = max((item.first_row + item.num_queries for item in items), default=0)
         self._tables = tables
-        self.page_size = page_size
+        self._page_size, self._window = page_size, window
         self.launches: list[_Launch] | None = None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
-        """Queries ``[T, heads, D]`` over ``[page, H, slot, D]``."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Partial:
+        """Attend with queries ``[T, heads, D]`` to ``[page, H, slot, ...]``."""
         assert self._num_rows <= len(query), f"{len(query)} queries, {self._num_rows} in the runs"
-        assert key.shape == value.shape, f"keys {key.shape}, values {value.shape}"
+        assert key.shape[:-1] == value.shape[:-1], f"keys {key.shape}, values {value.shape}"
         if not self._items:
-            return empty_partial(query)
+            return empty_partial(query, value.shape[-1])
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "elements of a head are not adjacent"
-        result = empty_partial(query) if self._num_rows < len(query) else unwritten(query)
+        make = empty_partial if self._num_rows < len(query) else unwritten
+        result = make(query, value.shape[-1])
         if self.launches is None:
             self.launches = self._cut(query, key)
         for launch in self.launches:
-            launch.run(query, key, value, result)
+            launch.run(query, key, value, result, scale)
         return result
 
     def _cut(self, query: Tensor, key: Tensor) -> "list[_Launch]":
@@ -104,29 +118,37 @@ class _Work:
         for items in (few, many):
             if items:
                 most_rows = max(item.num_queries for item in items) * groups
-                blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self.page_size)
+                blocks = blocks_for(most_rows, query.shape[2], query.itemsize, self._page_size)
                 queries = blocks.rows // groups
                 parts = split(items, queries, key.shape[1], blocks.keys)
                 tiling = cut(items, queries) if parts is None else cut(parts, queries, in_parts=True)
-                launches.append(_Launch(tiling, blocks, self._tables, self.page_size, key))
+                launches.append(_Launch(tiling, blocks, self._tables, self._page_size, self._window, key))
         return launches
 
 
 class _Launch:
     """One launch of the kernel."""
 
-    def __init__(self, tiling: Tiling, blocks: Blocks, tables: Tensor | None, page_size: int, key: Tensor) -> None:
+    def __init__(
+        self,
+        tiling: Tiling,
+        blocks: Blocks,
+        tables: Tensor | None,
+        page_size: int,
+        window: int | None,
+        key: Tensor,
+    ) -> None:
         """``key [page, H, slot, D]`` is like those to come."""
         device = key.device
         self._tiles, self._segments = (
             on_device(torch.from_numpy(array), device) for array in (tiling.tiles, tiling.segments)
         )
         self._tables = torch.zeros(1, dtype=torch.int64, device=device) if tables is None else tables.to(device)
-        self._blocks, self._page_size = blocks, page_size
+        self._blocks, self._page_size, self._window = blocks, page_size, window
         self.arrived = key.new_zeros(tiling.num_slots, key.shape[1], dtype=torch.int32) if tiling.num_slots else None
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, result: Partial) -> None:
-        """Fill the rows of ``result`` that it has queries of."""
+    def run(self, query: Tensor, key: Tensor, value: Tensor, result: Partial, scale: float) -> None:
+        """Fill the rows of ``result`` whose queries are in this launch."""
         attend(
             query,
             key,
@@ -137,45 +159,55 @@ class _Launch:
             tables=self._tables,
             page_size=self._page_size,
             blocks=self._blocks,
-            parts=None if self.arrived is None else unwritten_parts(query, self.arrived),
+            scale=scale,
+            window=self._window,
+            parts=None if self.arrived is None else unwritten_parts(query, value.shape[-1], self.arrived),
         )
 
 
 class PagedStep:
     """Queries over pages."""
 
-    def __init__(self, work: _Work) -> None:
-        self._work = work
+    def __init__(
+        self, runs: Sequence[Run], page_tables: Sequence[Tensor], page_size: int, key_lens: Sequence[int] | None
+    ) -> None:
+        table_lens = [len(table) for table in page_tables]
+        tables = torch.cat(list(page_tables)) if page_tables else torch.zeros(0, dtype=torch.int64)
 
-    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor) -> Partial:
+        @cache
+        def work(window: int | None) -> _Work:
+            return _Work(paged_items(runs, table_lens, page_size, key_lens, window), tables, page_size, window)
+
+        self._work, self._page_size = work, page_size
+
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
         """See StepAttention."""
-        assert self._work.page_size == key_pages.shape[2], f"pages of {key_pages.shape[2]} tokens"
-        return self._work.attend(query, key_pages, value_pages)
+        assert self._page_size == key_pages.shape[2], f"pages of {key_pages.shape[2]} tokens"
+        return self._work(params.window).attend(query, key_pages, value_pages, params.scale)
 
     @property
     def arrived(self) -> list[Tensor]:
-        """See Parts; of each launch that has any, as they are after the first ``attend``."""
-        return [launch.arrived for launch in self._work.launches or () if launch.arrived is not None]
+        """Counters of the parts of each launch that has any, as after the first ``attend`` without a window."""
+        return [launch.arrived for launch in self._work(None).launches or () if launch.arrived is not None]
 
 
 class _Rows:
     """Queries over rows, which are one page."""
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> None:
+        self._is_strided = any(run.step > 1 for run in (*query_runs, *key_runs))
+        self._in_torch = TorchAttention().prepare_rows(query_runs, key_runs)
+
+        @cache
+        def work(window: int | None) -> _Work:
+            return _Work(row_items(query_runs, key_runs, window), None, 0, window)
+
         self._work = work
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Partial:
         """See RowAttention."""
-        return self._work.attend(query, *(x.transpose(0, 1)[None] for x in (key, value)))
-
-
-def unwritten_parts(query: Tensor, arrived: Tensor) -> Parts:
-    """Room for parts of a result like ``query [T, heads, D]``."""
-    shape = (len(arrived), *query.shape[1:])
-    found, lse = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape[:-1], dtype=torch.float32)
-    return Parts(found, lse, arrived)
-
-
-def unwritten(query: Tensor) -> Partial:
-    """Room for a result like ``query [T, heads, D]``."""
-    return Partial(query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32))
+        if params.window is not None and self._is_strided:
+            # The kernel counts a window in rows, which are then not adjacent tokens.
+            return self._in_torch.attend(query, key, value, params)
+        key, value = (x.transpose(0, 1)[None] for x in (key, value))
+        return self._work(params.window).attend(query, key, value, params.scale)

@@ -1,4 +1,4 @@
-"""How one step's attention is cut into tiles, one for each program of the kernel. No torch, no I/O."""
+"""Division of one step's attention into tiles, one for each program of the kernel. No torch, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int32]
 
 PROGRAMS = 2 * 132
-"""As many keep every multiprocessor of an H100 or H200 busy; work of fewer is split by keys."""
+"""Programs that keep every multiprocessor of an H100 or H200 busy; work of fewer is split by keys."""
 LEAST_KEYS = 256
-"""Fewer are not worth a partial of their own."""
+"""Fewest keys that are worth a partial of their own."""
 
 
 class Segment(NamedTuple):
-    """Keys in one place; see SEGMENT_FIELDS of workers.kernels.attention."""
+    """Keys in one table or range of rows; see SEGMENT_FIELDS of workers.kernels.attention."""
 
     table: int
     first_key: int
@@ -28,7 +28,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A run of queries and all the keys that it sees some of."""
+    """A run of queries and the segments of keys of which it sees a part."""
 
     first_row: int
     num_queries: int
@@ -44,18 +44,18 @@ class Tiling:
     segments: Indices
     """``[m, 6]``"""
     num_slots: int
-    """For the queries of all parts; none where every tile has all keys of its queries."""
+    """Slots for the queries of all parts; none where every tile has all keys of its queries."""
 
 
 def fair_share(num_keys: int, num_kv_heads: int) -> int:
-    """Keys for each program, where tiles see so many in all."""
+    """Return the keys for each program, if tiles see ``num_keys`` in all."""
     return max(-(-num_keys * num_kv_heads // PROGRAMS), LEAST_KEYS)
 
 
 def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_keys: int) -> list[Item] | None:
-    """The same in segments of nearly equal work, each for a part of its own; None where there is work enough without.
+    """Split items into segments of nearly equal work, each a part of its own; None if there is work enough without.
 
-    No segment is split that has less than two fair shares, which would only give a rest of its own.
+    A segment of less than two fair shares stays whole, for it would only leave a rest.
     """
     lens = [[segment.stop - segment.begin for segment in item.segments] for item in items]
     tiles = [-(-item.num_queries // queries_a_tile) for item in items]
@@ -67,7 +67,7 @@ def split(items: Sequence[Item], queries_a_tile: int, num_kv_heads: int, block_k
 
 
 def cut(items: Sequence[Item], queries_a_tile: int, *, in_parts: bool = False) -> Tiling:
-    """Tiles of so many queries and all their keys; or of one segment each, so that what they find is to be joined."""
+    """Cut items into tiles of so many queries, with all their keys or, ``in_parts``, with one segment each."""
     num_segments = np.array([len(item.segments) for item in items], dtype=np.int64)
     num_queries = np.array([item.num_queries for item in items], dtype=np.int64)
     first_rows = np.array([item.first_row for item in items], dtype=np.int64)
@@ -108,13 +108,13 @@ def _split(segment: Segment, share: int, block_keys: int) -> list[Segment]:
 
 
 def piece_lens(num_keys: NDArray[np.int64], share: int, block_keys: int) -> NDArray[np.int64]:
-    """Of each number of keys: whole blocks, in as many pieces as there are whole shares."""
+    """Return the length of a piece for each number of keys: whole blocks, in as many pieces as whole shares."""
     num_pieces: NDArray[np.int64] = np.maximum(num_keys // share, 1)
     return -(-num_keys // (num_pieces * block_keys)) * block_keys
 
 
 def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:
-    """Keys that the last query of each tile sees."""
+    """Return the keys that the last query of each tile sees."""
     counts = tiles[:, 4].astype(np.int64)
     tile = np.repeat(np.arange(len(tiles)), counts)
     _, _, begin, stop, ahead, step = segments[np.repeat(tiles[:, 3], counts) + _count_up(counts)].astype(np.int64).T
@@ -126,5 +126,5 @@ def _work(tiles: Indices, segments: Indices) -> NDArray[np.int64]:
 
 
 def _count_up(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, ... for each of some counts, one after another."""
+    """Count 0, 1, ... for each of some counts, one after another."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

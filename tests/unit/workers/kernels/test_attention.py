@@ -5,12 +5,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.kernel_cases import DTYPES, PagedCase, check_paged, check_rows, paged_cases, prompt_cases
-from tests.unit.workers.test_row_attention import rank_pairs
+from tests.fakes.kernel_cases import DTYPES, PagedCase, any_params, check_paged, check_rows, paged_cases, prompt_cases
+from tests.unit.workers.test_row_attention import new_rows, rank_pairs
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.attention.triton import backend as triton_backend
 from workers.attention.triton import tiling
 from workers.attention.triton.backend import TritonAttention
-from workers.context_parallel.runs import Run
+
+PARAMS = AttentionParams(1 / 8)
 
 
 @settings(max_examples=8)
@@ -40,6 +43,18 @@ def test_prompts_of_any_length(case: PagedCase) -> None:
     check_paged(TritonAttention(), case, "cpu")
 
 
+@settings(max_examples=8)
+@given(paged_cases(150, torch.float32).flatmap(any_params))
+def test_any_scale_window_and_width(case: PagedCase) -> None:
+    check_paged(TritonAttention(), case, "cpu")
+
+
+@settings(max_examples=4)
+@given(new_rows(), st.integers(1, 20))
+def test_rows_in_a_window(case: tuple[list[Run], list[Run]], window: int) -> None:
+    check_rows(TritonAttention(), case, 2, torch.float32, "cpu", window)
+
+
 @settings(max_examples=5)
 @given(paged_cases(150, torch.float32), st.sampled_from([32, 64]))
 def test_keys_that_are_split(case: PagedCase, least_keys: int) -> None:
@@ -62,8 +77,9 @@ def test_rows(case: tuple[list[Run], list[Run]], groups: int, dtype: torch.dtype
         PagedCase((Run(0, 3, 30, 4), Run(0, 127, 1, 1)), page_size=64, groups=4, dtype=torch.bfloat16),
         PagedCase((Run(0, 0, 3, 1), Run(1, 0, 2, 1)), key_lens=(0, 17), head_dim=96),
         PagedCase((Run(0, 70, 350, 1), Run(0, 1120, 350, 1)), page_size=64, groups=1, dtype=torch.bfloat16),
+        PagedCase((Run(0, 500, 40, 1), Run(1, 300, 1, 1)), params=AttentionParams(0.2, 150), value_dim=32),
     ],
-    ids=["first token", "mixed", "interleave", "a prefix of nothing", "zigzag of many behind a prefix"],
+    ids=["first token", "mixed", "interleave", "a prefix of nothing", "zigzag of many behind a prefix", "window"],
 )
 def test_examples(case: PagedCase) -> None:
     check_paged(TritonAttention(), case, "cpu")
@@ -72,7 +88,7 @@ def test_examples(case: PagedCase) -> None:
 def test_queries_of_no_run_are_empty() -> None:
     step = TritonAttention().prepare([Run(0, 1, 1, 1)], [torch.tensor([0])], 16)
     pages = torch.ones(1, 1, 16, 64)
-    out, lse = step.attend(torch.ones(3, 1, 64), pages, pages)
+    out, lse = step.attend(torch.ones(3, 1, 64), pages, pages, PARAMS)
     assert torch.equal(out[0, 0], torch.ones(64))
     assert not out[1:].any()
     assert lse[1:].eq(-torch.inf).all()
@@ -81,13 +97,13 @@ def test_queries_of_no_run_are_empty() -> None:
 def test_no_queries_have_any_strides() -> None:
     pages = torch.randn(1, 1, 16, 64)
     query = torch.empty(64, 2, 0).permute(2, 1, 0)
-    assert TritonAttention().prepare([], [], 16).attend(query, pages, pages).out.shape == (0, 2, 64)
+    assert TritonAttention().prepare([], [], 16).attend(query, pages, pages, PARAMS).out.shape == (0, 2, 64)
 
 
 def test_no_queries() -> None:
     step = TritonAttention().prepare([], [], 16)
     pages = torch.ones(1, 2, 16, 64)
-    assert step.attend(torch.empty(0, 4, 64), pages, pages).out.shape == (0, 4, 64)
+    assert step.attend(torch.empty(0, 4, 64), pages, pages, PARAMS).out.shape == (0, 4, 64)
 
 
 def test_a_nan_that_is_seen_stays_one() -> None:
@@ -95,7 +111,7 @@ def test_a_nan_that_is_seen_stays_one() -> None:
     pages = torch.ones(1, 1, 16, 64)
     keys = pages.clone()
     keys[0, 0, 1] = torch.nan
-    out, lse = step.attend(torch.ones(3, 1, 64), keys, pages)
+    out, lse = step.attend(torch.ones(3, 1, 64), keys, pages, PARAMS)
     assert not out[0].isnan().any()
     assert out[1:].isnan().all()
     assert lse[1:].isnan().all()
@@ -104,6 +120,6 @@ def test_a_nan_that_is_seen_stays_one() -> None:
 def test_pages_of_another_size_are_our_own_bug() -> None:
     step = TritonAttention().prepare([Run(0, 0, 1, 1)], [torch.tensor([0])], 16)
     with pytest.raises(AssertionError, match="pages of 8 tokens"):
-        step.attend(torch.ones(1, 1, 64), torch.ones(1, 1, 8, 64), torch.ones(1, 1, 8, 64))
+        step.attend(torch.ones(1, 1, 64), torch.ones(1, 1, 8, 64), torch.ones(1, 1, 8, 64), PARAMS)
     with pytest.raises(AssertionError, match="ends past its pages"):
         triton_backend.paged_items([Run(0, 16, 1, 1)], [1], 16, None)

@@ -12,9 +12,11 @@ from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.attention_oracle import Scenario, ScenarioRun, check_scenario
 from tests.fakes.pairwise import all_pairs
 from tests.fakes.thread_group import on_thread_ranks
+from workers.attention.interface import GraphShape
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
 from workers.attention.triton.backend import TritonAttention
-from workers.context_parallel.merge import Partial
-from workers.context_parallel.runs import Run
 
 _alone = threading.Lock()
 """The interpreter runs one kernel at a time."""
@@ -45,14 +47,16 @@ class OneAtATime:
     def prepare_rows(self, query_runs: Sequence[Run], key_runs: Sequence[Run]) -> "_Locked":
         return _Locked(TritonAttention().prepare_rows(query_runs, key_runs))
 
+    def prepare_graph(self, shape: GraphShape) -> None: ...
+
 
 class _Locked:
     def __init__(self, attention: Any) -> None:
         self._attention = attention
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, /) -> Partial:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, /) -> Partial:
         with _alone:
-            found: Partial = self._attention.attend(query, key, value)
+            found: Partial = self._attention.attend(query, key, value, params)
         return found
 
 

@@ -1,6 +1,6 @@
-"""Recorded decode steps against the usual way; a stand-in for CUDA graphs computes again at each replay."""
+"""Captured decode steps against the usual way; a stand-in for CUDA graphs computes again at each replay."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,29 +11,30 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.spec.config import ParallelConfig
 from cluster.spec.decode_graphs import batch_sizes
 from cluster.spec.strategy import MoeDispatch, Strategy
+from tests.fakes.attention_params import params_for, shape_for
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.counted_launches import CountedLaunches
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_pool
+from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.thread_layout import on_thread_layout
+from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
+from workers.attention.triton.backend import TritonAttention
 from workers.attention.triton.decode import DecodeAttention
 from workers.attention.triton.tiling import fair_share
-from workers.context_parallel.runs import Run
-from workers.engine import decode_graphs
 from workers.engine.attention_context import CpExchange
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import Followed
+from workers.engine.capture import CaptureError
 from workers.engine.contexts import make_context
 from workers.engine.decode_graphs import REPLAYED, DecodeGraphs
-from workers.engine.gpu_recorder import RecordingError
 from workers.engine.weights import load_model
 from workers.layers.experts import Experts
 from workers.memory.page_pool import PagePool
@@ -42,7 +43,7 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups, Part
 
 
-def record(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     out = compute()
 
     def replay() -> None:
@@ -77,7 +78,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     ]
     with torch.inference_mode():
         kernels_on_cpu(monkeypatch)
-        graphs = DecodeGraphs(model, pool, 3, record)
+        graphs = DecodeGraphs(model, pool, TritonAttention(), 3, capture)
         before = pool.group("full_attention").clone()
         replayed = []
         for rows in steps:
@@ -98,7 +99,7 @@ def test_steps_of_requests_that_come_and_go(tmp_path: Path, monkeypatch: pytest.
     torch.testing.assert_close(after[:-1], pool.group("full_attention")[:-1], atol=1e-4, rtol=1e-4)
     assert graphs.run([BatchRow([1, 2], 0, [0], True)]) is None
     assert graphs.run([BatchRow([1], 0, [0], True)] * 4) is None
-    assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than recorded": 1}
+    assert graphs.counts == {REPLAYED: 3, "prompt tokens": 1, "more requests than captured": 1}
 
 
 def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +112,11 @@ def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             kernels_on_cpu(patch)
             launches = CountedLaunches(patch)
 
-            def record_counting(compute: Callable[[], Tensor], launches: CountedLaunches = launches) -> Any:
+            def capture_counting(compute: Callable[[], Tensor], launches: CountedLaunches = launches) -> Any:
                 with launches:
-                    return record(compute)
+                    return capture(compute)
 
-            DecodeGraphs(model, pool, 1, record_counting)
+            DecodeGraphs(model, pool, TritonAttention(), 1, capture_counting)
         counts.append(launches.counts)
     of_layer = counts[1] - counts[0]
     kernels = {"_rms_norm_kernel": 2, "_rotate_kernel": 1, "_attend_kernel": 1, "_swiglu_kernel": 1}
@@ -123,7 +124,7 @@ def test_a_layer_is_nine_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded step of five has three requests; the other two load no weights, and are counted nowhere."""
+    """A captured step of five has three requests; the other two load no weights, and are counted nowhere."""
     model = load_model(make_checkpoint(tmp_path, "qwen3_moe"))
     config = model.config
     assert config.moe is not None
@@ -139,8 +140,8 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
         expected = usual(model, pool, rows)
         by_usual, _ = loads(), [layer.loads.zero_() for layer in experts]
         kernels_on_cpu(monkeypatch)
-        graphs = DecodeGraphs(model, pool, 5, record)
-        assert not any(map(any, loads())), "no request was in what was recorded"
+        graphs = DecodeGraphs(model, pool, TritonAttention(), 5, capture)
+        assert not any(map(any, loads())), "no request was in what was captured"
         hidden = graphs.run(rows)
         assert hidden is not None
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
@@ -149,52 +150,44 @@ def test_experts_are_asked_by_requests_alone(tmp_path: Path, monkeypatch: pytest
     assert graphs.counts == {REPLAYED: 1}
 
 
-def test_what_goes_through_the_host_is_not_recorded(tmp_path: Path) -> None:
+def test_what_goes_through_the_host_is_not_captured(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_moe")
 
     def counts_of(tp: Communicator) -> dict[str, int]:
         groups = replace(ModelGroups.of_tp(tp), moe_dispatch=MoeDispatch.ALL_TO_ALL)
         model = load_model(folder, groups=groups)
-        graphs = DecodeGraphs(model, kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32), 2, record)
+        pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+        graphs = DecodeGraphs(model, pool, TritonAttention(), 2, capture)
         assert graphs.run([BatchRow([1], 0, [0], True)]) is None
         return dict(graphs.counts)
 
     assert on_thread_ranks(2, counts_of) == [{"tokens sent to experts": 1}] * 2
 
 
-def test_what_cannot_be_recorded_goes_the_usual_way(tmp_path: Path) -> None:
+def test_steps_of_a_backend_without_graphs_go_the_usual_way(tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen3"))
+    pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
+    graphs = DecodeGraphs(model, pool, TorchAttention(), 2, capture)
+    assert graphs.run([BatchRow([1], 0, [0], True)]) is None
+    assert graphs.counts == {"attention that cannot be captured": 1}
+
+
+def test_what_cannot_be_captured_goes_the_usual_way(tmp_path: Path) -> None:
     model = load_model(make_checkpoint(tmp_path, "qwen3"))
     pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
 
     def fail(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
-        raise RecordingError("operation not permitted when stream is capturing")
+        raise CaptureError("operation not permitted when stream is capturing")
 
-    graphs = DecodeGraphs(model, pool, 2, fail)
+    graphs = DecodeGraphs(model, pool, TritonAttention(), 2, fail)
     assert graphs.run([BatchRow([1], 0, [0], True)]) is None
-    assert graphs.counts == {"recording failed": 1}
-
-
-class PlainDecode:
-    """DecodeAttention by torch alone: ranks that are threads cannot interpret kernels at once."""
-
-    def __init__(self, *sizes: Any) -> None:
-        _, _, self._page_size, *_ = sizes
-
-    def fill(self, num_keys: Sequence[int], tables: Sequence[NDArray[np.int64]]) -> None:
-        self._runs = [Run(request, int(length) - 1, 1, 1) for request, length in enumerate(num_keys)]
-        self._tables = [torch.from_numpy(table) for table in tables]
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return TorchAttention().prepare(self._runs, self._tables, self._page_size).attend(query, keys, values).out
+    assert graphs.counts == {"capture failed": 1}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(dp=2, tp=2)], ids=str)
-def test_dp_ranks_replay_steps_of_one_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, parallel: ParallelConfig
-) -> None:
+def test_dp_ranks_replay_steps_of_one_size(tmp_path: Path, family: str, parallel: ParallelConfig) -> None:
     """One has three requests and the other one, then none: each gets what a rank alone computes."""
-    monkeypatch.setattr(decode_graphs, "DecodeAttention", PlainDecode)
     folder = make_checkpoint(tmp_path, family)
     three = [BatchRow([5], 6, [4, 1], True), BatchRow([7], 0, [2], True), BatchRow([9], 3, [5], True)]
     by_rank = [[three, three[:1]], [[BatchRow([11], 5, [0, 3], True)], []]]
@@ -215,15 +208,15 @@ def test_dp_ranks_replay_steps_of_one_size(
     def replay(groups: ModelGroups) -> list[Tensor]:
         model = load_model(folder, groups=groups)
         pool = pool_of(model, Part(groups.tp.rank, groups.tp.size))
-        graphs = DecodeGraphs(model, pool, 4, record)
+        graphs = DecodeGraphs(model, pool, PlainGraphs(), 4, capture)
         hidden = []
         for step in (0, 1):
             rows = by_rank[groups.position.dp][step]
             found = graphs.run(rows, None, max(len(steps[step]) for steps in by_rank))
             assert found is not None
             hidden.append(found.clone())
-        assert graphs.run(three[:1], None, 5) is None, "another rank has more requests than recorded"
-        assert graphs.counts == {REPLAYED: 2, "more requests than recorded": 1}
+        assert graphs.run(three[:1], None, 5) is None, "another rank has more requests than captured"
+        assert graphs.counts == {REPLAYED: 2, "more requests than captured": 1}
         return hidden
 
     with torch.inference_mode():
@@ -243,46 +236,48 @@ def test_ranks_that_share_sums_replay_together_or_not_at_all(tmp_path: Path) -> 
         pool = kv_pool(1, 1, 1, 4, model.config.head_dim, torch.float32)
         sizes = iter([2, 1])
 
-        def record_but_last(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
+        def capture_but_last(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
             if next(sizes) == tp.rank:
-                raise RecordingError("out of memory")
+                raise CaptureError("out of memory")
             return torch.zeros(2, 1), lambda: None
 
-        graphs = DecodeGraphs(model, pool, 2, record_but_last)
+        graphs = DecodeGraphs(model, pool, TritonAttention(), 2, capture_but_last)
         assert graphs.run([BatchRow([1], 0, [0], True)]) is None
         return dict(graphs.counts)
 
-    assert on_thread_ranks(2, counts_of) == [{"recording failed": 1}] * 2
+    assert on_thread_ranks(2, counts_of) == [{"capture failed": 1}] * 2
 
 
 @settings(max_examples=8)
-@example(lens=[1600, 3, 70], groups=2, page_size=64)
+@example(lens=[1600, 3, 70], groups=2, page_size=64, window=None)
+@example(lens=[1600, 3, 70], groups=2, page_size=64, window=700)
 @given(
     lens=st.lists(st.integers(1, 200), min_size=1, max_size=3),
     groups=st.sampled_from([1, 3]),
     page_size=st.sampled_from([16, 64]),
+    window=st.sampled_from([None, 1, 50]),
 )
-def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: int) -> None:
+def test_attention_over_fixed_places(lens: list[int], groups: int, page_size: int, window: int | None) -> None:
     torch.manual_seed(0)
     pages = [-(-length // page_size) for length in lens]
     pool = kv_pool(sum(pages), 2, 1, page_size, 64, torch.float32)
     pool.group("full_attention").copy_(torch.randn(pool.group("full_attention").shape))
     tables = torch.split(torch.randperm(pool.num_pages), pages)
     query = torch.randn(len(lens), 2 * groups, 64)
-    attention = DecodeAttention(len(lens), max(pages), page_size, 2, query[:1], query.device)
+    attention, params = DecodeAttention(shape_for(query, 2, max(pages), page_size)), params_for(query, window)
     runs = [Run(request, length - 1, 1, 1) for request, length in enumerate(lens)]
-    expected = TorchAttention().prepare(runs, tables, page_size).attend(query, *pool.layer_view(0)).out
+    expected = TorchAttention().prepare(runs, tables, page_size).attend(query, *pool.layer_view(0), params).out
     attention.fill([1] * len(lens), [table.numpy()[:1] for table in tables])
     attention.fill(lens, [table.numpy() for table in tables])
-    torch.testing.assert_close(attention.attend(query, *pool.layer_view(0)), expected, atol=1e-5, rtol=1e-5)
+    found = attention.attend(query, *pool.layer_view(0), params).out
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=64), st.sampled_from([1, 8]))
 def test_fixed_places_hold_what_any_lengths_are_cut_into(lens: list[int], num_kv_heads: int) -> None:
     """As tiling cuts them, but that one request may be all there is to split."""
-    query = torch.zeros(1, 2 * num_kv_heads, 64)
-    attention = DecodeAttention(len(lens), 1, 64, num_kv_heads, query, query.device)
+    attention = DecodeAttention(shape_for(torch.zeros(len(lens), 2 * num_kv_heads, 64), num_kv_heads, 1, 64))
     first_pages = np.arange(len(lens))
     tiles, segments = attention._cut(np.array(lens), first_pages)
     num_used = int((tiles[:, 1] == 1).sum())

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from tests.fakes.attention_params import params_for
 from tests.fakes.kernel_cases import PagedCase, check_paged, check_rows
 from tests.unit.workers.test_row_attention import masked_attention, rank_pairs
 from workers.attention.interface import AttentionBackend
-from workers.context_parallel.runs import Run
+from workers.attention.runs import Run
 
 
 class Package(ModuleType):
@@ -41,7 +42,7 @@ class Package(ModuleType):
             key, value = (
                 x[slice(*keys)] if table is None else x[table[number].long()].flatten(0, 1)[:num_keys] for x in (k, v)
             )
-            parts.append(masked_attention(q[slice(*queries)], key, value, seen))
+            parts.append(masked_attention(q[slice(*queries)], key, value, seen, options["softmax_scale"]))
         out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return out.to(q.dtype), lse.float().T, None
 
@@ -103,7 +104,8 @@ def test_a_default_device_is_left_alone(backend: AttentionBackend, monkeypatch: 
         step = backend.prepare([Run(0, 300, 37, 1)], [torch.full((2,), 7)], 256)
         pages = torch.empty(8, 1, 256, 64)
         for _ in range(3):
-            assert step.attend(torch.empty(37, 4, 64), pages, pages).lse.shape == (37, 4)
+            query = torch.empty(37, 4, 64)
+            assert step.attend(query, pages, pages, params_for(query)).lse.shape == (37, 4)
     assert len(sent) == 2
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from cluster.spec.config import DeployConfig
-from cluster.spec.decode_graphs import batch_sizes, records_decode, why_unrecorded
+from cluster.spec.decode_graphs import batch_sizes, captures_decode, why_not_captured
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Room
 from cluster.spec.lifecycle import Role
@@ -23,11 +23,11 @@ from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Passing, Strategy
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kv import kv_pool
+from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.worker_specs import lone_worker
 from workers import pool_memory, rank
-from workers.attention.torch_backend import TorchAttention
 from workers.engine import runner
-from workers.engine.gpu_recorder import Record
+from workers.engine.capture import Capture
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
@@ -58,10 +58,10 @@ class FakeGpu:
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - self.used, TOTAL))
 
-    def make_record(self) -> Record:
-        """Each graph holds memory until it goes, and the stream of all recorders from the first on."""
+    def make_capture(self) -> Capture:
+        """Each graph holds memory until it goes, and the stream of all captures from the first on."""
 
-        def record(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
+        def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:  # noqa: ARG001
             if not self.has_workspace:
                 self.has_workspace = True
                 self.used += WORKSPACE
@@ -72,7 +72,7 @@ class FakeGpu:
             weakref.finalize(replay, self.give_back)
             return torch.empty(0), replay
 
-        return record
+        return capture
 
     def give_back(self) -> None:
         self.used -= GRAPH
@@ -83,12 +83,11 @@ def worker(text: dict[str, Any]) -> Any:
     return lone_worker(DeployConfig.model_validate(config | text), Role.DECODE)
 
 
-def ask(spec: Any, model: DecoderModel, make_record: Callable[[], Record] | None) -> float:
+def ask(spec: Any, model: DecoderModel, make_capture: Callable[[], Capture] | None) -> float:
     groups = RankGroups(Communicator("cp"), ModelGroups(), Pipeline())
     store: Any = HashStore()
-    return pool_memory_gib(
-        spec, store, model, TorchAttention(), groups, model.config.kv_geometry("m", "float32", 4), make_record
-    )
+    geometry = model.config.kv_geometry("m", "float32", 4)
+    return pool_memory_gib(spec, store, model, PlainGraphs(), groups, geometry, make_capture)
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def model(tmp_path: Path) -> DecoderModel:
 
 def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, spec = FakeGpu(monkeypatch), worker({})
-    pages_gib = ask(spec, model, gpu.make_record)
+    pages_gib = ask(spec, model, gpu.make_capture)
     held = len(SIZES) * GRAPH + WORKSPACE
     assert pages_gib * GIB == 0.9 * TOTAL - WEIGHTS - ACTIVATIONS - OTHERS - held
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, "graphs over a page that is gone"
@@ -106,41 +105,41 @@ def test_pages_take_what_graphs_leave(model: DecoderModel, monkeypatch: pytest.M
     gpu.used += int(pages_gib * GIB)
     config = model.config
     pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
-    one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
-    one.record_decode(8, gpu.make_record())
+    one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
+    one.capture_decode(8, gpu.make_capture())
     assert one.graph_bytes == len(SIZES) * GRAPH
     assert gpu.used + ACTIVATIONS == 0.9 * TOTAL
 
 
-def test_what_was_recorded_is_gone_before_an_error_is_told(
+def test_what_was_captured_is_gone_before_an_error_is_told(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups whose sums are in graphs could not be left, and nobody would read why."""
     gpu = FakeGpu(monkeypatch)
     with pytest.raises(UserError) as too_large:
-        ask(worker({"kv": {"memory_gib": 80}}), model, gpu.make_record)
+        ask(worker({"kv": {"memory_gib": 80}}), model, gpu.make_capture)
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, too_large
 
-    def fail_at_last(record: Record, countdown: Iterator[int]) -> Record:
-        def record_some(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def fail_at_last(capture: Capture, countdown: Iterator[int]) -> Capture:
+        def capture_some(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
             if not next(countdown):
-                raise torch.OutOfMemoryError("in a step that is not recorded yet")
-            return record(compute)
+                raise torch.OutOfMemoryError("in a step that is not captured yet")
+            return capture(compute)
 
-        return record_some
+        return capture_some
 
     with pytest.raises(torch.OutOfMemoryError) as no_memory:
-        ask(worker({}), model, lambda: fail_at_last(gpu.make_record(), iter([2, 1, 0])))
+        ask(worker({}), model, lambda: fail_at_last(gpu.make_capture(), iter([2, 1, 0])))
     assert gpu.used == WEIGHTS + OTHERS + WORKSPACE, no_memory
 
 
-def test_what_was_recorded_goes_also_where_an_error_holds_a_step(
+def test_what_was_captured_goes_also_where_an_error_holds_a_step(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, config = FakeGpu(monkeypatch), model.config
     pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
-    one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
-    one.record_decode(8, gpu.make_record())
+    one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
+    one.capture_decode(8, gpu.make_capture())
     assert one._graphs is not None
     held = one._graphs._steps[8]
     one.drop_graphs()
@@ -202,7 +201,7 @@ def test_the_largest_step_ends_the_longest_prompt(
 def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, spec = FakeGpu(monkeypatch), worker({"kv": {"memory_gib": 60}})
     with pytest.raises(UserError) as refused:
-        ask(spec, model, gpu.make_record)
+        ask(spec, model, gpu.make_capture)
     assert str(refused.value) == (
         "kv.memory_gib: 60 GiB are wanted for pages, but 0.9 of 100 GiB of GPU memory, less 16 for weights, "
         "2 for activations, 16 for CUDA graphs and 1 for others, leaves 55"
@@ -212,7 +211,7 @@ def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monke
 def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(rank, "GpuRecorder", lambda stream: stream.make_record())
+    monkeypatch.setattr(rank, "GraphCapture", lambda stream: stream.make_capture())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
     store: Any = HashStore()
@@ -226,8 +225,8 @@ def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch
 
 def test_a_rank_that_records_nothing_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(rank, "records_decode", lambda *_: False)
-    monkeypatch.setattr(rank, "why_unrecorded", lambda *_: "a reason")
+    monkeypatch.setattr(rank, "captures_decode", lambda *_: False)
+    monkeypatch.setattr(rank, "why_not_captured", lambda *_: "a reason")
     FakeGpu(monkeypatch)
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
     store: Any = HashStore()
@@ -244,7 +243,7 @@ def test_a_rank_that_records_nothing_says_why(tmp_path: Path, monkeypatch: pytes
 def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
     config = model.config
     pool = kv_pool(4, config.num_kv_heads, config.num_layers, 16, config.head_dim, model.dtype)
-    one = ModelRunner(model, pool, TorchAttention(), Communicator("cp"))
+    one = ModelRunner(model, pool, PlainGraphs(), Communicator("cp"))
     one._graphs = SimpleNamespace(counts=Counter(replayed=2))  # type: ignore[assignment]
     fill: Any = object()
     assert (
@@ -276,14 +275,14 @@ def test_steps_whose_pages_come_meanwhile_are_told(model: DecoderModel) -> None:
         ({"resources": {"device": "cuda", "collectives": "tcp", "check_collectives": True}}, ""),
     ],
 )
-def test_which_pools_record(text: dict[str, Any], reason: str) -> None:
+def test_which_pools_capture(text: dict[str, Any], reason: str) -> None:
     config = DeployConfig.model_validate({"resources": {"device": "cuda"}} | text)
-    assert why_unrecorded(config, config.decode) == reason
-    assert records_decode(config, config.decode) == (not reason)
-    assert not records_decode(config, config.prefill)
+    assert why_not_captured(config, config.decode) == reason
+    assert captures_decode(config, config.decode) == (not reason)
+    assert not captures_decode(config, config.prefill)
 
 
-def test_no_pool_on_a_cpu_records() -> None:
+def test_no_pool_on_a_cpu_captures() -> None:
     config = DeployConfig.model_validate({"decode": {"parallel": {"pp": 2}}})
-    assert not records_decode(config, config.decode)
-    assert not why_unrecorded(config, config.decode)
+    assert not captures_decode(config, config.decode)
+    assert not why_not_captured(config, config.decode)

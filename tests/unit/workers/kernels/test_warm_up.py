@@ -13,15 +13,16 @@ from torch import Tensor
 
 from cluster.spec.registry import KvOwnership
 from cluster.spec.strategy import Passing, Strategy
+from tests.fakes.attention_params import params_for
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.kernels_on_cpu import kernels_on_cpu
 from tests.fakes.kv import kv_pool
 from tests.fakes.thread_group import on_thread_ranks
+from workers.attention.merge import Partial, merge
+from workers.attention.runs import Run
 from workers.attention.torch_backend import TorchAttention
 from workers.attention.triton import backend
 from workers.attention.triton.backend import TritonAttention
-from workers.context_parallel.merge import Partial, merge
-from workers.context_parallel.runs import Run
 from workers.engine import attention_context, runner
 from workers.engine.batch import BatchRow
 from workers.engine.runner import ModelRunner
@@ -86,7 +87,7 @@ def test_rows_of_ranks_are_warm_too(kv_heads: int, monkeypatch: pytest.MonkeyPat
         key = torch.empty(num_keys, kv_heads, 128, dtype=torch.bfloat16)
         query = torch.empty(num_queries, 4 * kv_heads, 128, dtype=torch.bfloat16)
         runs = [Run(0, num_keys - num_queries, num_queries, 1)], [Run(0, 0, num_keys, 1)]
-        TritonAttention().prepare_rows(*runs).attend(query, key, key)
+        TritonAttention().prepare_rows(*runs).attend(query, key, key, params_for(query))
 
     for num_tokens, _ in runner._KERNEL_STEPS:
         attend(num_tokens, num_tokens)
@@ -107,10 +108,10 @@ def test_partials_are_merged_before_in_every_way_that_a_plan_may_ask_for(
     monkeypatch.setattr(runner, "has_kernels", lambda _: True)
     merged = threading.local()
 
-    def note_merge(partials: Sequence[Partial]) -> Partial:
+    def note_merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
         if len(partials) > 1:  # or it is the result
             merged.kinds.add(tuple(partial.out.dtype for partial in partials))
-        return merge(partials)
+        return merge(partials, sinks)
 
     for module in (attention_context, runner):
         monkeypatch.setattr(module, "merge", note_merge)

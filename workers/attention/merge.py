@@ -1,4 +1,4 @@
-"""The one merge of attention partials; ring steps, cached prefix with new tokens and split KV all join here."""
+"""The one merge of attention partials: ring steps, cached prefix with new tokens, and split KV all join here."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,17 +21,26 @@ class Partial(NamedTuple):
     """``[..., heads]``, fp32: natural log of the sum of exp(scaled score) over the keys seen."""
 
 
-def empty_partial(query: Tensor) -> Partial:
-    """The partial of queries ``[..., heads, dim]`` that saw no key."""
-    lse = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
-    return Partial(torch.zeros_like(query), lse)
+def empty_partial(query: Tensor, value_dim: int | None = None) -> Partial:
+    """Return the partial of queries ``[..., heads, dim]`` that saw no key; values are as wide as keys for None."""
+    shape = query.shape[:-1]
+    out = query.new_zeros(*shape, query.shape[-1] if value_dim is None else value_dim)
+    return Partial(out, query.new_full(shape, -torch.inf, dtype=torch.float32))
 
 
-def merge(partials: Sequence[Partial]) -> Partial:
+def merge(partials: Sequence[Partial], sinks: Tensor | None = None) -> Partial:
     """Join partials of the same queries over disjoint sets of keys, in any order; out keeps its dtype.
 
-    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i).
+    lse = ln(sum(exp(lse_i))), out = sum(exp(lse_i - lse) * out_i). A sink ``[heads]`` is one more lse, without an out.
     """
+    joined = _join(partials)
+    if sinks is None:
+        return joined
+    lse = torch.logaddexp(joined.lse, sinks)
+    return Partial((joined.out * (joined.lse - lse).exp_()[..., None]).to(joined.out.dtype), lse)
+
+
+def _join(partials: Sequence[Partial]) -> Partial:
     assert partials, "nothing to merge"
     if len(partials) == 1:
         return partials[0]

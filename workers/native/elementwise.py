@@ -1,4 +1,4 @@
-"""What a layer does between its products, in bf16 on a CPU: rows.cpp over torch tensors; see workers.row_kernels."""
+"""Elementwise kernels in bf16 on a CPU: elementwise.cpp over torch tensors; see workers.kernels.elementwise."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from workers.native.compile import compiled_library, find_compiler
 from workers.native.library import MOST_DIMS
 
 _LEAST_SHARED = 1 << 17
-"""Numbers from which on threads share the rows."""
+"""Fewest numbers whose rows threads share."""
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class NativeRows:
-    """Computes on ``num_threads`` threads, the caller's among them. Adjacent numbers of a row are so in memory."""
+class NativeElementwise:
+    """Kernels on ``num_threads`` threads, the caller's among them; the numbers of a row are adjacent in memory."""
 
     def __init__(self, path: Path, num_threads: int) -> None:
         library = ctypes.CDLL(str(path))
@@ -30,7 +31,16 @@ class NativeRows:
         for function in (self._rms_norm, self._rotate, self._swiglu, self._store_kv):
             function.restype = None
         self._num_threads = num_threads
-        self._helpers = ThreadPoolExecutor(num_threads, "rows")
+        self._helpers = ThreadPoolExecutor(num_threads, "elementwise")
+
+    @classmethod
+    def load(cls) -> "NativeElementwise":
+        """Compile the library if need be, for as many threads as torch has.
+
+        Raises:
+            CannotCompileError: there is no library, and can be none.
+        """
+        return cls(compiled_library(find_compiler()), torch.get_num_threads())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension of ``x [..., size]``."""
@@ -40,7 +50,7 @@ class NativeRows:
         return out.view(x.shape)
 
     def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``x + y``, both ``[rows, size]``, and the same normalised."""
+        """Return ``x + y``, both ``[rows, size]``, and the sum normalised."""
         total, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         self._norm(x, y, weight, eps, total, out)
         return total, out
@@ -60,7 +70,7 @@ class NativeRows:
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of the halves of ``[rows, 2 * size]``."""
+        """Return silu(gate) * up of the halves of ``[rows, 2 * size]``."""
         num_rows, size = len(gate_up), gate_up.shape[1] // 2
         assert gate_up.stride(1) == 1, f"strides {gate_up.stride()}"
         out = gate_up.new_empty(num_rows, size)
@@ -71,7 +81,7 @@ class NativeRows:
     def store_kv(self, layer_pages: Tensor, slots: Tensor, kv: Tensor) -> None:
         """Write rows ``kv [N, 2, H, D]`` to ``slots [N]`` int64 of ``layer_pages [page, H, 2, slot, D]``.
 
-        Only the trash slot may repeat.
+        Only the null slot may repeat.
         """
         num_rows, _, num_heads, head_dim = kv.shape
         assert kv.stride(3) == layer_pages.stride(4) == 1, f"strides {kv.stride()}, {layer_pages.stride()}"

@@ -1,4 +1,4 @@
-"""Runs: how tokens at regular positions of one request are named. Causality is read off them. No torch, no I/O."""
+"""Runs: tokens at regular positions of one request, off which causality is read. No torch, no I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def coalesce(runs: Iterable[Run]) -> RankRuns:
 
 
 def sees_any(query_runs: Iterable[Run], key_runs: Iterable[Run]) -> bool:
-    """Whether any query is at or after the position of any key of its request."""
+    """Return whether any query is at or after the position of any key of its request."""
     latest: dict[int, int] = {}
     for run in query_runs:
         latest[run.request] = max(run.last_position, latest.get(run.request, -1))

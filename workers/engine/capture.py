@@ -1,4 +1,4 @@
-"""Records what a GPU does, to be replayed. Imports no Triton."""
+"""Capture of what a GPU does, to be replayed. Imports no Triton."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -7,30 +7,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Recorded = tuple[Tensor, Callable[[], None]]
-"""What was computed, at a fixed place, and what computes it anew."""
+Captured = tuple[Tensor, Callable[[], None]]
+"""The result, at a fixed address, and the replay that computes it anew."""
 
 
-class RecordingError(RuntimeError):
-    """A computation that runs cannot be recorded; what there is goes on as before."""
+class CaptureError(RuntimeError):
+    """A computation that runs cannot be captured; everything goes on as before."""
 
 
-class Record(Protocol):
-    """Runs a computation and records it, or raises RecordingError."""
+class Capture(Protocol):
+    """Runs a computation and captures it, or raises CaptureError."""
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Recorded: ...
+    def __call__(self, compute: Callable[[], Tensor]) -> Captured: ...
 
 
-class GpuRecorder:
-    """Records CUDA graphs, which are never replayed at the same time and so share their memory."""
+class GraphCapture:
+    """Captures CUDA graphs, which are never replayed at the same time and so share their memory."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """``stream`` is one for all recorders, since libraries keep memory of their own for each that they have met."""
+        """``stream`` is the same for all captures, since libraries keep memory for each stream that they meet."""
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = stream
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Recorded:
-        """The first two runs, which compile kernels and warm libraries up, are not recorded."""
+    def __call__(self, compute: Callable[[], Tensor]) -> Captured:
+        """Capture the third run; the first two compile kernels and warm libraries up."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(2):
@@ -43,13 +43,13 @@ class GpuRecorder:
                 out = compute()
         except RuntimeError as error:
             self._give_up(usual)
-            raise RecordingError(str(error)) from error
+            raise CaptureError(str(error)) from error
         return out, graph.replay
 
     def _give_up(self, usual: torch.cuda.Stream) -> None:
-        """Undo what torch leaves behind where a recording fails, so that steps can run as usual.
+        """Undo what torch leaves behind where a capture fails, so that steps can run as usual.
 
-        Its stream is still the current one, and its allocator, which then asserts that it is not, may be recording.
+        Torch's stream is still the current one, and its allocator, which then asserts that it is not, may be capturing.
         """
         torch.cuda.set_stream(usual)
         with suppress(RuntimeError):  # it has ended that itself

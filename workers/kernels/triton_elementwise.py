@@ -1,4 +1,4 @@
-"""What a layer does row by row between its products; see workers.row_kernels."""
+"""The elementwise kernels of GPUs."""
 
 from workers.kernels.rms_norm import add_rms_norm, rms_norm
 from workers.kernels.rotate import rotate

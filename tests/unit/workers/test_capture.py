@@ -1,4 +1,4 @@
-"""Recordings that fail leave nothing behind; torch's own calls are noted, no GPU is needed."""
+"""Captures that fail leave nothing behind; torch's own calls are noted, no GPU is needed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from workers.engine.gpu_recorder import GpuRecorder
+from workers.engine.capture import GraphCapture
 
 
 class Cuda:
-    """As torch leaves things where a recording fails, in versions that do and do not end it."""
+    """As torch leaves things where a capture fails, in versions that do and do not end it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
         self.current: Any = SimpleNamespace(device_index=0, wait_stream=lambda _: None)
-        self.is_recording, self._ends_itself = False, ends_itself
+        self.is_capturing, self._ends_itself = False, ends_itself
         for name in ("stream", "graph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
@@ -31,33 +31,33 @@ class Cuda:
 
     @contextmanager
     def graph(self, _: object, *, stream: object, **__: object) -> Iterator[None]:
-        usual, self.current, self.is_recording = self.current, stream, True
+        usual, self.current, self.is_capturing = self.current, stream, True
         try:
             yield
         except RuntimeError:
-            self.is_recording = not self._ends_itself
+            self.is_capturing = not self._ends_itself
             raise
-        self.current, self.is_recording = usual, False
+        self.current, self.is_capturing = usual, False
 
     def end(self, device: int, pool: tuple[int, int]) -> None:
         assert (device, pool) == (0, (0, 1))
-        if not self.is_recording:
+        if not self.is_capturing:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        self.is_recording = False
+        self.is_capturing = False
 
 
 @pytest.mark.parametrize("ends_itself", [False, True])
 def test_a_failure_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool) -> None:
     cuda = Cuda(monkeypatch, ends_itself=ends_itself)
     usual, stream = cuda.current, SimpleNamespace(wait_stream=lambda _: None)
-    record, result = GpuRecorder(stream), torch.zeros(1)  # type: ignore[arg-type]
+    capture, result = GraphCapture(stream), torch.zeros(1)  # type: ignore[arg-type]
 
     def compute() -> torch.Tensor:
-        if cuda.is_recording:
+        if cuda.is_capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
         return result
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        record(compute)
-    assert (cuda.current, cuda.is_recording) == (usual, False)
-    assert record(lambda: result)[0] is result
+        capture(compute)
+    assert (cuda.current, cuda.is_capturing) == (usual, False)
+    assert capture(lambda: result)[0] is result

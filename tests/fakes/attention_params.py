@@ -1,0 +1,26 @@
+"""What a layer and a captured step would tell an attention backend about queries."""
+
+from torch import Tensor
+
+from workers.attention.interface import GraphShape
+from workers.attention.params import AttentionParams
+
+
+def params_for(query: Tensor, window: int | None = None) -> AttentionParams:
+    """Return the usual scale."""
+    return AttentionParams(query.shape[-1] ** -0.5, window)
+
+
+def shape_for(query: Tensor, kv_heads: int, most_pages: int, page_size: int) -> GraphShape:
+    """Return the sizes of captured steps with queries ``[requests, heads, D]``."""
+    num_requests, num_heads, head_dim = query.shape
+    return GraphShape(
+        num_requests=num_requests,
+        most_pages=most_pages,
+        page_size=page_size,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=query.dtype,
+        device=query.device,
+    )

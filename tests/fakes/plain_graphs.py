@@ -1,0 +1,34 @@
+"""Attention of captured steps by torch alone, for ranks that are threads: these cannot interpret kernels at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.attention.interface import GraphAttention, GraphShape
+from workers.attention.merge import Partial
+from workers.attention.params import AttentionParams
+from workers.attention.runs import Run
+from workers.attention.torch_backend import TorchAttention
+
+
+class PlainGraphs(TorchAttention):
+    """The torch backend, with attention that a stand-in for graphs can capture."""
+
+    def prepare_graph(self, shape: GraphShape) -> GraphAttention:  # type: ignore[override]
+        return PlainDecode(shape.page_size)
+
+
+class PlainDecode:
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+
+    def fill(self, num_keys: Sequence[int] | NDArray[np.int64], tables: Sequence[NDArray[np.int64]]) -> None:
+        self._runs = [Run(request, int(length) - 1, 1, 1) for request, length in enumerate(num_keys)]
+        self._tables = [torch.from_numpy(table) for table in tables]
+
+    def attend(self, query: Tensor, key_pages: Tensor, value_pages: Tensor, params: AttentionParams) -> Partial:
+        step = TorchAttention().prepare(self._runs, self._tables, self._page_size)
+        return step.attend(query, key_pages, value_pages, params)
