@@ -1,4 +1,4 @@
-"""What the tiers below the device caches hold and do, as heartbeats tell it."""
+"""Metrics of the tiers below the device caches, as reported by heartbeats."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -16,7 +16,7 @@ _ENDS = [*map(floatToGoString, ORDER_BOUNDS_S), "+Inf"]
 
 
 def tier_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
-    """Of every replica in the table that has such tiers."""
+    """Yield the metrics of every replica with such tiers."""
     entries = [entry for entry in snapshot.replicas if entry.load.tiers is not None] if snapshot else []
     yield from _states(entries)
     yield from _ranks(entries)
@@ -25,18 +25,18 @@ def tier_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
 
 def _states(entries: list[ReplicaEntry]) -> Iterator[Metric]:
     gauges = {
-        "host_pages": ("baton_host_pages", "Pages that host memory has room for."),
-        "used_host_pages": ("baton_host_used_pages", "Pages in host memory, or on their way there."),
-        "num_pinned": ("baton_host_pinned_pages", "Pages in host memory that are never given up."),
-        "num_stuck": ("baton_host_stuck_pages", "Host pages that storage reads or writes and does not come back from."),
-        "num_waiting": ("baton_tier_waiting_pages", "Pages that wait to be copied to a tier below."),
+        "host_pages": ("baton_host_pages", "Capacity of host memory in pages."),
+        "used_host_pages": ("baton_host_used_pages", "Pages in host memory, or being copied there."),
+        "num_pinned": ("baton_host_pinned_pages", "Pages in host memory that are never evicted."),
+        "num_stuck": ("baton_host_stuck_pages", "Host pages of storage reads or writes that do not return."),
+        "num_waiting": ("baton_tier_waiting_pages", "Pages that wait to be copied to a lower tier."),
         "is_attached": ("baton_storage_attached", "Whether storage is used."),
     }
     counters = {
-        "num_evicted": ("baton_host_evicted_pages", "Host pages that made room for others."),
-        "num_lost": ("baton_tier_lost_pages", "Pages that were to be copied to a tier below, and were not."),
-        "num_late": ("baton_storage_late_requests", "Requests that went on without pages that storage had not given."),
-        "num_opened": ("baton_storage_breaks", "Times that storage was left alone after failures."),
+        "num_evicted": ("baton_host_evicted_pages", "Evicted host pages."),
+        "num_lost": ("baton_tier_lost_pages", "Pages that were not copied to a lower tier in time."),
+        "num_late": ("baton_storage_late_requests", "Requests that continued without late pages of storage."),
+        "num_opened": ("baton_storage_breaks", "Times that storage was suspended after failures."),
     }
     for field, (name, text) in gauges.items():
         yield _family(GaugeMetricFamily(name, text, labels=["replica"]), field, entries)
@@ -53,24 +53,28 @@ def _family(
 
 
 def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
-    """By rank: what its host memory holds, and what it knows of storage, which it may share with others."""
+    """Yield what each rank's host memory holds, and what it knows of storage, which it may share with others."""
     labels = _RANK_LABELS
-    room = GaugeMetricFamily("baton_host_bytes", "Bytes of cached pages that host memory has room for.", labels=labels)
-    used = GaugeMetricFamily("baton_host_used_bytes", "Those of them that are taken.", labels=labels)
-    evicted = CounterMetricFamily("baton_host_evicted_bytes", "Bytes in host memory that made room.", labels=labels)
-    stored = GaugeMetricFamily("baton_storage_used_bytes", "All of storage, as this rank last saw it.", labels=labels)
-    objects = CounterMetricFamily(
-        "baton_storage_evicted_objects", "Objects that this rank gave up for the limit.", labels=labels
+    capacity = GaugeMetricFamily("baton_host_bytes", "Capacity of host memory in bytes of cached pages.", labels=labels)
+    used = GaugeMetricFamily("baton_host_used_bytes", "Used bytes of host memory.", labels=labels)
+    evicted = CounterMetricFamily("baton_host_evicted_bytes", "Evicted bytes of host memory.", labels=labels)
+    stored = GaugeMetricFamily(
+        "baton_storage_used_bytes", "Used bytes of storage, as this rank last saw it.", labels=labels
     )
-    given_up = CounterMetricFamily("baton_storage_evicted_bytes", "Their bytes.", labels=labels)
-    queue = GaugeMetricFamily("baton_tier_open_orders", "Orders not carried out yet.", labels=_ORDER_LABELS)
+    objects = CounterMetricFamily(
+        "baton_storage_evicted_objects", "Stored objects that this rank evicted.", labels=labels
+    )
+    given_up = CounterMetricFamily(
+        "baton_storage_evicted_bytes", "Bytes of stored objects that this rank evicted.", labels=labels
+    )
+    queue = GaugeMetricFamily("baton_tier_open_orders", "Unfinished tier jobs.", labels=_ORDER_LABELS)
     for entry in entries:
         assert isinstance(entry.load.tiers, TierState)
         for rank in entry.load.tiers.ranks:
             if rank.global_rank < len(entry.rows):
                 row = entry.rows[rank.global_rank]
                 at, page_bytes = _labels(row), row.layout.page_bytes
-                room.add_metric(at, rank.host_pages * page_bytes)
+                capacity.add_metric(at, rank.host_pages * page_bytes)
                 used.add_metric(at, rank.used_host_pages * page_bytes)
                 evicted.add_metric(at, rank.num_evicted * page_bytes)
                 for kind, num_open in rank.num_open.items():
@@ -79,17 +83,21 @@ def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
                     stored.add_metric(at, rank.storage.used_bytes)
                     objects.add_metric(at, rank.storage.num_evicted)
                     given_up.add_metric(at, rank.storage.evicted_bytes)
-    yield from (room, used, evicted, queue, stored, objects, given_up)
+    yield from (capacity, used, evicted, queue, stored, objects, given_up)
 
 
 def _work(entries: list[ReplicaEntry]) -> Iterator[Metric]:
-    """By rank: what its orders came to."""
-    orders = CounterMetricFamily("baton_tier_orders", "Orders carried out.", labels=_ORDER_LABELS)
+    """Yield what each rank's tier jobs did."""
+    orders = CounterMetricFamily("baton_tier_orders", "Finished tier jobs.", labels=_ORDER_LABELS)
     num_bytes = CounterMetricFamily("baton_tier_bytes", "Bytes moved between tiers.", labels=_ORDER_LABELS)
-    tokens = CounterMetricFamily("baton_tier_tokens", "Tokens whose KV that was.", labels=_ORDER_LABELS)
-    times = HistogramMetricFamily("baton_tier_order_seconds", "Waiting for a turn and work.", labels=_ORDER_LABELS)
-    busy = CounterMetricFamily("baton_tier_seconds", "Time taken, without waiting for a turn.", labels=_ORDER_LABELS)
-    failures = CounterMetricFamily("baton_tier_failures", "Pages that failed, by why.", labels=[*_ORDER_LABELS, "why"])
+    tokens = CounterMetricFamily("baton_tier_tokens", "Tokens of the moved KV.", labels=_ORDER_LABELS)
+    times = HistogramMetricFamily(
+        "baton_tier_order_seconds", "Time of tier jobs, including the wait in their queue.", labels=_ORDER_LABELS
+    )
+    busy = CounterMetricFamily(
+        "baton_tier_seconds", "Time of tier jobs, without the wait in their queue.", labels=_ORDER_LABELS
+    )
+    failures = CounterMetricFamily("baton_tier_failures", "Failed pages, by reason.", labels=[*_ORDER_LABELS, "why"])
     for entry in entries:
         assert isinstance(entry.load.tiers, TierState)
         for work in entry.load.tiers.work:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from cluster.simulator.memory import Violation
 from cluster.spec.ids import Room
 from cluster.spec.messages import Cancel, Failure, Output, Submit
-from router.actions import Send
+from router.request import Send
 
 
 class Duties:

@@ -112,10 +112,7 @@ class ForgetPeer(Tagged, frozen=True):
 
 
 class GiveTimeline(Tagged, frozen=True):
-    """From the router to every rank: send what you keep of a timed request, and forget it.
-
-    From one router process to another that knows the request by this name: send what you have gathered.
-    """
+    """From the router to every rank: send what you keep of a timed request, and forget it."""
 
     room: Room
     reply_to: str

@@ -1,4 +1,4 @@
-"""What clients of ``/v1/responses`` get, as OpenAI's API has it."""
+"""Bodies of answers of ``/v1/responses``, in OpenAI's form."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag="output_text"):
-    """What the model said."""
+    """Text of the answer."""
 
     text: str
     annotations: list[Any] = []
@@ -18,7 +18,7 @@ class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning_text"):
-    """What the model thought."""
+    """Text of thoughts."""
 
     text: str
 
@@ -56,17 +56,17 @@ OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the prompt's KV came from; ``PromptTokensDetails`` says the same."""
+    """Where the prompt's KV came from; see ``PromptTokensDetails``."""
 
     cached_tokens: int
     cache_write_tokens: int
-    """OpenAI's word for what is charged for, which is nothing here."""
+    """Tokens that OpenAI charges for; always 0 here."""
     host_tokens: int = 0
     storage_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer consists of."""
+    """Parts of the answer."""
 
     reasoning_tokens: int
 
@@ -82,7 +82,7 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the answer is not whole."""
+    """Why the answer is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
@@ -95,7 +95,7 @@ class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as it stands."""
+    """One response."""
 
     id: str
     object: Literal["response"] = "response"

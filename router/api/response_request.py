@@ -1,15 +1,19 @@
-"""What clients may send to ``/v1/responses``."""
+"""Bodies of requests to ``/v1/responses``."""
 
+import base64
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from router.api.constraint_fields import FunctionName, SchemaObject
-from router.api.requests import Body, Effort, NumLogprobs, Positive, RefusalPart, Temperature, TopP
-from router.api.sealed_thoughts import unsealed
+from router.api.requests import Body, Effort, NumLogprobs, Positive, RefusalPart
+from router.sampling_defaults import Temperature, TopP
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_THOUGHTS = "reasoning.encrypted_content"
+_SEAL = b"baton\0"
+"""Begins what we call encrypted; nobody else's begins so."""
 Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -20,7 +24,7 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What OpenAI's API may add: log-probabilities, thoughts, and parts of items that no answer here has."""
+"""What OpenAI's API may add: log-probabilities, thoughts, and parts of items that answers here do not have."""
 
 
 class InputPart(Body):
@@ -51,7 +55,7 @@ class InputCall(Body):
 
 
 class InputCallOutput(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -66,7 +70,7 @@ class InputThought(Body):
 
 
 class InputThoughts(Body):
-    """What the model thought before its next message or call."""
+    """Thoughts before the model's next message or call."""
 
     type: Literal["reasoning"]
     content: list[InputThought] | None = None
@@ -74,10 +78,10 @@ class InputThoughts(Body):
 
     @property
     def text(self) -> str:
-        """What it thought; nothing where only others can read it."""
+        """The thoughts; empty where only others can read them."""
         if self.content:
             return "\n".join(thought.text for thought in self.content)
-        return unsealed(self.encrypted_content or "")
+        return _unsealed(self.encrypted_content or "")
 
 
 class InputReference(Body):
@@ -127,7 +131,7 @@ class AllowedTools(Body):
 
 
 class TextFormat(Body):
-    """What the answer's text is."""
+    """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -147,7 +151,7 @@ class Reasoning(Body):
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Thoughts come whole and have no summary, as those of models that make none."""
+    """Ignored: thoughts are given in full, as by models without summaries."""
 
 
 class ResponseRequest(Body):
@@ -177,5 +181,18 @@ class ResponseRequest(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Log-probabilities are asked for in one of the two ways that the API has."""
+        """Whether log-probabilities are requested in one of the API's two ways."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+
+def sealed(text: str) -> str:
+    """Return thoughts as ``encrypted_content``, which clients return unread; nothing here is secret."""
+    return base64.b64encode(_SEAL + text.encode()).decode()
+
+
+def _unsealed(content: str) -> str:
+    with suppress(ValueError):
+        raw = base64.b64decode(content, validate=True)
+        if raw.startswith(_SEAL):
+            return raw.removeprefix(_SEAL).decode()
+    return ""

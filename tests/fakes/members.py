@@ -13,7 +13,7 @@ from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain, Message
 from cluster.spec.registry import RankRow, ReplicaLoad
 from cluster.spec.step_messages import Shutdown
-from cluster.spec.worker_spec import Rendezvous, RouterPlace, WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 from tests.fakes.rows import make_row
 
 
@@ -63,7 +63,7 @@ class QuietWorker:
 class QuietRouter:
     """See RouterActor. Every request has always ended."""
 
-    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, place: RouterPlace) -> None:
+    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, place: RouterShare) -> None:
         del incarnation, place
         os.environ.update(environ)
 

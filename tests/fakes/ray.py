@@ -25,7 +25,7 @@ from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Message, Resume
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
-from cluster.spec.worker_spec import Rendezvous, RouterPlace, WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 from tests.fakes.rows import make_row
 
 HOME = Machine(node_id="home", address="10.0.0.1", cpus=64.0, gpus=0.0)
@@ -256,7 +256,7 @@ class FakeWorker:
 class FakeRouter:
     """See RouterActor."""
 
-    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, place: RouterPlace) -> None:
+    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, place: RouterShare) -> None:
         self._world = world
         self._control = f"{place.name}-control"
 

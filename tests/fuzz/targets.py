@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 import yaml
 from fastapi import HTTPException
+from router.board import PAGE_BYTES, Board
+from router.siblings import Account, Figures, Now, Siblings
 from safetensors.torch import save
 
 from cluster.bench.sse import error_message, parse_line
@@ -36,17 +38,15 @@ from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
-from cluster.spec.worker_spec import RouterPlace
+from cluster.spec.worker_spec import RouterShare
 from cluster.supervisor.events import Tick
 from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import parse
 from router.api.errors import ApiError
 from router.api.requests import Body, ChatRequest, CompletionRequest, TokensRequest
 from router.api.response_request import ResponseRequest
-from router.board import PAGE_BYTES, Board
 from router.key_ring import read_keys
-from router.policies.candidate import Load
-from router.siblings import Account, Figures, Now, Siblings
+from router.policies import Load
 from tests.fakes.page_stores import GEOMETRY
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fakes.supervised import Run
@@ -131,7 +131,7 @@ class _Shared:
         self._descriptor = os.memfd_create("baton-fuzz")
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.board = Board(path, 4)
-        self.siblings = Siblings(RouterPlace(name=ReplicaId("router"), index=0, num_processes=2, board=path))
+        self.siblings = Siblings(RouterShare(name=ReplicaId("router"), index=0, num_processes=2, board=path))
 
     def feed(self, data: bytes) -> None:
         """As the content of both pages of the other process, and over whatever it writes."""

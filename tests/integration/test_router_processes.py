@@ -16,7 +16,7 @@ import pytest
 from cluster.spec.config import DeployConfig, ModelConfig, RouterConfig
 from cluster.spec.env import ADMIN_KEY
 from cluster.spec.ids import router_names
-from cluster.spec.worker_spec import RouterPlace
+from cluster.spec.worker_spec import RouterShare
 from tests.fakes.bootstrap import entry_of, table_of
 from tests.fakes.model_folder import write_model_folder
 from tests.fakes.replica import FakeReplica
@@ -76,7 +76,7 @@ def routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routers]:
         for index, name in enumerate(router_names(2)):
             process = WorkerProcess("cluster.bench.router_host:RouterHost")
             stack.callback(process.close)
-            place = RouterPlace(name=name, index=index, num_processes=2, board=f"/proc/{os.getpid()}/fd/{descriptor}")
+            place = RouterShare(name=name, index=index, num_processes=2, board=f"/proc/{os.getpid()}/fd/{descriptor}")
             url = start(process, folder, table_of(entry_of(prefill.peer), entry_of(decode.peer)), place, port)
             port = urlsplit(url).port or 0
             processes.append(process)
@@ -85,7 +85,7 @@ def routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routers]:
         yield routers
 
 
-def start(process: WorkerProcess, folder: Path, table: object, place: RouterPlace, port: int) -> str:
+def start(process: WorkerProcess, folder: Path, table: object, place: RouterShare, port: int) -> str:
     config = DeployConfig(
         model=ModelConfig(path=f"{folder.parent}/echo", served_name="echo"),
         router=RouterConfig(port=port, processes=2, key_max_requests=LIMIT),

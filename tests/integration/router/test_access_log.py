@@ -13,7 +13,7 @@ from cluster.spec.env import API_KEYS
 from cluster.spec.ids import Incarnation
 from cluster.spec.log_config import LogConfig
 from cluster.spec.worker_spec import Rendezvous
-from router.access_log import trace_id
+from router.finished import trace_id
 from router.server import RouterServer
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of
 from tests.fakes.replica import FakeReplica

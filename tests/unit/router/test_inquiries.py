@@ -4,7 +4,7 @@ import msgspec
 
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Inquire, Submit
-from router.actions import Action, Send, Wait
+from router.request import Action, Send, Wait
 from tests.fakes.dispatching import ASK, DECODE, ME, NOW, PREFILL, cancel, failure, make, opened, output, sends_of
 
 DUE = NOW + INQUIRE_EVERY_S
