@@ -52,8 +52,8 @@ class KeyLimits:
     """What each key has open and has spent. Sans I/O.
 
     A minute's tokens are a bucket that fills steadily. A request is admitted while anything is in it, and its prompt
-    and answer are taken out once they are known; so one request may overdraw a bucket, and a long prompt does not need a
-    bucket of its length.
+    and answer are taken out once they are known; so one request may overdraw a bucket, and a long prompt does not need
+    one of its length.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -76,8 +76,7 @@ class Relay:
         self._num_answers = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.is_paused = False
-        """No new requests are taken."""
+        self._is_draining = self._is_paused = False
 
     def now_s(self) -> float:
         """Return the time in which arrivals are given."""
@@ -166,13 +165,23 @@ class Relay:
 
     async def drain(self) -> None:
         """Take no new requests and wait until every answer was read to its end."""
-        self.pause()
+        self._is_draining = True
+        self._on_ended()
         await self._idle.wait()
 
     def pause(self) -> None:
         """Take no new requests."""
-        self.is_paused = True
+        self._is_paused = True
         self._on_ended()
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether new requests are refused."""
+        return self._is_draining or self._is_paused
 
     def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
         """Return what is open at each replica that has anything open."""
@@ -190,7 +199,7 @@ class Relay:
 
     def stop(self) -> None:
         """Fail what is open."""
-        self.is_paused = True
+        self._is_draining = True
         self._perform(self._requests.stop())
         if self._timer is not None:
             self._timer.cancel()

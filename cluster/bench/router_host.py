@@ -34,6 +34,10 @@ class RouterHost:
         freeze_loaded_objects()
         return url
 
+    def own_url(self) -> str:
+        """Return where this process alone answers."""
+        return self._server.own_url
+
     def cpu_s(self) -> float:
         """Seconds of processor time that this process has used."""
         return time.process_time()

@@ -46,7 +46,7 @@ def routes(service: Service) -> APIRouter:
         body = await read(request, TargetRequest)
         if body.replica is None:
             _check_alone(service)
-            service.relay.is_paused = False
+            service.relay.resume()
             return {"resumed": "router"}
         await _give(service, [_peer(service, body.replica)], Resume())
         return {"resumed": body.replica}

@@ -256,13 +256,14 @@ class FakeWorker:
 class FakeRouter:
     """See RouterActor."""
 
-    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, place: RouterShare) -> None:
+    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         self._world = world
-        self._control = f"{place.name}-control"
+        self._control = f"{share.name}-control"
 
-    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
         self._world.rendezvous.append(rendezvous)
-        return f"http://{host}:{config.router.port or 4000}", self._control
+        url = f"http://{host}:{config.router.port or 4000}"
+        return url, url, self._control
 
     def run(self) -> bool:
         self._world.end_of(self._control).wait()

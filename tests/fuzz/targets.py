@@ -6,7 +6,6 @@ A target returns, or raises only what its decoder promises; anything else, a han
 import atexit
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from pathlib import Path
 import msgspec
 import yaml
 from fastapi import HTTPException
-from router.board import PAGE_BYTES, Board
-from router.siblings import Account, Figures, Now, Siblings
 from safetensors.torch import save
 
 from cluster.bench.sse import error_message, parse_line
@@ -38,7 +35,6 @@ from cluster.spec.step_messages import Admit, Row, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
-from cluster.spec.worker_spec import RouterShare
 from cluster.supervisor.events import Tick
 from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import parse
@@ -46,7 +42,6 @@ from router.api.errors import ApiError
 from router.api.requests import Body, ChatRequest, CompletionRequest, TokensRequest
 from router.api.response_request import ResponseRequest
 from router.key_ring import read_keys
-from router.policies import Load
 from tests.fakes.page_stores import GEOMETRY
 from tests.fakes.rows import make_row, make_rows, sizes
 from tests.fakes.supervised import Run
@@ -119,44 +114,6 @@ def _feed_frame(data: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
         frame = encode(decode(data))
         assert encode(decode(frame)) == frame, "read again it is another message"
-
-
-# ---- what router processes write for each other
-
-
-class _Shared:
-    """The memory of two router processes, as the first of them reads it."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("baton-fuzz")
-        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.board = Board(path, 4)
-        self.siblings = Siblings(RouterShare(name=ReplicaId("router"), index=0, num_processes=2, board=path))
-
-    def feed(self, data: bytes) -> None:
-        """As the content of both pages of the other process, and over whatever it writes."""
-        self.board.write(1, data)
-        self.board.write(3, data)
-        self._look()
-        os.pwrite(self._descriptor, data, PAGE_BYTES)
-        self._look()
-
-    def _look(self) -> None:
-        assert all(load.num_requests is not None for load in self.siblings.loads.values())
-        assert len(list(self.siblings.figures())) <= 1
-        self.siblings.account("a")
-
-
-@cache
-def _shared() -> _Shared:
-    return _Shared()
-
-
-def _pages() -> list[bytes]:
-    key = (ReplicaId("decode-0"), Incarnation(1))
-    now = Now(num_open=2, loads={key: Load(num_requests=1, num_tokens=9)}, accounts={"a": Account(num_open=1)})
-    figures = Figures(told={"requests": {("a",): [1.0, 2.0]}}, recent=[{"ended": 1.0}])
-    return [msgspec.msgpack.encode(now), msgspec.msgpack.encode(figures)]
 
 
 # ---- names in storage
@@ -332,7 +289,6 @@ def _feed_sse(data: bytes) -> None:
 
 TARGETS: dict[str, Target] = {
     "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
-    "board": Target(_pages, lambda data: _shared().feed(data), MSGPACK),
     "marks": Target(lambda: [b"replicated-cp2-tp1-pp1".ljust(64, b"\0")], _feed_mark),
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),

@@ -27,7 +27,9 @@ def reuse_a_room(patch: Patch) -> None:
         self: RequestTable, me: Peer, config: RouterConfig, load: LoadBook, breakers: Breakers, pick: Pick, _: object
     ) -> None:
         def draw() -> Room:
-            return next(room for room in map(Room, count(1)) if not (self.is_open(room) or self.is_under_way(room)))
+            return next(
+                room for room in map(Room, count(1)) if not (self.is_open(RequestId(room)) or self.is_under_way(room))
+            )
 
         make(self, me, config, load, breakers, pick, draw)
 

@@ -36,7 +36,7 @@ def test_open_sends_the_same_submit_to_both_leaders() -> None:
     submit = sends[0].message
     assert sends[1].message == submit
     assert isinstance(submit, Submit)
-    assert (submit.room, submit.router, [*submit.prompt_ids]) == (room, ME, [1, 2, 3])
+    assert (submit.room, submit.router, [*submit.prompt_ids]) == (Room(room), ME, [1, 2, 3])
     assert submit.dp_rank is None
 
 
@@ -74,7 +74,7 @@ def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> 
     room, actions = dispatch.open(ASK, 1.0, NOW, prompt_of=first)
     (send,) = [action for action in actions if isinstance(action, Send)]
     assert isinstance(send.message, Submit)
-    assert (send.address, send.message.prefill, send.message.prompt_of) == (DECODE.address, None, first)
+    assert (send.address, send.message.prefill, send.message.prompt_of) == (DECODE.address, None, Room(first))
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
     assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=7 + 4)
     dispatch.check_integrity()

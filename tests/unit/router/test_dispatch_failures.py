@@ -73,10 +73,10 @@ class TestFailures:
     def test_a_submit_that_cannot_be_sent(self) -> None:
         dispatch = make()
         room = opened(dispatch)
-        assert dispatch.on_unreachable(room, DECODE.address, "queue full", NOW)[-1] == Fail(
+        assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW)[-1] == Fail(
             request_id=room, cause=Cause.REPLICA_LOST, reason="queue full"
         )
-        assert dispatch.on_unreachable(room, DECODE.address, "queue full", NOW) == []
+        assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW) == []
         assert_empty(dispatch)
 
     def test_deadlines(self) -> None:
@@ -139,9 +139,9 @@ class TestAnotherAttempt:
         assert dispatch.on_failure(failure(room, DECODE), NOW) == []
         assert dispatch.dropped == {"late": 2}
         assert dispatch.is_open(room)
-        assert not dispatch.is_under_way(room)
+        assert not dispatch.is_under_way(Room(room))
 
-    def test_a_fault_of_either_leg_speaks_against_both(self) -> None:
+    def test_a_fault_of_either_target_speaks_against_both(self) -> None:
         dispatch = make(max_retries=3)
         room = opened(dispatch)
         dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.BOTH), NOW)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
-from router.text import AnswerText, OutputChunk, StopScanner, TextRules, join
+from router.request import OutputChunk
+from router.text import AnswerText, StopScanner, TextRules, join
 from tests.fakes.model_folder import EOS, write_model_folder
 from tests.fakes.replica import logprobs_of
 
