@@ -25,8 +25,6 @@ Open = Callable[[], Answer]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limits of one key; None for no limit."""
-
     max_requests: int | None
     tokens_per_minute: int | None
 
@@ -126,7 +124,6 @@ class Gate:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for room."""
         return sum(not waiting.answer.done() for waiting in self._waiting)
 
     async def enter(self, open_answer: Open, priority: int) -> Answer:

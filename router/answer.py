@@ -53,7 +53,6 @@ class Answer:
         self._reader: asyncio.Future[None] | None = None
 
     def add(self, request_id: RequestId, *, timed: bool = False) -> None:
-        """Add the request of the next choice."""
         self.request_ids.append(request_id)
         if timed:
             self._trace_path = {"x-baton-timeline": f"/timelines/{request_id}"}
@@ -64,7 +63,6 @@ class Answer:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its requests are traced."""
         return bool(self._trace_path)
 
     @property
@@ -85,7 +83,6 @@ class Answer:
         return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in times.items())
 
     def push(self, chunk: OutputChunk) -> None:
-        """Add tokens of a choice."""
         waiting = self._chunks.get(chunk.index)
         if waiting is None:
             self._chunks[chunk.index] = chunk
@@ -95,7 +92,6 @@ class Answer:
         self._wake()
 
     def num_unread(self, index: int) -> int:
-        """Return how many tokens of a choice wait to be read."""
         chunk = self._chunks.get(index)
         return len(chunk.token_ids) if chunk else 0
 
@@ -178,7 +174,6 @@ class OpenChoice:
 
     @property
     def num_unread(self) -> int:
-        """Tokens that the client has left unread."""
         return self.answer.num_unread(self._index)
 
     def end(self, finish: FinishReason, now_s: float) -> None:

@@ -32,19 +32,15 @@ class LoadBook:
         self._lines: dict[tuple[ReplicaId, Incarnation], Load] = {}
 
     def add(self, peer: Peer, num_tokens: int) -> None:
-        """Count one opened request."""
         self._change(peer, 1, num_tokens)
 
     def remove(self, peer: Peer, num_tokens: int) -> None:
-        """Count one ended request."""
         self._change(peer, -1, -num_tokens)
 
     def of(self, peer: Peer) -> Load:
-        """Return what is open at one replica."""
         return self._lines.get((peer.replica, peer.incarnation), _NOTHING)
 
     def lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
-        """Return a copy of the book."""
         return dict(self._lines)
 
     def _change(self, peer: Peer, num_requests: int, num_tokens: int) -> None:
@@ -92,7 +88,6 @@ class Breakers:
         self._breakers: dict[Peer, _Breaker] = {}
 
     def state(self, peer: Peer, now_s: float) -> BreakerState:
-        """Return the state of a replica's breaker."""
         breaker = self._breakers.get(peer)
         if breaker is None or breaker.opened_s is None:
             return BreakerState.CLOSED
@@ -193,14 +188,12 @@ class Attempts:
         return actions
 
     def prefill_done(self, state: RequestState) -> None:
-        """Take note of the attempt's first tokens."""
         assert state.attempt is not None
         self._leave_prefill(state.attempt)
         if state.attempt.targets.prefill is not None:
             self._breakers.succeed(state.attempt.targets.prefill)
 
     def decode_done(self, state: RequestState) -> None:
-        """Take note of the last tokens that anybody wants."""
         assert state.attempt is not None
         self._breakers.succeed(state.attempt.targets.decode)
 

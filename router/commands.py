@@ -68,8 +68,6 @@ def _all_done(answers: list[CommandTaken]) -> list[CommandTaken]:
 
 
 class _Open:
-    """One command."""
-
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.missing: dict[tuple[ReplicaId, Incarnation], Peer] = {
             (peer.replica, peer.incarnation): peer for peer in peers

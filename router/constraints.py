@@ -53,12 +53,10 @@ def grammar_text(*grammars: Mapping[str, Any]) -> str:
 
 
 def answer_of(part: Part) -> Constraint:
-    """Require an answer of one grammar."""
     return Constraint(rules=(), starts=("@answer",), parts={"answer": part})
 
 
 def either(one: Constraint, other: Constraint) -> Constraint:
-    """Require an answer of one form or the other."""
     return Constraint(
         rules=(*one.rules, *other.rules), starts=(*one.starts, *other.starts), parts={**one.parts, **other.parts}
     )
@@ -82,14 +80,12 @@ def regex_part(regex: str, field: str) -> Part:
 
 
 def choice_part(choices: Sequence[str], field: str) -> Part:
-    """Return the grammar of one of several texts."""
     written = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     # A terminal (in capitals) is one automaton; alternatives of a rule would each be followed on their own.
     return Part(field=field, grammar={"lark_grammar": f"start: CHOICE\nCHOICE: {written}"})
 
 
 def lark_part(lark: str, field: str) -> Part:
-    """Return a grammar in Lark's syntax."""
     return Part(field=field, grammar={"lark_grammar": lark})
 
 

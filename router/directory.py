@@ -30,8 +30,6 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Usable:
-    """The replicas that take new requests."""
-
     peers: dict[Role, list[Peer]]
     """By role, ordered by id."""
     missing: list[Role]

@@ -42,8 +42,6 @@ _NO_TOKENS = CachedTokens()
 
 
 class RequestTable:
-    """All open requests of one router."""
-
     def __init__(
         self,
         me: Peer,
@@ -76,7 +74,6 @@ class RequestTable:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return len(self._states)
 
     @property
@@ -88,7 +85,6 @@ class RequestTable:
         return min(inquire_s, min(state.wake_at_s for state in self._states.values()))
 
     def is_open(self, request_id: RequestId) -> bool:
-        """Return whether the request has not ended."""
         return request_id in self._states
 
     def is_under_way(self, room: Room) -> bool:
@@ -221,7 +217,6 @@ class RequestTable:
         return actions + self._inquire(now_s)
 
     def stop(self) -> list[Action]:
-        """Fail everything that is open."""
         return [
             action
             for state in list(self._states.values())
@@ -300,7 +295,6 @@ class RequestTable:
         return [*actions, Fail(request_id=state.request_id, cause=cause, reason=reason)]
 
     def _end(self, state: RequestState, phase: RequestPhase, event: str, cancelled: Sequence[Peer]) -> list[Action]:
-        """Forget the request and cancel it at these targets."""
         actions = self._attempts.leave(state, cancelled)
         self._move(state, phase, event)
         self.ended[phase] += 1

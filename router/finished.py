@@ -56,7 +56,6 @@ class FinishedRequest(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def log(self) -> None:
-        """Write the record of the access log."""
         answer, rooms, phases = self.answer, self.answer.request_ids, phases_of(self.answer, self.ended_s)
         _log.info(
             "request %s",

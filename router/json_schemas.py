@@ -33,7 +33,6 @@ def without_noops(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schemas(root: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the schema and all schemas in it."""
     found: dict[int, dict[str, Any]] = {}
     waiting = [root]
     while waiting:

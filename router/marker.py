@@ -21,7 +21,6 @@ class MarkerScanner:
         return before[: len(before) - suspect], None
 
     def flush(self) -> str:
-        """Return what is held back."""
         held, self._held = self._held, ""
         return held
 
@@ -44,6 +43,5 @@ class Trimmer:
         return through
 
     def flush(self) -> str:
-        """Return the white space at the end."""
         held, self._held = self._held, ""
         return held

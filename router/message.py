@@ -10,8 +10,6 @@ from router.tool_calls.events import Argued, CallBegun, Event, Said, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text of thoughts."""
-
     text: str
 
 
@@ -49,7 +47,6 @@ class MessageReader:
 
     @property
     def has_called(self) -> bool:
-        """Whether a tool call came."""
         return self._num_calls > 0
 
     def push(self, text: str, *, is_end: bool) -> MessagePart:

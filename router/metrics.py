@@ -37,11 +37,9 @@ class Count:
         self.values: dict[Labels, float] = {} if labels else {(): 0}
 
     def add(self, amount: float, *labels: str) -> None:
-        """Count more."""
         self.values[labels] = self.values.get(labels, 0) + amount
 
     def family(self) -> Metric:
-        """Return the values as Prometheus writes them."""
         family = CounterMetricFamily(self.name, self._help_text, labels=self._labels)
         for labels, value in self.values.items():
             family.add_metric(labels, value)
@@ -65,13 +63,11 @@ class Histogram:
         """The count of each bucket, and the sum of all values."""
 
     def note(self, value: float, *labels: str) -> None:
-        """Add one value."""
         line = self._unlabelled if not labels else self._line(labels)
         line[bisect_left(self._bounds, value)] += 1
         line[-1] += value
 
     def family(self) -> Metric:
-        """Return the values as Prometheus writes them."""
         family = HistogramMetricFamily(self.name, self._help_text, labels=self._labels)
         ends = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, (*counts, total) in self.values.items():
@@ -94,12 +90,10 @@ class Measures(Collector):
         self._all: list[Count | Histogram] = []
 
     def count(self, name: str, help_text: str, *labels: str) -> Count:
-        """Make a counter."""
         self._all.append(made := Count(f"baton_{name}", help_text, *labels))
         return made
 
     def histogram(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Histogram:
-        """Make a histogram."""
         self._all.append(made := Histogram(f"baton_{name}", help_text, bounds, *labels))
         return made
 
@@ -108,7 +102,6 @@ class Measures(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Return every metric."""
         return (measure.family() for measure in self._all)
 
 

@@ -58,7 +58,6 @@ class ThoughtSplitter:
         return thoughts, self._say(after)
 
     def flush(self) -> tuple[str, str]:
-        """Return what is held back of both."""
         if self._thinks:
             thoughts = self._thoughts.push(self._scanner.flush())
             return thoughts + self._thoughts.flush(), ""

@@ -170,17 +170,14 @@ class Relay:
         await self._idle.wait()
 
     def pause(self) -> None:
-        """Take no new requests."""
         self._is_paused = True
         self._on_ended()
 
     def resume(self) -> None:
-        """Undo ``pause``."""
         self._is_paused = False
 
     @property
     def is_paused(self) -> bool:
-        """Whether new requests are refused."""
         return self._is_draining or self._is_paused
 
     def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
@@ -194,11 +191,9 @@ class Relay:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return self._requests.num_open
 
     def stop(self) -> None:
-        """Fail what is open."""
         self._is_draining = True
         self._perform(self._requests.stop())
         if self._timer is not None:

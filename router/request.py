@@ -54,7 +54,6 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def computes(self) -> Peer | None:
-        """The replica that computes the prompt."""
         return (self.prefill or self.decode) if self.brings_prompt else None
 
     @property
@@ -272,22 +271,16 @@ class OutputChunk(msgspec.Struct):
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt begins."""
-
     request_id: RequestId
     room: Room
     targets: Targets
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """Call ``expire`` at this time."""
-
     until_s: float
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
-    """Send a message."""
-
     address: str
     message: Submit | Cancel | Inquire
 

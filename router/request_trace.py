@@ -38,7 +38,6 @@ class RequestTrace:
 
     @property
     def missing(self) -> list[str]:
-        """The ranks that have not answered."""
         answered = {(part.replica, part.global_rank) for part in self.parts}
         return [
             _rank_name(rank.replica, rank.global_rank)

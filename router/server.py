@@ -285,6 +285,5 @@ def _listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
 
 
 def _reachable(listening: str, own: str) -> str:
-    """Return an address that a client can connect to."""
     host = own if listening in ("0.0.0.0", "::") else listening
     return f"[{host}]" if ":" in host else host

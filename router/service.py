@@ -81,7 +81,6 @@ class Service:
 
     @property
     def state(self) -> dict[str, object]:
-        """What is open and what waits."""
         return {
             "open": self.relay.num_open,
             "waiting": self.gate.num_waiting,

@@ -31,11 +31,9 @@ class StateMetrics(Collector):
     inbox: AsyncInbox
 
     def describe(self) -> Iterable[Metric]:
-        """Skip the registry's check for duplicate names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Return every metric."""
         requests, dropped = self.requests, self.requests.dropped + self.inbox.dropped
         ended = {end.value: requests.ended[end] for end in ENDS}
         yield _gauge("num_requests_running", "Open requests.", requests.num_open)

@@ -76,7 +76,6 @@ class StopScanner:
 
 
 def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
-    """Join the chunks of one choice."""
     if len(chunks) == 1:
         return chunks[0]
     return OutputChunk(
@@ -161,7 +160,6 @@ class AnswerText:
         return (text, None) if finish is None else self._end(text, finish)
 
     def _end(self, text: str, finish: FinishReason) -> tuple[str, FinishReason]:
-        """Return the last text, with what was held back."""
         text += self._scan(self._detokenizer.flush())
         text += self._scanner.flush()
         return text, finish if self._scanner.hit is None else FinishReason.STOP

@@ -87,7 +87,6 @@ def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
 
 
 def _work(entries: list[ReplicaEntry]) -> Iterator[Metric]:
-    """Yield what each rank's tier jobs did."""
     orders = CounterMetricFamily("baton_tier_orders", "Finished tier jobs.", labels=_ORDER_LABELS)
     num_bytes = CounterMetricFamily("baton_tier_bytes", "Bytes moved between tiers.", labels=_ORDER_LABELS)
     tokens = CounterMetricFamily("baton_tier_tokens", "Tokens of the moved KV.", labels=_ORDER_LABELS)

@@ -26,7 +26,6 @@ _BODY_OF_TARGET: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
 
 
 def routes(service: Service) -> APIRouter:
-    """Return the administrator's routes."""
     router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[admin_key_needed(service)])
 
     @router.post("/drain", **_BODY_OF_TARGET)
@@ -62,7 +61,6 @@ def routes(service: Service) -> APIRouter:
 
 
 def _add_cache_routes(router: APIRouter, service: Service) -> None:
-    """Add the routes about the replicas' caches."""
 
     @router.post("/flush_cache", **_BODY_OF_TARGET)
     async def flush_cache(request: Request) -> dict[str, object]:
@@ -131,7 +129,6 @@ def _check_alone(service: Service) -> None:
 
 
 def _peers(service: Service, body: TargetRequest) -> Sequence[Peer]:
-    """Return the named replica, or all."""
     return service.directory.peers(*Role) if body.replica is None else [_peer(service, body.replica)]
 
 

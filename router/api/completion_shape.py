@@ -37,7 +37,6 @@ class CompletionShape(TextShape):
         return self._encode([choice], None)
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        """Return the next text."""
         prompt = self._prompt_of(chunk.index, chunk)
         choice = CompletionChoice(
             index=chunk.index,
@@ -51,11 +50,9 @@ class CompletionShape(TextShape):
         return self._encode([choice], usage)
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the usage, without choices."""
         return self._encode([], usage)
 
     def whole(self, choices: Sequence[OutputChunk], usage: Usage) -> bytes:
-        """Return all texts."""
         return self._encode([self._choice(index, chunk) for index, chunk in enumerate(choices)], usage)
 
     def _choice(self, index: int, chunk: OutputChunk) -> CompletionChoice:

@@ -168,7 +168,6 @@ class EventStream(Response):
 
 
 def event(data: bytes) -> bytes:
-    """Return one server-sent event."""
     return b"data: %b\n\n" % data
 
 

@@ -121,7 +121,6 @@ def _part(field: str, value: Any) -> Part:
 
 
 def _formatted(body: GenerationBody) -> list[Part]:
-    """Return the parts of ``response_format``."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return []

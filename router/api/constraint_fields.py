@@ -46,8 +46,6 @@ class NamedSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """The form of the answer's text."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
@@ -76,33 +74,24 @@ class StructuredOutputs(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values of ``OUTPUT_OPTIONS``."""
         return self.model_dump(include=set(OUTPUT_OPTIONS))
 
 
 class Function(_Part):
-    """A function that the model may call."""
-
     name: Annotated[str, Field(min_length=1, max_length=256)]
     parameters: dict[str, Any] | None = None
 
 
 class Tool(_Part):
-    """A tool, which is a function."""
-
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(_Part):
-    """Which function."""
-
     name: str
 
 
 class NamedTool(_Part):
-    """The tool that must be called."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -115,8 +104,6 @@ class AllowedSet(_Part):
 
 
 class AllowedTools(_Part):
-    """The tools that may be called."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedSet
 

@@ -36,8 +36,6 @@ _STATUS = {
 
 
 class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -70,13 +68,11 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON object."""
         error = ErrorObject(message=str(self), type=_kind(self.status), param=self.param, code=self.code)
         return msgspec.json.encode(ErrorBody(error=error))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return a 400."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 

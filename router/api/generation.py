@@ -58,7 +58,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def routes(service: Service) -> APIRouter:
-    """Return the routes that generate."""
     router = APIRouter(tags=["generation"])
 
     @router.post("/v1/completions", openapi_extra=document(CompletionRequest, Completion))

@@ -105,7 +105,6 @@ async def tokens_request(service: Service, body: TokensRequest) -> GenerateReque
 
 
 async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
-    """Tokenize a text."""
     return await off_loop(len(text), lambda: service.tokenizer.encode(text, add_special_tokens))
 
 

@@ -50,7 +50,6 @@ def completion_logprobs(tokenizer: Tokenizer, chunk: OutputChunk, num_chars: int
 
 
 def chat_logprobs(tokenizer: Tokenizer, chunk: OutputChunk) -> ChatLogprobs:
-    """Return those of ``/v1/chat/completions``."""
 
     def entry(token_id: int, logprob: float) -> TokenLogprob:
         raw = list(token_bytes(tokenizer, token_id))

@@ -19,7 +19,6 @@ _HARMLESS = {
 
 
 def routes(service: Service) -> APIRouter:
-    """Return the routes about the model."""
     router = APIRouter(tags=["model"])
 
     @router.get("/v1/models")

@@ -49,8 +49,6 @@ _FORMS = frozenset(
 
 
 class Body(BaseModel):
-    """Base of every body."""
-
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
     ids_field: ClassVar[str | None] = None
     """The field that may have thousands of token ids; its validator is ``put_back``."""
@@ -59,13 +57,10 @@ class Body(BaseModel):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The undeclared fields."""
         return self.model_extra or {}
 
 
 class StreamOptions(Body):
-    """``stream_options``."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -152,7 +147,6 @@ class GenerationBody(SaltedBody):
 
     @property
     def num_choices(self) -> int:
-        """Answers to each prompt."""
         return self.n or 1
 
     @property
@@ -167,8 +161,6 @@ class GenerationBody(SaltedBody):
 
 
 class CompletionRequest(GenerationBody):
-    """``POST /v1/completions``."""
-
     ids_field = "prompt"
     prompt: Prompt
     add_special_tokens: bool | None = None
@@ -200,8 +192,6 @@ class TokensRequest(GenerationBody):
 
 
 class TextPart(Body):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
@@ -246,8 +236,6 @@ class ChatMessage(Body):
 
 
 class ChatRequest(GenerationBody):
-    """``POST /v1/chat/completions``."""
-
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     add_generation_prompt: bool | None = None
@@ -268,7 +256,6 @@ class ChatRequest(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """``top_logprobs`` if ``logprobs`` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -287,13 +274,10 @@ class TokenizeRequest(Body):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The chat template's input besides the messages."""
         return template_variables(self.tools, self.reasoning_effort, self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Body):
-    """``POST /detokenize``."""
-
     model: str | None = None
     tokens: list[int]
 

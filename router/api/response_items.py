@@ -42,7 +42,6 @@ class OutputItems:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether thoughts came last."""
         return isinstance(self._growing, _Thoughts)
 
     def push(self, read: Sequence[MessageEvent], logprobs: Sequence[ChosenLogprob] = ()) -> list[Event]:
@@ -95,8 +94,6 @@ class OutputItems:
 
 
 class _Growing(ABC):
-    """An incomplete item."""
-
     def __init__(self, item_id: str, index: int) -> None:
         self.item_id = item_id
         self._index = index

@@ -10,22 +10,16 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag="output_text"):
-    """Text of the answer."""
-
     text: str
     annotations: list[Any] = []
     logprobs: list[ChosenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning_text"):
-    """Text of thoughts."""
-
     text: str
 
 
 class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
-    """One message of the answer."""
-
     id: str
     status: ItemStatus
     role: Literal["assistant"] = "assistant"
@@ -43,8 +37,6 @@ class OutputThoughts(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning")
 
 
 class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):
-    """A call that the client is to make."""
-
     id: str
     status: ItemStatus
     call_id: str
@@ -66,14 +58,10 @@ class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of the answer."""
-
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -82,21 +70,15 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the answer is incomplete."""
-
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there is no answer."""
-
     code: str
     message: str
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """One response."""
-
     id: str
     object: Literal["response"] = "response"
     created_at: int

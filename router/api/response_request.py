@@ -28,8 +28,6 @@ Included = Literal[
 
 
 class InputPart(Body):
-    """A part of a message."""
-
     type: Literal["input_text", "output_text", "text"]
     text: str
 
@@ -38,16 +36,12 @@ Texts = Annotated[str | list[InputPart | RefusalPart], Field(union_mode="left_to
 
 
 class InputMessage(Body):
-    """One message of the conversation so far."""
-
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
 
 
 class InputCall(Body):
-    """A call that the model made."""
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -55,16 +49,12 @@ class InputCall(Body):
 
 
 class InputCallOutput(Body):
-    """The result of a call."""
-
     type: Literal["function_call_output"]
     call_id: str
     output: Texts
 
 
 class InputThought(Body):
-    """The text of a thought."""
-
     type: Literal["reasoning_text"]
     text: str
 
@@ -107,8 +97,6 @@ InputItem = Annotated[
 
 
 class FunctionTool(Body):
-    """A function that the model may call."""
-
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -117,8 +105,6 @@ class FunctionTool(Body):
 
 
 class ChosenTool(FunctionName):
-    """The function that must be called."""
-
     type: Literal["function"]
 
 
@@ -131,8 +117,6 @@ class AllowedTools(Body):
 
 
 class TextFormat(Body):
-    """The form of the answer's text."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: SchemaObject | None = Field(default=None, alias="schema")
@@ -140,8 +124,6 @@ class TextFormat(Body):
 
 
 class TextSettings(Body):
-    """How the text is written."""
-
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 

@@ -24,7 +24,6 @@ from router.service import Service
 
 
 def routes(service: Service) -> APIRouter:
-    """Return the route that creates responses."""
     router = APIRouter(tags=["generation"])
 
     @router.post("/v1/responses", openapi_extra=document(ResponseRequest, ResponseObject))

@@ -48,7 +48,6 @@ class ResponseWriter:
         return self._write([(kind, {"response": self._begun}) for kind in kinds])
 
     def push(self, chunk: OutputChunk) -> bytes:
-        """Return the events of the next token."""
         return self._write(self.take(chunk))
 
     def take(self, chunk: OutputChunk) -> list[Event]:

@@ -38,8 +38,6 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate for a token of the prompt."""
-
     logprob: float
     rank: int
     """1 is the likeliest."""
@@ -51,16 +49,12 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate for a token."""
-
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChosenLogprob(TokenLogprob, frozen=True, kw_only=True):
-    """The sampled token."""
-
     top_logprobs: list[TokenLogprob]
 
 
@@ -76,8 +70,6 @@ StopReason = str | int | None | UnsetType
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One text, or the next part of it."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -109,8 +101,6 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that the client is to make."""
-
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -126,8 +116,6 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
-
     role: Literal["assistant"] = "assistant"
     content: str | None
     """None if there are only calls."""
@@ -138,8 +126,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole message."""
-
     index: int
     message: Message
     logprobs: ChatLogprobs | None = None
@@ -162,8 +148,6 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """The next part of a message."""
-
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -172,8 +156,6 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The next part of a choice."""
-
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None

@@ -103,7 +103,6 @@ class ChatShape(TextShape):
         return self._encode([choice], None, self._prompt_token_ids(self._prompt_ids))
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        """Return the next part of the message."""
         choice = ChatChunkChoice(
             index=chunk.index,
             delta=_delta(self._read(chunk)),
@@ -115,11 +114,9 @@ class ChatShape(TextShape):
         return self._encode([choice], usage)
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the usage, without choices."""
         return self._encode([], usage)
 
     def whole(self, choices: Sequence[OutputChunk], usage: Usage) -> bytes:
-        """Return all messages."""
         made = [
             ChatChoice(
                 index=index,

@@ -67,7 +67,6 @@ def routes(service: Service) -> APIRouter:
 
 
 def trace_routes(service: Service) -> APIRouter:
-    """Return the route that hands traces out."""
     router = APIRouter(tags=["status"])
 
     @router.get("/timelines/{name}")

@@ -17,15 +17,11 @@ from router.service import Service
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate for a token."""
-
     token_id: int
     logprob: float
 
 
 class ChosenToken(TokenLogprob, frozen=True, kw_only=True):
-    """The sampled token."""
-
     top_logprobs: list[TokenLogprob]
 
 
@@ -67,15 +63,12 @@ class TokenShape:
         """Return nothing."""
 
     def chunk(self, chunk: OutputChunk, usage: Usage | None) -> bytes:
-        """Return the next tokens."""
         return self._encode([_choice(chunk.index, chunk)], usage)
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the usage, without choices."""
         return self._encode([], usage)
 
     def whole(self, choices: Sequence[OutputChunk], usage: Usage) -> bytes:
-        """Return all answers."""
         prompt_logprobs = self._prompt_logprobs(choices[0].prompt_logprobs)
         made = [_choice(index, chunk) for index, chunk in enumerate(choices)]
         return self._encode(

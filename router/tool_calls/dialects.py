@@ -61,7 +61,6 @@ class Dialect:
         ]
 
     def _call(self, opening: str, names: Sequence[str], special: frozenset[str]) -> str:
-        """Return the rule of one call with this opening."""
         return " | ".join(
             f"{_literal(opening + json.dumps(name) + self.arguments, special)} @arguments_{index} "
             f"{_literal(self.closing, special)}"
@@ -69,7 +68,6 @@ class Dialect:
         )
 
     def _more(self, special: frozenset[str], *, several: bool) -> str:
-        """Return the rule of further calls."""
         return f" ({_literal(self.between, special)} call)*" if several else ""
 
 

@@ -7,8 +7,6 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Text for the reader."""
-
     text: str
 
 

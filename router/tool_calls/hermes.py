@@ -61,6 +61,5 @@ class HermesParser:
         return rest
 
     def _unread(self, call: CallScanner) -> list[Event]:
-        """Pass on what looked like a call."""
         said = self._text.push(OPENING + call.raw)
         return [Said(said)] if said else []

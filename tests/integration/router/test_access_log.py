@@ -83,7 +83,7 @@ def test_a_failure_says_why(endpoint: tuple[httpx.Client, FakeReplica], caplog: 
     last = next(line for line in lines if line["logger"] == "router.finished")
     assert last["message"] == "request failed"
     assert "no memory" in last["error"]
-    (failed,) = [line for line in lines if line["message"].startswith("a leg failed")]
+    (failed,) = [line for line in lines if line["message"].startswith("a replica failed an attempt")]
     assert (failed["room"], failed["replica"], failed["level"]) == (last["room"], "decode-0", "warning")
     assert "secret" not in caplog.text
 
