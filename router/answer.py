@@ -1,73 +1,131 @@
-"""One HTTP response's hold on its open requests: while it lives they run, when it is left they are cancelled."""
+"""One HTTP response's hold on its open requests, and the chunks that wait to be read by it."""
 
+import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from cluster.spec.ids import Room
-from router.flight import Pair
-from router.stream import Stream
+from cluster.spec.messages import PhaseTimes
+from cluster.spec.sampling import FinishReason
+from cluster.spec.tiers import CachedTokens
+from cluster.spec.timeline import Interval
+from router.errors import RequestFailedError
+from router.metrics import Metrics
+from router.request import Fail, OutputChunk, RequestId, Targets
 
 HEADERS = ("x-baton-prefill", "x-baton-decode", "server-timing", "x-baton-timeline")
-"""Those of every answer, and of timed ones."""
+"""Response headers of every answer, and of timed ones."""
 
 
 class Answer:
-    """The choices of one response; leaving its ``with`` block cancels what is still open."""
+    """The choices of one response; leaving its ``with`` block cancels what is still open.
+
+    Pushing never waits: chunks that a slow reader leaves are joined, and a choice has at most max_tokens tokens.
+    """
 
     def __init__(
-        self, num_choices: int, enough: Callable[[Room], None], leave: Callable[[Sequence[Room]], None]
+        self, num_choices: int, enough: Callable[[RequestId], None], leave: Callable[[Sequence[RequestId]], None]
     ) -> None:
         self._enough = enough
         self._leave = leave
-        self.rooms: list[Room] = []
-        """Names of the requests, one a choice."""
-        self._pairs: dict[Room, Pair] = {}
-        self._timeline: dict[str, str] = {}
-        self.stream = Stream(num_choices)
+        self.request_ids: list[RequestId] = []
+        """One for every choice."""
+        self._targets: dict[RequestId, Targets] = {}
+        self._trace_path: dict[str, str] = {}
         self.queue_s = 0.0
-        """Wait for room at the replicas, and when it ended."""
+        """Wait for room at the replicas."""
         self.opened_s = 0.0
-        self.trace: dict[str, str] = {}
-        """Header that names the trace it is in."""
+        """When that wait ended."""
+        self.trace_header: dict[str, str] = {}
+        """Names the OpenTelemetry trace it is in."""
+        self.cached = [CachedTokens()] * num_choices
+        """Prompt tokens of every choice that prefill did not compute."""
+        self.phases: PhaseTimes | None = None
+        """Times of the first choice whose first token came."""
+        self.first_s: float | None = None
+        """When the first token of all came."""
+        self.num_tokens = 0
+        """Tokens of all choices, read or not."""
+        self._num_unfinished = num_choices
+        self._chunks: dict[int, OutputChunk] = {}
+        self._failure: Fail | None = None
+        self._reader: asyncio.Future[None] | None = None
 
-    def add(self, room: Room, *, timed: bool = False) -> None:
-        """The request of the next choice has this name."""
-        self.rooms.append(room)
+    def add(self, request_id: RequestId, *, timed: bool = False) -> None:
+        self.request_ids.append(request_id)
         if timed:
-            self._timeline = {"x-baton-timeline": f"/timelines/{room}"}
+            self._trace_path = {"x-baton-timeline": f"/timelines/{request_id}"}
 
-    def place(self, room: Room, pair: Pair) -> None:
-        """A request is now computed there."""
-        self._pairs[room] = pair
+    def attempt_started(self, request_id: RequestId, targets: Targets) -> None:
+        """Take note of where a request runs now."""
+        self._targets[request_id] = targets
 
     @property
     def is_timed(self) -> bool:
-        """Its requests are."""
-        return bool(self._timeline)
+        return bool(self._trace_path)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Which replicas compute prompts and answers, how long each phase took, and where there is more about it."""
-        prefills = dict.fromkeys(pair.computes.replica for pair in self._pairs.values() if pair.computes is not None)
-        decodes = dict.fromkeys(pair.decode.replica for pair in self._pairs.values())
+        """The replicas that compute prompts and answers, the time of each phase, and where to read more."""
+        prefills = dict.fromkeys(each.computes.replica for each in self._targets.values() if each.computes is not None)
+        decodes = dict.fromkeys(each.decode.replica for each in self._targets.values())
         replicas = {"x-baton-prefill": ", ".join(prefills), "x-baton-decode": ", ".join(decodes)}
-        return replicas | {"server-timing": self._timing} | self._timeline | self.trace
+        return replicas | {"server-timing": self._timing} | self._trace_path | self.trace_header
 
     @property
     def _timing(self) -> str:
-        """As https://www.w3.org/TR/server-timing has it."""
-        phases = self.stream.phases
-        times = {"queue": self.queue_s}
+        """See https://www.w3.org/TR/server-timing."""
+        times, phases = {"queue": self.queue_s}, self.phases
         if phases is not None:
             times |= {"decode-queue": phases.decode_queue_s, "bootstrap": phases.bootstrap_s}
             times |= {"prefill": phases.prefill_s, "transfer": phases.transfer_s}
         return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in times.items())
 
+    def push(self, chunk: OutputChunk) -> None:
+        waiting = self._chunks.get(chunk.index)
+        if waiting is None:
+            self._chunks[chunk.index] = chunk
+        else:
+            waiting.append(chunk)
+        self.num_tokens += len(chunk.token_ids)
+        self._wake()
+
+    def num_unread(self, index: int) -> int:
+        chunk = self._chunks.get(index)
+        return len(chunk.token_ids) if chunk else 0
+
+    def fail(self, failure: Fail) -> None:
+        """Let the reader raise: nothing more will come."""
+        self._failure = failure
+        self._wake()
+
     def enough(self, index: int) -> None:
-        """A choice is complete before the model ended it."""
-        self._enough(self.rooms[index])
-        self.stream.finish(index)
+        """End a choice that is complete before the model ended it."""
+        self._enough(self.request_ids[index])
+        self._chunks.pop(index, None)
+        self._num_unfinished -= 1
+
+    async def receive(self) -> list[OutputChunk]:
+        """Return what came since the last call, at most one chunk per choice; empty when every choice has finished.
+
+        Raises:
+            RequestFailedError: the answer will not be complete.
+        """
+        if not self._num_unfinished:
+            return []
+        if not self._chunks and self._failure is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._failure is not None:
+            raise RequestFailedError(self._failure.cause, self._failure.reason)
+        chunks, self._chunks = list(self._chunks.values()), {}
+        self._num_unfinished -= sum(chunk.finish is not None for chunk in chunks)
+        return chunks
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def __enter__(self) -> Self:
         return self
@@ -75,4 +133,82 @@ class Answer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(self.rooms)
+        self._leave(self.request_ids)
+
+
+class OpenChoice:
+    """One choice of an answer: takes its chunks and measures when they come."""
+
+    def __init__(
+        self, answer: Answer, index: int, prompt_len: int, arrived_s: float, opened_s: float, metrics: Metrics
+    ) -> None:
+        """
+        Args:
+            prompt_len: in tokens; 0 where another choice brings the prompt.
+        """
+        self.answer = answer
+        self._index = index
+        self._prompt_len = prompt_len
+        self._arrived_s = arrived_s
+        self._opened_s = opened_s
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._num_tokens = 0
+        self._metrics = metrics
+
+    def take(self, chunk: OutputChunk, now_s: float) -> None:
+        """Pass a chunk to the answer."""
+        chunk.index = self._index
+        self._measure(len(chunk.token_ids), now_s)
+        if chunk.phases is not None:
+            self._metrics.on_phases(chunk.phases)
+            if self._prompt_len:
+                self._metrics.on_prompt(self._prompt_len, chunk.cached.total)
+            self.answer.phases = self.answer.phases or chunk.phases
+        if chunk.cached.total:
+            self._metrics.note_cached(chunk.cached)
+            self.answer.cached[self._index] += chunk.cached
+        self.answer.push(chunk)
+        if chunk.finish is not None:
+            self.end(chunk.finish, now_s)
+
+    @property
+    def num_unread(self) -> int:
+        return self.answer.num_unread(self._index)
+
+    def end(self, finish: FinishReason, now_s: float) -> None:
+        """Measure a complete answer."""
+        metrics = self._metrics
+        metrics.success.add(1, finish.value)
+        metrics.e2e_s.note(now_s - self._arrived_s)
+        metrics.generated.note(self._num_tokens)
+        if self._first_s is not None:
+            metrics.on_end(self.answer.phases, now_s - self._first_s)
+            if self._num_tokens > 1:
+                metrics.tpot_s.note((now_s - self._first_s) / (self._num_tokens - 1))
+
+    def intervals(self, now_s: float) -> list[Interval]:
+        """Return the router's part of the request's trace, up to now."""
+        starts = [
+            ("read and tokenize", self._arrived_s),
+            ("wait for the first token", self._opened_s),
+            ("stream", self._first_s),
+            ("", now_s),
+        ]
+        reached = [(name, time_s) for name, time_s in starts if time_s is not None]
+        return [
+            Interval("request", name, start_s, end_s) for (name, start_s), (_, end_s) in itertools.pairwise(reached)
+        ]
+
+    def _measure(self, num_tokens: int, now_s: float) -> None:
+        if not num_tokens:
+            return
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.add(num_tokens)
+        if self._last_s is None:
+            self._first_s = now_s
+            self.answer.first_s = self.answer.first_s or now_s
+            self._metrics.ttft_s.note(now_s - self._arrived_s)
+        else:
+            self._metrics.itl_s.note((now_s - self._last_s) / num_tokens)
+        self._last_s = now_s

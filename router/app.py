@@ -8,41 +8,39 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from router.answer import HEADERS
-from router.api import admin, errors, generation, models, overview, response_routes, status, timelines, tokens
-from router.api.arriving import ArrivingBodies
+from router.api import admin, errors, generation, models, response_routes, status
+from router.api.body import ArrivingBodies
 from router.api.document import complete
-from router.api.keys import key_needed
-from router.api.request_id import REQUEST_ID, RequestIds
-from router.direct import Direct
+from router.api.front import REQUEST_ID, Direct, RequestIds, key_needed
 from router.service import Service
 from router.tracing import TRACEPARENT
 
-_BUSY = (generation.routes, response_routes.routes, tokens.routes)
+_BUSY = (generation.routes, response_routes.routes)
 """Routes whose handlers need nothing of FastAPI, and are too busy to pay for it."""
-_SHOWN = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
-"""Headers of answers that pages of other origins may read."""
+_EXPOSED = (REQUEST_ID, *HEADERS, TRACEPARENT, "retry-after")
+"""Response headers that pages of other origins may read."""
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application over one service; runs in the event loop that the service's relay belongs to."""
+    """Make the application; it runs in the event loop of the service's relay."""
     busy = [route for routes in _BUSY for route in routes(service).routes if isinstance(route, APIRoute)]
     app: ASGIApp = Direct(create_api(service), {route.path: route.endpoint for route in busy}, service)
-    # Around everything, since a page can read only errors that name its origin, and no preflight brings a key.
+    # Around everything: a page can read only errors that name its origin, and a preflight brings no key.
     if origins := service.config.router.allowed_origins:
         app = CORSMiddleware(
-            app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_SHOWN
+            app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=_EXPOSED
         )
     return RequestIds(app)
 
 
 def create_api(service: Service) -> FastAPI:
-    """All routes as FastAPI serves and documents them; the requests have ids."""
+    """Make all routes as FastAPI serves and documents them; the requests have ids."""
     app = _Api(title="Baton", description="Long-context LLM serving with OpenAI's API.", redirect_slashes=False)
     limits = service.config.router
     app.state.bodies = ArrivingBodies(limits.max_body_mib << 20, limits.body_timeout_s)
-    for routes in (*_BUSY, models.routes, timelines.routes):
+    for routes in (*_BUSY, models.routes, status.trace_routes):
         app.include_router(routes(service), dependencies=[key_needed(service)])
-    for routes in (status.routes, overview.routes, admin.routes):
+    for routes in (status.routes, admin.routes):
         app.include_router(routes(service))
     errors.install(app, service.metrics)
     return app
@@ -50,7 +48,7 @@ def create_api(service: Service) -> FastAPI:
 
 class _Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, with the bodies that routes read and write for themselves."""
+        """Return the OpenAPI document, with the bodies that routes read and write for themselves."""
         if self.openapi_schema is None:
             self.openapi_schema = complete(super().openapi())
         return self.openapi_schema

@@ -1,117 +1,238 @@
-"""The attempts under way: on which pair each runs, in which room, and what it adds to load and breakers. Sans I/O."""
+"""The attempts under way, and what they show of each replica: how much is open there, and how often it failed.
+
+Sans I/O.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
-from cluster.spec.ids import Room
+from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.messages import Cancel
 from cluster.spec.peer import Peer
-from router.actions import Action, Place, Send
-from router.breaker import Breakers
-from router.flight import Attempt, Flight, Pair, Pick, Stage
-from router.load import LoadBook
+from router.policies import Load
+from router.request import (
+    Action,
+    Attempt,
+    AttemptStarted,
+    Pick,
+    RequestPhase,
+    RequestState,
+    Send,
+    Targets,
+)
+
+_NOTHING = Load()
+
+
+class LoadBook:
+    """Open requests and tokens per start of a replica; a replica with nothing open has no line."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[ReplicaId, Incarnation], Load] = {}
+
+    def add(self, peer: Peer, num_tokens: int) -> None:
+        self._change(peer, 1, num_tokens)
+
+    def remove(self, peer: Peer, num_tokens: int) -> None:
+        self._change(peer, -1, -num_tokens)
+
+    def of(self, peer: Peer) -> Load:
+        return self._lines.get((peer.replica, peer.incarnation), _NOTHING)
+
+    def lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
+        return dict(self._lines)
+
+    def _change(self, peer: Peer, num_requests: int, num_tokens: int) -> None:
+        key = peer.replica, peer.incarnation
+        line = self._lines.get(key, _NOTHING)
+        num_requests += line.num_requests
+        num_tokens += line.num_tokens
+        assert num_requests >= 0, f"more requests ended than opened at {peer.replica}"
+        assert num_tokens >= 0, f"more tokens ended than opened at {peer.replica}"
+        if num_requests or num_tokens:
+            self._lines[key] = Load(num_requests=num_requests, num_tokens=num_tokens)
+        else:
+            del self._lines[key]
+
+
+class BreakerState(StrEnum):
+    """Whether a replica should get requests."""
+
+    CLOSED = "closed"
+    """It should."""
+    OPEN = "open"
+    """It failed too often in a row, and gets none for a while."""
+    HALF_OPEN = "half_open"
+    """It was left alone long enough; one request tries it."""
+
+
+@dataclass(slots=True)
+class _Breaker:
+    num_failures: int = 0
+    """In a row."""
+    opened_s: float | None = None
+    trial: Room | None = None
+    """The attempt that tries it."""
+
+
+class Breakers:
+    """One circuit breaker for every start of a replica; one that never failed has none.
+
+    A breaker moves requests to other replicas and never refuses one: where all of a role are open, all are tried.
+    """
+
+    def __init__(self, max_failures: int, open_s: float) -> None:
+        self._max_failures = max_failures
+        self._open_s = open_s
+        self._breakers: dict[Peer, _Breaker] = {}
+
+    def state(self, peer: Peer, now_s: float) -> BreakerState:
+        breaker = self._breakers.get(peer)
+        if breaker is None or breaker.opened_s is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now_s < breaker.opened_s + self._open_s else BreakerState.HALF_OPEN
+
+    def allows(self, peer: Peer, now_s: float) -> bool:
+        """Return whether a replica should get the next attempt."""
+        state = self.state(peer, now_s)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._breakers[peer].trial is None)
+
+    def allowed(self, peers: list[Peer], now_s: float) -> list[Peer]:
+        """Return the replicas that should get the next attempt; all of them where none should."""
+        if not self._breakers:
+            return peers
+        return [peer for peer in peers if self.allows(peer, now_s)] or peers
+
+    def begin(self, peer: Peer, room: Room, now_s: float) -> None:
+        """Take note that a replica gets an attempt."""
+        if self.state(peer, now_s) is BreakerState.HALF_OPEN and self._breakers[peer].trial is None:
+            self._breakers[peer].trial = room
+
+    def end(self, peer: Peer, room: Room) -> None:
+        """Take note that an attempt is over, whatever it showed of the replica."""
+        breaker = self._breakers.get(peer)
+        if breaker is not None and breaker.trial == room:
+            breaker.trial = None
+
+    def succeed(self, peer: Peer) -> None:
+        """Close the breaker of a replica that did its part."""
+        self._breakers.pop(peer, None)
+
+    def fail(self, peer: Peer, now_s: float) -> None:
+        """Count a failed attempt."""
+        breaker = self._breakers.setdefault(peer, _Breaker())
+        breaker.num_failures += 1
+        if breaker.num_failures >= self._max_failures:
+            breaker.opened_s = now_s
+
+    def forget(self, peer: Peer) -> None:
+        """Drop the breaker of a replica that is gone for good."""
+        self._breakers.pop(peer, None)
 
 
 class Attempts:
-    """At most one for each request."""
+    """The current attempts of all requests, at most one each."""
 
     def __init__(self, me: Peer, load: LoadBook, breakers: Breakers, pick: Pick) -> None:
         self._me = me
         self._load = load
         self._breakers = breakers
         self._pick = pick
-        self._flights: dict[Room, Flight] = {}
-        """By the room of the attempt, never by that of one which is over."""
+        self._states: dict[Room, RequestState] = {}
+        """By the room of the current attempt, never of one that is over."""
 
     def __contains__(self, room: Room) -> bool:
-        return room in self._flights
+        return room in self._states
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._states)
 
-    def find(self, room: Room) -> Flight | None:
-        """The request that has its attempt in this room."""
-        return self._flights.get(room)
+    def find(self, room: Room) -> RequestState | None:
+        """Return the request whose attempt has this room."""
+        return self._states.get(room)
 
     def silent_since(self, time_s: float) -> Iterator[Attempt]:
-        """Those of which nothing was heard since then."""
-        for flight in self._flights.values():
-            if flight.heard_s <= time_s and flight.attempt is not None:
-                yield flight.attempt
+        """Yield the attempts that have sent nothing since then."""
+        for state in self._states.values():
+            if state.heard_s <= time_s and state.attempt is not None:
+                yield state.attempt
 
-    def begin(self, flight: Flight, room: Room, now_s: float, prompt_of: Flight | None = None) -> list[Action]:
-        """Make an attempt, where the choice runs that brings the prompt if there is one; nothing without a replica."""
+    def begin(
+        self, state: RequestState, room: Room, now_s: float, prompt_of: RequestState | None = None
+    ) -> list[Action]:
+        """Start an attempt, on the decode replica of the choice that brings the prompt if there is one.
+
+        Returns:
+            Nothing if a role has no replica.
+        """
         first = prompt_of.attempt if prompt_of is not None else None
         if first is not None:
-            pair: Pair | None = Pair(prefill=None, decode=first.pair.decode, brings_prompt=False)
+            targets: Targets | None = Targets(prefill=None, decode=first.targets.decode, brings_prompt=False)
         else:
-            pair = self._pick(flight.ask, room, frozenset(flight.avoided), now_s)
-        if pair is None:
+            targets = self._pick(state.request, room, frozenset(state.avoided), now_s)
+        if targets is None:
             return []
-        assert room not in self._flights, f"room {room} drawn twice"
-        attempt = flight.begin(room, pair, first.room if first is not None else None)
-        self._flights[room] = flight
-        flight.heard_s = now_s
-        if pair.prefill is not None:
-            self._load.add(pair.prefill, attempt.prefill_len)
-        self._load.add(pair.decode, attempt.decode_len)
-        for leg in pair.legs:
-            self._breakers.begin(leg, room, now_s)
-        submit = flight.submit(attempt, self._me)
-        sends = [Send(address=leg.address, message=submit) for leg in pair.legs]
-        return [Place(room=flight.room, attempt=room, pair=pair), *sends]
+        assert room not in self._states, f"room {room} drawn twice"
+        attempt = state.begin(room, targets, first.room if first is not None else None)
+        self._states[room] = state
+        state.heard_s = now_s
+        if targets.prefill is not None:
+            self._load.add(targets.prefill, attempt.prefill_len)
+        self._load.add(targets.decode, attempt.decode_len)
+        submit, actions = state.submit(attempt, self._me), list[Action]()
+        actions.append(AttemptStarted(request_id=state.request_id, room=room, targets=targets))
+        for peer in targets.peers:
+            self._breakers.begin(peer, room, now_s)
+            actions.append(Send(address=peer.address, message=submit))
+        return actions
 
-    def prefill_done(self, flight: Flight) -> None:
-        """The first tokens of the attempt are there."""
-        assert flight.attempt is not None
-        self._leave_prefill(flight.attempt)
-        if flight.attempt.pair.prefill is not None:
-            self._breakers.succeed(flight.attempt.pair.prefill)
+    def prefill_done(self, state: RequestState) -> None:
+        assert state.attempt is not None
+        self._leave_prefill(state.attempt)
+        if state.attempt.targets.prefill is not None:
+            self._breakers.succeed(state.attempt.targets.prefill)
 
-    def decode_done(self, flight: Flight) -> None:
-        """So are the last ones that anybody wants."""
-        assert flight.attempt is not None
-        self._breakers.succeed(flight.attempt.pair.decode)
+    def decode_done(self, state: RequestState) -> None:
+        assert state.attempt is not None
+        self._breakers.succeed(state.attempt.targets.decode)
 
-    def blame(self, flight: Flight, peers: Iterable[Peer], now_s: float) -> None:
-        """These have failed the request."""
+    def blame(self, state: RequestState, peers: Iterable[Peer], now_s: float) -> None:
+        """Count a failure against these replicas, and avoid them for this request."""
         for peer in peers:
             self._breakers.fail(peer, now_s)
-            flight.avoided.add(peer)
+            state.avoided.add(peer)
 
-    def leave(self, flight: Flight, cancelled: Sequence[Peer]) -> list[Action]:
-        """Forget the attempt of a request, if it has one, and cancel the given legs."""
-        attempt = flight.attempt
+    def leave(self, state: RequestState, cancelled: Sequence[Peer]) -> list[Action]:
+        """Forget the attempt of a request, if it has one, and cancel it at these targets."""
+        attempt = state.attempt
         if attempt is None:
             return []
-        if flight.stage is Stage.WAITING:
+        if state.phase is RequestPhase.WAITING:
             self._leave_prefill(attempt)
-        self._load.remove(attempt.pair.decode, attempt.decode_len)
-        for leg in attempt.pair.legs:
-            self._breakers.end(leg, attempt.room)
-        del self._flights[attempt.room]
-        flight.attempt = None
+        self._load.remove(attempt.targets.decode, attempt.decode_len)
+        for peer in attempt.targets.peers:
+            self._breakers.end(peer, attempt.room)
+        del self._states[attempt.room]
+        state.attempt = None
         return [
             Send(address=peer.address, message=Cancel(room=attempt.room, incarnation=peer.incarnation))
             for peer in cancelled
         ]
 
-    def forget(self, peer: Peer) -> None:
-        """A replica is gone for good, and none of its attempts is left."""
-        self._breakers.forget(peer)
-
-    def check_integrity(self, flights: Collection[Flight]) -> None:
-        """Of all open requests: the attempts known are theirs, and the load book is the sum of them."""
+    def check_integrity(self, states: Collection[RequestState]) -> None:
+        """Assert that the known attempts are those of the open requests, and the load book is their sum."""
         expected = LoadBook()
-        under_way = {flight.attempt.room: flight for flight in flights if flight.attempt is not None}
-        assert self._flights == under_way, f"attempts {self._flights.keys()} are not {under_way.keys()}"
-        for flight in under_way.values():
-            assert flight.attempt is not None
-            pair = flight.attempt.pair
-            if flight.stage is Stage.WAITING and pair.prefill is not None:
-                expected.add(pair.prefill, flight.attempt.prefill_len)
-            expected.add(pair.decode, flight.attempt.decode_len)
+        under_way = {state.attempt.room: state for state in states if state.attempt is not None}
+        assert self._states == under_way, f"attempts {self._states.keys()} are not {under_way.keys()}"
+        for state in under_way.values():
+            assert state.attempt is not None
+            targets = state.attempt.targets
+            if state.phase is RequestPhase.WAITING and targets.prefill is not None:
+                expected.add(targets.prefill, state.attempt.prefill_len)
+            expected.add(targets.decode, state.attempt.decode_len)
         assert self._load.lines() == expected.lines(), f"load {self._load.lines()} is not {expected.lines()}"
 
     def _leave_prefill(self, attempt: Attempt) -> None:
-        if attempt.pair.prefill is not None:
-            self._load.remove(attempt.pair.prefill, attempt.prefill_len)
+        if attempt.targets.prefill is not None:
+            self._load.remove(attempt.targets.prefill, attempt.prefill_len)

@@ -1,4 +1,4 @@
-"""What replicas are told to do for an administrator: told again until they answer, for a bounded time."""
+"""An administrator's commands to replicas: repeated until they answer, for a bounded time."""
 
 import asyncio
 import itertools
@@ -11,21 +11,21 @@ from cluster.spec.peer import Peer
 from router.errors import NoAnswerError, RefusedError
 
 AGAIN_S = 2.0
-"""Between two times that a replica is told; it does once what it hears twice."""
+"""Between two repetitions; a replica carries a command out once."""
 MAX_TIMES = 10
 
 
 class Commands:
     """Belongs to one event loop; every method is called from it."""
 
-    def __init__(self, me: Peer, tell: Callable[[Peer, Command], None]) -> None:
+    def __init__(self, me: Peer, send: Callable[[Peer, Command], None]) -> None:
         self._me = me
-        self._tell = tell
+        self._send = send
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
 
     async def give(self, peers: Sequence[Peer], wanted: Wanted) -> list[CommandTaken]:
-        """Let replicas do something; what they say, when every one of them has done it.
+        """Have replicas do something; return their answers when every one of them has done it.
 
         Raises:
             NoAnswerError: some did not answer.
@@ -37,7 +37,7 @@ class Commands:
             for _ in range(MAX_TIMES):
                 for peer in given.missing.values():
                     command = Command(number=number, sender=self._me, incarnation=peer.incarnation, wanted=wanted)
-                    self._tell(peer, command)
+                    self._send(peer, command)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(given.taken.wait(), AGAIN_S)
                 if not given.missing:
@@ -46,12 +46,12 @@ class Commands:
             del self._open[number]
         names = ", ".join(peer.replica for peer in given.missing.values())
         raise NoAnswerError(
-            f"{names}: no answer to {type(wanted).__name__}, told {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; "
-            "it may be done all the same"
+            f"{names}: no answer to {type(wanted).__name__}, sent {MAX_TIMES} times in {MAX_TIMES * AGAIN_S:g} s; "
+            "it may be done nevertheless"
         )
 
     def on_taken(self, taken: CommandTaken) -> None:
-        """A replica answers; one that was not asked is passed over."""
+        """Take a replica's answer; one that was not asked is ignored."""
         if (given := self._open.get(taken.number)) is not None:
             if given.missing.pop((taken.replica, taken.incarnation), None) is not None:
                 given.answers.append(taken)
@@ -68,8 +68,6 @@ def _all_done(answers: list[CommandTaken]) -> list[CommandTaken]:
 
 
 class _Open:
-    """One command."""
-
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.missing: dict[tuple[ReplicaId, Incarnation], Peer] = {
             (peer.replica, peer.incarnation): peer for peer in peers
@@ -77,6 +75,6 @@ class _Open:
         """Those that have not answered."""
         self.answers: list[CommandTaken] = []
         self.taken = asyncio.Event()
-        """All have."""
+        """Set when all have."""
         if not peers:
             self.taken.set()

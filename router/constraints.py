@@ -1,4 +1,4 @@
-"""What an answer must be made of, as one grammar for ``cluster.grammar``."""
+"""The required form of an answer, as one grammar for ``cluster.grammar``."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,37 +6,41 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.grammar import lark_of_regex
-from router.json_schemas import mended
+from router.json_schemas import without_noops
 from router.reasoning import CLOSING, OPENING, Thinking
 
 _WHITE_SPACE = r"[ \t\r\n]{0,40}"
-"""Between the tokens of JSON; models that are made to write JSON may go on with white space for ever."""
+"""Between the tokens of JSON; a model that is made to write JSON may continue with white space for ever."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One grammar of several; others may name it."""
+    """One grammar of several; others may refer to it."""
 
     field: str
-    """Of the request, to be told where the grammar is wrong."""
+    """The field of the body, for errors."""
     grammar: Mapping[str, Any]
     """In llguidance's JSON form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Alternatives for an answer."""
+    """Alternative forms of an answer."""
 
     rules: Sequence[str]
-    """Lark rules; the first words before ":" of those in ``starts`` are the alternatives."""
+    """Lark rules; those named in ``starts`` are the alternatives."""
     starts: Sequence[str]
     parts: Mapping[str, Part]
-    """By the name with which rules refer to them."""
+    """By the name in the rules."""
 
     def grammar(self, thinking: Thinking, special_texts: frozenset[str]) -> str:
-        """The whole, with thoughts before it. special_texts: how special tokens are written."""
+        """Return the whole grammar, with thoughts before the answer.
+
+        Args:
+            special_texts: how special tokens are written.
+        """
         start = f"start: {_thoughts(thinking)}({' | '.join(self.starts)})"
         lark = "\n".join([start, *self.rules, *_thought_rules(thinking, special_texts)])
         named = [{"name": name, **part.grammar} for name, part in self.parts.items()]
@@ -44,27 +48,25 @@ class Constraint:
 
 
 def grammar_text(*grammars: Mapping[str, Any]) -> str:
-    """Grammars of which the first is that of the text."""
+    """Join grammars, the first of which is that of the text."""
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def answer_of(part: Part) -> Constraint:
-    """The answer follows one grammar."""
     return Constraint(rules=(), starts=("@answer",), parts={"answer": part})
 
 
 def either(one: Constraint, other: Constraint) -> Constraint:
-    """The answer is of one kind or the other."""
     return Constraint(
         rules=(*one.rules, *other.rules), starts=(*one.starts, *other.starts), parts={**one.parts, **other.parts}
     )
 
 
 def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
-    """A JSON value by its schema; ``x-guidance`` in it may set other options of llguidance."""
+    """Return the grammar of a JSON schema, whose ``x-guidance`` may set other options of llguidance."""
     if schema is False:
         return Part(field=field, grammar={"json_schema": False})
-    given = {} if schema is True else mended(schema)
+    given = {} if schema is True else without_noops(schema)
     options = {"whitespace_pattern": _WHITE_SPACE}
     own = given.get("x-guidance", {})
     if isinstance(own, dict):
@@ -73,19 +75,17 @@ def json_part(schema: Mapping[str, Any] | bool, field: str) -> Part:
 
 
 def regex_part(regex: str, field: str) -> Part:
-    """A text that matches as a whole."""
+    """Return the grammar of a regular expression, which the whole text matches."""
     return Part(field=field, grammar={"lark_grammar": lark_of_regex(regex)})
 
 
 def choice_part(choices: Sequence[str], field: str) -> Part:
-    """One of several texts."""
     written = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    # A terminal (in capitals) is followed as one automaton; alternatives of a rule would each be followed alone.
+    # A terminal (in capitals) is one automaton; alternatives of a rule would each be followed on their own.
     return Part(field=field, grammar={"lark_grammar": f"start: CHOICE\nCHOICE: {written}"})
 
 
 def lark_part(lark: str, field: str) -> Part:
-    """A text by a grammar in Lark's syntax."""
     return Part(field=field, grammar={"lark_grammar": lark})
 
 

@@ -1,9 +1,9 @@
 """Which replicas may take requests, and which are lost, from snapshots of the bootstrap table. Sans I/O.
 
-The table is soft state: a restarted bootstrap shows replicas that run as missing until their next heartbeat. So the
-open requests of a missing replica are given up only after a grace, or on proof, and until then it also gets new ones
-if the table has no other. Those of a replica whose lease ran out go on at another at once; where there is no other,
-they have the grace too, in which it may wake up.
+The table is soft state: a restarted bootstrap service shows running replicas as missing until their next heartbeat. So
+the open requests of a missing replica are given up only after a grace period, or on proof, and until then it also gets
+new ones if the table has no other. Requests of a replica whose lease ran out move to another at once; where there is
+none, they have the grace period too, in which it may wake up.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from cluster.spec.registry import RankRow, ReplicaEntry, TableSnapshot
 @dataclass(slots=True)
 class _Known:
     entry: ReplicaEntry
-    """As it was when it was last ready."""
+    """The newest entry that was ready."""
     missing_since_s: float | None = None
     silent: bool = False
-    """The table has it and its lease ran out, which says more than that the table does not have it."""
+    """The table has it and its lease ran out, which says more than its absence from the table."""
 
     @property
     def peer(self) -> Peer:
@@ -30,14 +30,12 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Usable:
-    """The replicas that take new requests."""
-
     peers: dict[Role, list[Peer]]
-    """Of every role, ordered by id."""
+    """By role, ordered by id."""
     missing: list[Role]
-    """Roles that have none."""
+    """Roles without any."""
     pool_tokens: int | None
-    """Tokens of one request that each of them has room for; None while none has said."""
+    """Longest request, in tokens, that fits every one of them; None while none has reported."""
 
 
 class Directory:
@@ -47,12 +45,12 @@ class Directory:
         self._grace_s = grace_s
         self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
         self._known_usable: _Usable | None = None
-        """Worked out when it is asked for, since every request asks, and forgotten with every change."""
+        """Cached, since every request reads it; dropped with every change."""
         self.snapshot: TableSnapshot | None = None
-        """The newest one; none before the bootstrap was reached."""
+        """The newest one; None before the bootstrap service was reached."""
 
     def update(self, snapshot: TableSnapshot, now_s: float) -> list[Peer]:
-        """Take a new snapshot; the peers that are now lost for good."""
+        """Take a new snapshot; return the peers that are now lost for good."""
         self.snapshot = snapshot
         self._known_usable = None
         entries = {(entry.replica, entry.incarnation): entry for entry in snapshot.replicas}
@@ -67,7 +65,7 @@ class Directory:
         return self.expire(now_s)
 
     def expire(self, now_s: float) -> list[Peer]:
-        """The peers that became lost by the passing of time."""
+        """Return the peers that are lost by the passing of time."""
         lost = {key: known.peer for key, known in self._known.items() if self._is_lost(known, now_s)}
         for key in lost:
             del self._known[key]
@@ -82,32 +80,32 @@ class Directory:
         return min(missing) + self._grace_s if missing else None
 
     def ready(self, role: Role) -> list[Peer]:
-        """The replicas of a role that take new requests, ordered by id."""
+        """Return the replicas of a role that take new requests, ordered by id."""
         return self._usable.peers[role]
 
     @property
     def missing(self) -> list[Role]:
-        """Roles of which no replica takes new requests."""
+        """Roles without a replica that takes new requests."""
         return self._usable.missing
 
     def rows(self, peer: Peer) -> tuple[RankRow, ...]:
-        """Every rank of a replica's start, if that is known."""
+        """Return every rank of a replica's start, if it is known."""
         known = self._known.get((peer.replica, peer.incarnation))
         return known.entry.rows if known is not None else ()
 
     def peers(self, *roles: Role) -> list[Peer]:
-        """Every replica of these roles that is known and not lost, whether or not it takes new requests."""
+        """Return every replica of these roles that is not lost, whether or not it takes new requests."""
         return [known.peer for known in self._known.values() if known.entry.role in roles]
 
     def pool_tokens_of(self, peer: Peer) -> int | None:
-        """Tokens that one replica has room for; None while it has not said."""
+        """Return the size of one replica's KV pool in tokens; None while it has not reported."""
         known = self._known.get((peer.replica, peer.incarnation))
         pages = known.entry.load.total_pages if known is not None else 0
         return pages * known.entry.leader.layout.page_size if known is not None and pages else None
 
     @property
     def pool_tokens(self) -> int | None:
-        """Tokens of one request that every replica which takes new ones has room for; None while no such has said."""
+        """Longest request, in tokens, that fits every usable replica; None while none has reported."""
         return self._usable.pool_tokens
 
     @property
@@ -123,7 +121,7 @@ class Directory:
         return self._known_usable
 
     def _find_usable(self, role: Role) -> list[ReplicaEntry]:
-        """Those in the table; else those that may only be missing from it."""
+        """Return the replicas in the table; else those that may only be missing from it."""
         missing = [
             known.entry for known in self._taking(role) if known.missing_since_s is not None and not known.silent
         ]
@@ -137,7 +135,7 @@ class Directory:
         return self._is_proven_gone(known.peer) or now_s >= known.missing_since_s + self._grace_s
 
     def _present(self, role: Role) -> list[ReplicaEntry]:
-        """Those in the table that take new requests."""
+        """Return the replicas in the table that take new requests."""
         return [known.entry for known in self._taking(role) if known.missing_since_s is None]
 
     def _taking(self, role: Role) -> list[_Known]:
@@ -157,5 +155,5 @@ def _peer(entry: ReplicaEntry) -> Peer:
 
 
 def _is_new_to_table(entry: ReplicaEntry, known: ReplicaEntry) -> bool:
-    """The table has had no heartbeat of a replica that sent some: the table is newer than the replica."""
+    """Return whether the table has had no heartbeat of a replica that sent some: it is newer than the replica."""
     return entry.load.total_pages == 0 < known.load.total_pages

@@ -1,46 +1,47 @@
 """The life of every open request, sans I/O: events in, actions out; ``router.relay`` is the loop around it.
 
-1. ``open`` draws a room and sends the same Submit to the prefill and the decode leader of a pair: an attempt.
-2. Outputs of the decode leader become tokens for the client; the first one means that prefill is done.
-3. An attempt that fails is followed by another one, in a room of its own, on other replicas where there are any. It
-   carries the tokens that the client has, and goes on behind them.
-4. The last Output, too many failures, a client that left or the deadline ends the request. Whatever the cause, no
-   leg that may still work goes without a Cancel, and nothing of the request is kept.
+1. ``open`` draws a room and sends the same Submit to the prefill and the decode leader: an attempt.
+2. Outputs of the decode leader become chunks for the client; the first one means that prefill is done.
+3. A failed attempt is followed by another one, in a room of its own and on other replicas where there are any. It
+   carries the tokens that the client has, and continues after them.
+4. The last Output, too many failures, a client that left, or the deadline ends the request. Every target that may still
+   work gets a Cancel, and nothing of the request is kept.
+
+A message may be lost. An attempt that has been silent for a while is asked about at its decode leader, again and again;
+silence alone proves nothing, since prompts take long.
 """
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room, draw_room
 from cluster.spec.lifecycle import move
-from cluster.spec.messages import Blame, Failure, Inquire, Output
+from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Cancel, Failure, Inquire, Output
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import CachedTokens
-from router.actions import Action, Cause, Emit, Fail, Wait
-from router.attempts import Attempts
-from router.breaker import Breakers
-from router.flight import ENDS, MOVES, Ask, Flight, Pick, Stage
-from router.inquiries import Inquiries
-from router.load import LoadBook
+from router.attempts import Attempts, Breakers, LoadBook
+from router.request import (
+    ENDS,
+    MOVES,
+    Action,
+    Cause,
+    Fail,
+    GenerateRequest,
+    OutputChunk,
+    Pick,
+    RequestId,
+    RequestPhase,
+    RequestState,
+    Send,
+    Wait,
+)
+
+_NO_TOKENS = CachedTokens()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trouble:
-    """Why an attempt came to nothing."""
-
-    cause: Cause
-    reason: str
-    blamed: Sequence[Peer]
-    """Those that may fail again."""
-    cancelled: Sequence[Peer]
-    """Those that may still work for it."""
-
-
-class Dispatch:
-    """All open requests of one router. The room of its first attempt is a request's name."""
-
+class RequestTable:
     def __init__(
         self,
         me: Peer,
@@ -50,227 +51,259 @@ class Dispatch:
         pick: Pick,
         draw: Callable[[], Room] = draw_room,
     ) -> None:
-        """Keeps ``load`` and ``breakers`` up to date, which ``pick`` may look at."""
+        """
+        Args:
+            load, breakers: updated here, read by ``pick``.
+        """
         self.me = me
         self.load = load
         self.breakers = breakers
         self._config = config
         self._draw = draw
-        self._flights: dict[Room, Flight] = {}
+        self._states: dict[RequestId, RequestState] = {}
         self._attempts = Attempts(me, load, breakers, pick)
-        self._inquiries = Inquiries(me, self._attempts)
+        self._inquire_s = 0.0
+        """When to ask about silent attempts; only while there are any."""
         self.dropped: Counter[str] = Counter()
-        """Messages that were not used: of a ``late`` room, from a ``foreign`` sender, ``duplicate``."""
-        self.ended: Counter[Stage] = Counter()
-        """Requests by how they ended."""
+        """Unused messages: of a ``late`` room, from a ``foreign`` sender, ``duplicate``."""
+        self.ended: Counter[RequestPhase] = Counter()
         self.num_retries = 0
         """Attempts that began a request anew."""
         self.num_continuations = 0
-        """Attempts that went on behind tokens which the client had."""
+        """Attempts that continued after tokens which the client had."""
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._flights)
+        return len(self._states)
 
     @property
     def next_deadline_s(self) -> float | None:
         """When ``expire`` may next find something."""
-        if not self._flights:
+        if not self._states:
             return None
-        return min(self._inquiries.due_s, min(flight.wake_at_s for flight in self._flights.values()))
+        inquire_s = self._inquire_s if len(self._attempts) else math.inf
+        return min(inquire_s, min(state.wake_at_s for state in self._states.values()))
 
-    def is_open(self, room: Room) -> bool:
-        """Whether the request of this name has not ended."""
-        return room in self._flights
+    def is_open(self, request_id: RequestId) -> bool:
+        return request_id in self._states
 
     def is_under_way(self, room: Room) -> bool:
-        """Whether this is the room of an attempt that is not over."""
+        """Return whether this is the room of a current attempt."""
         return room in self._attempts
 
     def open(
-        self, ask: Ask, deadline_s: float, now_s: float, prompt_of: Room | None = None
-    ) -> tuple[Room, list[Action]]:
-        """Start a request: its name, and what is to be done.
+        self, request: GenerateRequest, deadline_s: float, now_s: float, prompt_of: RequestId | None = None
+    ) -> tuple[RequestId, list[Action]]:
+        """Start a request.
 
         Args:
-            prompt_of: name of another choice, which brings the prompt to the decode replica of both.
+            prompt_of: another choice, which brings the prompt to the decode replica of both.
         """
         room = self._draw()
-        assert room not in self._flights, f"room {room} drawn twice"
-        flight = self._flights[room] = Flight(room=room, ask=ask, deadline_s=deadline_s)
-        first = self._flights.get(prompt_of) if prompt_of is not None else None
-        return room, self._begin(flight, room, now_s, first)
+        request_id = RequestId(room)
+        assert request_id not in self._states, f"room {room} drawn twice"
+        state = RequestState(request_id=request_id, request=request, deadline_s=deadline_s)
+        self._states[request_id] = state
+        first = self._states.get(prompt_of) if prompt_of is not None else None
+        return request_id, self._begin(state, room, now_s, first)
 
     def on_output(self, output: Output, now_s: float) -> list[Action]:
-        """Tokens arrived."""
-        flight = self._attempts.find(output.room)
-        if flight is None:
+        """Take tokens from a decode leader."""
+        state = self._attempts.find(output.room)
+        if state is None:
             return self._drop("late")
-        if not flight.is_decode(output.replica, output.incarnation):
+        if not state.is_decode(output.replica, output.incarnation):
             return self._drop("foreign")
-        flight.heard_s = now_s
-        if problem := flight.problem(output):
-            return self._on_broken(flight, f"{output.replica}: {problem}", now_s)
-        num_known = len(flight.given) - output.first_index
-        token_ids, logprobs = output.token_ids[num_known:], output.logprobs[num_known:]
+        state.heard_s = now_s
+        if problem := state.problem(output):
+            reason = f"{output.replica}: {problem}"
+            return self._retry(state, Cause.BROKEN_OUTPUT, reason, state.targets[-1:], state.targets, now_s)
+        num_known = len(state.given) - output.first_index
+        token_ids = output.token_ids[num_known:]
         if not token_ids and output.finish is None:
             return self._drop("duplicate")
-        is_beginning = not flight.given
-        if flight.stage is Stage.WAITING:
-            self._attempts.prefill_done(flight)
-            self._move(flight, Stage.STREAMING, "first output")
-        flight.given += token_ids
+        is_first = not state.given
+        if state.phase is RequestPhase.WAITING:
+            self._attempts.prefill_done(state)
+            self._move(state, RequestPhase.STREAMING, "first output")
+        state.given += token_ids
         if output.finish is not None:
-            self._attempts.decode_done(flight)
-            self._end(flight, Stage.FINISHED, "last output", [])
+            self._attempts.decode_done(state)
+            self._end(state, RequestPhase.FINISHED, "last output", [])
         return [
-            Emit(
-                room=flight.room,
+            OutputChunk(
+                request_id=state.request_id,
                 token_ids=token_ids,
                 finish=output.finish,
-                logprobs=logprobs,
-                prompt_logprobs=output.prompt_logprobs if is_beginning else [],
-                cached=output.cached if is_beginning else CachedTokens(),
-                phases=output.phases if is_beginning else None,
+                logprobs=output.logprobs[num_known:] if output.logprobs else (),
+                prompt_logprobs=(output.prompt_logprobs if is_first else None) or (),
+                cached=output.cached if is_first else _NO_TOKENS,
+                phases=output.phases if is_first else None,
             )
         ]
 
     def on_failure(self, failure: Failure, now_s: float) -> list[Action]:
-        """A leg gave up; the other one is cancelled at once."""
-        flight = self._attempts.find(failure.room)
-        if flight is None:
+        """Take the failure of one target; the attempt is cancelled at the other one at once."""
+        state = self._attempts.find(failure.room)
+        if state is None:
             return self._drop("late")
-        failed = flight.leg(failure.replica, failure.incarnation)
+        failed = state.target(failure.replica, failure.incarnation)
         if failed is None:
             return self._drop("foreign")
-        if failed not in flight.awaited:
+        if failed not in state.awaited:
             return self._drop("late")
         reason = f"{failure.replica}: {failure.reason}"
-        others = [leg for leg in flight.legs if leg is not failed]
+        others = [peer for peer in state.targets if peer is not failed]
         if not failure.retryable:
-            return self._fail(flight, Cause.REFUSED, reason, others)
-        blamed = {Blame.SENDER: [failed], Blame.BOTH: flight.legs, Blame.NEITHER: []}[failure.blame]
-        trouble = _Trouble(cause=Cause.REPLICA_FAILED, reason=reason, blamed=blamed, cancelled=others)
-        return self._go_on(flight, trouble, now_s)
+            return self._fail(state, Cause.REFUSED, reason, others)
+        blamed = {Blame.SENDER: [failed], Blame.BOTH: state.targets, Blame.NEITHER: []}[failure.blame]
+        return self._retry(state, Cause.REPLICA_FAILED, reason, blamed, others, now_s)
 
     def on_lost(self, peer: Peer, now_s: float) -> list[Action]:
-        """A replica is gone. It gets its Cancels all the same: perhaps only the way to the table is broken."""
+        """Give up a replica. It gets Cancels all the same: perhaps only its way to the table is broken."""
         actions: list[Action] = []
-        for flight in list(self._flights.values()):
-            if peer in flight.awaited:
-                reason = f"{peer.replica} was lost before the answer was whole"
-                trouble = _Trouble(cause=Cause.REPLICA_LOST, reason=reason, blamed=[peer], cancelled=flight.legs)
-                actions += self._go_on(flight, trouble, now_s)
-        self._attempts.forget(peer)
+        for state in list(self._states.values()):
+            if peer in state.awaited:
+                reason = f"{peer.replica} was lost before the answer was complete"
+                actions += self._retry(state, Cause.REPLICA_LOST, reason, [peer], state.targets, now_s)
+        self.breakers.forget(peer)
         return actions
 
     def on_unreachable(self, room: Room, address: str, reason: str, now_s: float) -> list[Action]:
-        """The Submit of an attempt could not be handed over."""
-        flight = self._attempts.find(room)
-        if flight is None:
+        """Take note that the Submit of an attempt could not be sent."""
+        state = self._attempts.find(room)
+        if state is None:
             return []
-        blamed = [leg for leg in flight.legs if leg.address == address]
-        trouble = _Trouble(cause=Cause.REPLICA_LOST, reason=reason, blamed=blamed, cancelled=flight.legs)
-        return self._go_on(flight, trouble, now_s)
+        blamed = [peer for peer in state.targets if peer.address == address]
+        return self._retry(state, Cause.REPLICA_LOST, reason, blamed, state.targets, now_s)
 
     def on_inquire(self, inquire: Inquire) -> list[Action]:
-        """A leader does not hear of the end of what it works for."""
+        """Answer a leader that hears nothing of the end of its attempts: cancel those that are over."""
         if inquire.incarnation != self.me.incarnation:
             return self._drop("foreign")
-        return self._inquiries.answer(inquire)
+        leader = inquire.sender
+        return [
+            Send(address=leader.address, message=Cancel(room=room, incarnation=leader.incarnation))
+            for room in inquire.rooms
+            if room not in self._attempts
+        ]
 
-    def on_client_left(self, room: Room) -> list[Action]:
-        """Nobody reads the answer any more."""
-        flight = self._flights[room]
-        return self._end(flight, Stage.CANCELLED, "client left", flight.legs)
+    def on_client_left(self, request_id: RequestId) -> list[Action]:
+        """Cancel a request that nobody reads any more."""
+        state = self._states[request_id]
+        return self._end(state, RequestPhase.CANCELLED, "client left", state.targets)
 
-    def on_slow_reader(self, room: Room, reason: str) -> list[Action]:
-        """The client reads more slowly than may be kept for it."""
-        flight = self._flights[room]
-        return self._fail(flight, Cause.SLOW_READER, reason, flight.legs)
+    def on_slow_reader(self, request_id: RequestId, reason: str) -> list[Action]:
+        """Fail a request whose client reads too slowly."""
+        state = self._states[request_id]
+        return self._fail(state, Cause.SLOW_READER, reason, state.targets)
 
-    def on_enough(self, room: Room) -> list[Action]:
-        """A stop string completed the answer before the model ended it."""
-        flight = self._flights[room]
-        if flight.attempt is not None:
-            self._attempts.decode_done(flight)
-        return self._end(flight, Stage.FINISHED, "stop string", flight.legs)
+    def on_enough(self, request_id: RequestId) -> list[Action]:
+        """Finish a request that a stop string completed before the model ended it."""
+        state = self._states[request_id]
+        if state.attempt is not None:
+            self._attempts.decode_done(state)
+        return self._end(state, RequestPhase.FINISHED, "stop string", state.targets)
 
     def expire(self, now_s: float) -> list[Action]:
-        """Fail the requests whose deadline has passed, make the attempts that are due, ask about the silent ones."""
+        """Fail requests past their deadline, start attempts that are due, and ask about silent ones."""
         actions: list[Action] = []
-        for flight in [flight for flight in self._flights.values() if flight.wake_at_s <= now_s]:
-            if flight.deadline_s <= now_s:
-                reason = f"not finished before its deadline (router.request_timeout_s): {flight.awaits}"
-                actions += self._fail(flight, Cause.TIMED_OUT, reason, flight.legs)
+        for state in [state for state in self._states.values() if state.wake_at_s <= now_s]:
+            if state.deadline_s <= now_s:
+                reason = f"not finished before its deadline (router.request_timeout_s): {state.awaits}"
+                actions += self._fail(state, Cause.TIMED_OUT, reason, state.targets)
             else:
-                actions += self._begin(flight, self._draw(), now_s)
-        return actions + self._inquiries.ask(now_s)
+                actions += self._begin(state, self._draw(), now_s)
+        return actions + self._inquire(now_s)
 
     def stop(self) -> list[Action]:
-        """Fail everything that is open."""
         return [
             action
-            for flight in list(self._flights.values())
-            for action in self._fail(flight, Cause.STOPPED, "the router stops", flight.legs)
+            for state in list(self._states.values())
+            for action in self._fail(state, Cause.STOPPED, "the router stops", state.targets)
         ]
 
     def check_integrity(self) -> None:
-        """Every open request is in an open stage, and has an attempt unless it waits for one."""
-        for room, flight in self._flights.items():
-            assert room == flight.room, f"room {flight.room} is filed under {room}"
-            assert flight.stage not in ENDS, f"room {room} is {flight.stage.name} and still open"
-            assert (flight.attempt is None) == (flight.stage is Stage.BETWEEN), f"room {room}: {flight.stage.name}"
-        self._attempts.check_integrity(self._flights.values())
+        """Assert that every open request is in an open phase, and has an attempt unless it waits for one."""
+        for request_id, state in self._states.items():
+            assert request_id == state.request_id, f"request {state.request_id} is filed under {request_id}"
+            assert state.phase not in ENDS, f"request {request_id} is {state.phase.name} and still open"
+            is_between = state.phase is RequestPhase.BETWEEN
+            assert (state.attempt is None) == is_between, f"request {request_id}: {state.phase.name}"
+        self._attempts.check_integrity(self._states.values())
 
-    def _begin(self, flight: Flight, room: Room, now_s: float, prompt_of: Flight | None = None) -> list[Action]:
-        """Make an attempt; the end of the request if there is no replica for it."""
-        actions = self._attempts.begin(flight, room, now_s, prompt_of)
+    def _begin(
+        self, state: RequestState, room: Room, now_s: float, prompt_of: RequestState | None = None
+    ) -> list[Action]:
+        """Start an attempt; fail the request if there is no replica for it."""
+        actions = self._attempts.begin(state, room, now_s, prompt_of)
         if not actions:
-            reason = f"no replica is ready to go on: {flight.reason}" if flight.reason else "no replica is ready"
-            return self._fail(flight, Cause.NO_REPLICA, reason, [])
-        if flight.num_retries:
-            self.num_continuations += bool(flight.given)
-            self.num_retries += not flight.given
-        self._move(flight, Stage.WAITING, "attempt")
-        return actions + self._inquiries.begin(now_s)
+            reason = (
+                f"no replica is ready for another attempt: {state.reason}" if state.reason else "no replica is ready"
+            )
+            return self._fail(state, Cause.NO_REPLICA, reason, [])
+        if state.num_retries:
+            self.num_continuations += bool(state.given)
+            self.num_retries += not state.given
+        self._move(state, RequestPhase.WAITING, "attempt")
+        if len(self._attempts) == 1:  # with others a time is set
+            self._inquire_s = now_s + INQUIRE_EVERY_S
+            actions.append(Wait(until_s=self._inquire_s))
+        return actions
 
-    def _on_broken(self, flight: Flight, reason: str, now_s: float) -> list[Action]:
-        """What the decode leg says cannot be the rest of the answer."""
-        trouble = _Trouble(cause=Cause.BROKEN_OUTPUT, reason=reason, blamed=flight.legs[-1:], cancelled=flight.legs)
-        return self._go_on(flight, trouble, now_s)
+    def _inquire(self, now_s: float) -> list[Action]:
+        if now_s < self._inquire_s:
+            return []
+        self._inquire_s = now_s + INQUIRE_EVERY_S
+        silent: dict[Peer, list[Room]] = defaultdict(list)
+        for attempt in self._attempts.silent_since(now_s - INQUIRE_EVERY_S):
+            silent[attempt.targets.decode].append(attempt.room)
+        return [
+            Send(address=peer.address, message=Inquire(rooms=rooms, sender=self.me, incarnation=peer.incarnation))
+            for peer, rooms in silent.items()
+        ]
 
-    def _go_on(self, flight: Flight, trouble: _Trouble, now_s: float) -> list[Action]:
-        """An attempt has failed: make another one, now or later, if the request may have one."""
-        self._attempts.blame(flight, trouble.blamed, now_s)
-        if flight.num_retries >= self._config.max_retries:
-            return self._fail(flight, trouble.cause, trouble.reason, trouble.cancelled)
-        actions = self._attempts.leave(flight, trouble.cancelled)
-        self._move(flight, Stage.BETWEEN, trouble.cause)
-        flight.reason = trouble.reason
-        flight.num_retries += 1
-        if flight.num_retries == 1:
-            return actions + self._begin(flight, self._draw(), now_s)
-        flight.due_s = now_s + self._config.retry_backoff_s * 2 ** (flight.num_retries - 2)
-        return [*actions, Wait(until_s=flight.due_s)]
+    def _retry(
+        self,
+        state: RequestState,
+        cause: Cause,
+        reason: str,
+        blamed: Sequence[Peer],
+        cancelled: Sequence[Peer],
+        now_s: float,
+    ) -> list[Action]:
+        """End a failed attempt and make another one, now or later, if the request may have one.
 
-    def _fail(self, flight: Flight, cause: Cause, reason: str, cancelled: Sequence[Peer]) -> list[Action]:
-        """End a request without a whole answer."""
-        actions = self._end(flight, Stage.FAILED, cause, cancelled)
-        return [*actions, Fail(room=flight.room, cause=cause, reason=reason)]
+        Args:
+            blamed: targets that may fail again.
+            cancelled: targets that may still work for it.
+        """
+        self._attempts.blame(state, blamed, now_s)
+        if state.num_retries >= self._config.max_retries:
+            return self._fail(state, cause, reason, cancelled)
+        actions = self._attempts.leave(state, cancelled)
+        self._move(state, RequestPhase.BETWEEN, cause)
+        state.reason = reason
+        state.num_retries += 1
+        if state.num_retries == 1:
+            return actions + self._begin(state, self._draw(), now_s)
+        state.due_s = now_s + self._config.retry_backoff_s * 2 ** (state.num_retries - 2)
+        return [*actions, Wait(until_s=state.due_s)]
 
-    def _end(self, flight: Flight, stage: Stage, event: str, cancelled: Sequence[Peer]) -> list[Action]:
-        """Forget the request and cancel the given legs."""
-        actions = self._attempts.leave(flight, cancelled)
-        self._move(flight, stage, event)
-        self.ended[stage] += 1
-        del self._flights[flight.room]
+    def _fail(self, state: RequestState, cause: Cause, reason: str, cancelled: Sequence[Peer]) -> list[Action]:
+        actions = self._end(state, RequestPhase.FAILED, cause, cancelled)
+        return [*actions, Fail(request_id=state.request_id, cause=cause, reason=reason)]
+
+    def _end(self, state: RequestState, phase: RequestPhase, event: str, cancelled: Sequence[Peer]) -> list[Action]:
+        actions = self._attempts.leave(state, cancelled)
+        self._move(state, phase, event)
+        self.ended[phase] += 1
+        del self._states[state.request_id]
         return actions
 
     def _drop(self, why: str) -> list[Action]:
         self.dropped[why] += 1
         return []
 
-    def _move(self, flight: Flight, stage: Stage, event: str) -> None:
-        flight.stage = move(MOVES, flight.stage, stage, event, f"room {flight.room}")
+    def _move(self, state: RequestState, phase: RequestPhase, event: str) -> None:
+        state.phase = move(MOVES, state.phase, phase, event, f"request {state.request_id}")

@@ -1,9 +1,9 @@
-"""uvicorn's HTTP/1.1, but for three things.
+"""uvicorn's HTTP/1.1 with three changes.
 
-The head of an answer leaves together with the beginning of its body: uvicorn writes them one after another, and each
-write is a call into the kernel, a packet, and a client woken up. And who connects and asks for nothing, or never ends
-the head of a request, is hung up on: uvicorn waits for ever. And who offers another protocol, as Java's own client
-offers HTTP/2, is answered in HTTP/1.1: httptools would take the body for that protocol, and lose it.
+The head of an answer is sent together with the beginning of its body: uvicorn writes one after the other, and each
+write is a system call, a packet, and a client woken up. A connection without a complete request head is closed after a
+while: uvicorn waits for ever. An offer of another protocol, such as HTTP/2 by Java's client, is ignored: httptools
+would take the body for that protocol, and lose it.
 """
 
 import asyncio
@@ -16,34 +16,30 @@ _OFFER = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection, which is kept for ``timeout_keep_alive`` while no whole head of a request comes."""
+    """One connection; closed when no complete request head comes within ``timeout_keep_alive``."""
 
     _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by the event loop."""
         super().connection_made(cast(asyncio.Transport, JoiningTransport(cast(asyncio.Transport, transport))))
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Called by the event loop. Bodies, which may be long, are not looked at."""
+        """Strip the offer from a request head; bodies, which may be long, are not searched."""
         if self._head_due is not None and data.find(b"pgrade:", 0, data.find(b"\r\n\r\n")) >= 0:
             head, end, rest = data.partition(b"\r\n\r\n")
             data = _OFFER.sub(b"", head + end) + rest
         super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        """Called by the parser."""
         self._stop_waiting()
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        """Called by uvicorn."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._await_head()
@@ -58,7 +54,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class JoiningTransport:
-    """A transport that keeps the head of an answer for what is written next, but not beyond this turn of the loop."""
+    """A transport that holds the head of an answer until the next write, or the next iteration of the event loop."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -69,7 +65,6 @@ class JoiningTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """As of any transport."""
         if self._head:
             data, self._head = self._head + data, b""
         elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
@@ -79,7 +74,6 @@ class JoiningTransport:
         self._transport.write(data)
 
     def close(self) -> None:
-        """As of any transport."""
         self._flush()
         self._transport.close()
 

@@ -1,4 +1,4 @@
-"""JSON Schemas as llguidance takes them: without what it refuses although nothing is forbidden by it."""
+"""JSON Schemas that llguidance accepts: without keywords that it refuses although they forbid nothing."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ _HOLDING_NAMED = ("properties", "patternProperties", "$defs", "definitions", "de
 """Keywords that hold schemas; all others hold none, whatever their values look like."""
 _HOLDING_DATA = frozenset({"enum", "const", "default", "examples"})
 _NOTES = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
-"""Keywords that say nothing of what is valid."""
+"""Keywords that do not affect validity."""
 
 
-def mended(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The same schema, without formats of strings that are only annotations here, and keywords that forbid nothing."""
+def without_noops(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema without string formats that are mere annotations, and keywords that forbid nothing."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    # Parents come before their children in it, and are easier judged after them.
+    # Parents come before their children, and are easier to judge after them.
     for found in reversed(_schemas(copy)):
         name = found.get("format")
         if isinstance(name, str) and not knows_format(name):
@@ -33,7 +33,6 @@ def mended(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schemas(root: dict[str, Any]) -> list[dict[str, Any]]:
-    """All in it, itself first."""
     found: dict[int, dict[str, Any]] = {}
     waiting = [root]
     while waiting:
@@ -58,39 +57,39 @@ def _children(root: dict[str, Any], schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _referred(root: dict[str, Any], reference: str) -> Any:
-    """What a JSON pointer shows, which may lie where no schema is looked for; None for nothing."""
-    place: Any = root
+    """Return the value at a JSON pointer, which may lie outside of schemas; None for nothing."""
+    value: Any = root
     for step in unquote(reference[2:]).split("/"):
-        if step in _HOLDING_DATA or not isinstance(place, dict):
+        if step in _HOLDING_DATA or not isinstance(value, dict):
             return None
-        place = place.get(step.replace("~1", "/").replace("~0", "~"))
-    return place
+        value = value.get(step.replace("~1", "/").replace("~0", "~"))
+    return value
 
 
 def _forbids_nothing(schema: Mapping[str, Any], keyword: str) -> bool:
-    """A keyword that llguidance refuses, with a value that every JSON value is valid by."""
+    """Return whether llguidance refuses a keyword although every JSON value is valid by it."""
     value = schema[keyword]
     match keyword:
         case "uniqueItems" | "not":
             return value is False
         case "unevaluatedProperties" | "unevaluatedItems":
-            return _takes_all(value)
+            return _accepts_all(value)
         case "propertyNames":
-            return _takes_all(value) or (isinstance(value, dict) and _said(value) == {"type": "string"})
+            return _accepts_all(value) or (isinstance(value, dict) and _without_notes(value) == {"type": "string"})
         case "dependentRequired" | "dependentSchemas" | "dependencies":
-            return isinstance(value, dict) and all(needed == [] or _takes_all(needed) for needed in value.values())
+            return isinstance(value, dict) and all(needed == [] or _accepts_all(needed) for needed in value.values())
         case "minContains" | "maxContains":
             return "contains" not in schema
         case "if":
-            return all(_takes_all(schema.get(branch, True)) for branch in ("then", "else"))
+            return all(_accepts_all(schema.get(branch, True)) for branch in ("then", "else"))
         case "then" | "else":
-            return "if" not in schema or _takes_all(value)
+            return "if" not in schema or _accepts_all(value)
     return False
 
 
-def _takes_all(schema: Any) -> bool:
-    return schema is True or (isinstance(schema, dict) and not _said(schema))
+def _accepts_all(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and not _without_notes(schema))
 
 
-def _said(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {keyword: value for keyword, value in schema.items() if keyword not in _NOTES}

@@ -1,4 +1,4 @@
-"""The API keys of a router: who may ask, and how much. Sans I/O but for reading the file once."""
+"""The API keys of a router, and their limits."""
 
 import hmac
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.errors import UserError
 
-_ALLOWED = "a YAML list of entries with name, key and if wanted max_requests, tokens_per_minute, priority"
+_ALLOWED = "a YAML list of entries with name, key and optionally max_requests, tokens_per_minute, priority"
 
 
 class ApiKey(BaseModel):
-    """One key and what it allows; limits that are not given are the router's."""
+    """One key; limits that are not given are the router's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -26,34 +26,28 @@ class ApiKey(BaseModel):
     max_requests: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     priority: int | None = None
-    """Its requests are never computed earlier than this says, and so early unless they ask for later."""
+    """Its requests have this priority at best."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
-    """All keys. Without any, everybody may ask, and all together have the router's limits for one key."""
+    """All keys. Without any, every client is admitted, and all share the router's limits for one key."""
 
     keys: tuple[ApiKey, ...] = ()
     admin_key: str | None = None
     """None closes the administrator's routes."""
 
-    @property
-    def is_open(self) -> bool:
-        """No key is needed."""
-        return not self.keys
-
     def find(self, given: str) -> ApiKey | None:
-        """Whose key this is. Takes as long whether or not there is one."""
+        """Return the owner of this key, in a time that does not depend on it."""
         matching = [key for key in self.keys if _same(key.key, given)]
         return matching[0] if matching else None
 
     def is_admin(self, given: str) -> bool:
-        """Whether this is the administrator's key."""
         return self.admin_key is not None and _same(self.admin_key, given)
 
 
 def read_keys(config: RouterConfig, environ: Mapping[str, str] | None = None) -> KeyRing:
-    """The keys of the file and of the environment.
+    """Read the keys of the file and of the environment.
 
     Raises:
         UserError: the file cannot be used, or two keys are alike; never quotes a key.
@@ -61,7 +55,7 @@ def read_keys(config: RouterConfig, environ: Mapping[str, str] | None = None) ->
     keys = [*_of_file(config.api_keys_file), *_of_environ(API_KEYS.get(environ))]
     for what in ("name", "key"):
         if len({getattr(key, what) for key in keys}) < len(keys):
-            raise UserError(f"API keys: two have the same {what}; allowed: every {what} once")
+            raise UserError(f"API keys: two have the same {what}; allowed: each {what} once")
     return KeyRing(tuple(keys), ADMIN_KEY.get(environ))
 
 
@@ -79,10 +73,10 @@ def _of_file(path: str | None) -> list[ApiKey]:
         raise UserError(f"router.api_keys_file: {path} cannot be read: {error}") from None
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(step) for step in wrong["loc"]) or "the whole"
+        where = ".".join(str(step) for step in wrong["loc"]) or "the file"
         raise UserError(f"router.api_keys_file: {path}: {where}: {wrong['msg']}; allowed: {_ALLOWED}") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # a date that cannot be is a ValueError
-        # What is wrong with it is not told: it may be next to a key.
+        # The parser's message is left out: it may quote a key.
         raise UserError(f"router.api_keys_file: {path} is not YAML; allowed: {_ALLOWED}") from None
 
 

@@ -1,16 +1,16 @@
-"""Finding a marker, and holding white space back, in text that comes in pieces cut anywhere."""
+"""Find a marker, and hold white space back, in text that arrives in arbitrary pieces."""
 
 
 class MarkerScanner:
-    """Lets text through up to a marker."""
+    """Passes text on up to a marker."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
         self._held = ""
-        """Text that may be the beginning of the marker."""
+        """Text that may begin the marker."""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text before the marker, and what follows the marker; None as long as it has not come."""
+        """Return the text before the marker, and the text after it; None until it has come."""
         self._held += text
         before, found, after = self._held.partition(self.marker)
         if found:
@@ -21,20 +21,19 @@ class MarkerScanner:
         return before[: len(before) - suspect], None
 
     def flush(self) -> str:
-        """What is held back, now that nothing can complete the marker."""
         held, self._held = self._held, ""
         return held
 
 
 class Trimmer:
-    """Lets text through without the white space at its beginning, and holds back that at its end."""
+    """Drops the white space at the beginning of a text, and holds back that at its end."""
 
     def __init__(self, *, keeps_start: bool = False) -> None:
         self._begun = keeps_start
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What is surely not at the end."""
+        """Return what is certainly not at the end."""
         self._held += text
         if not self._begun:
             self._held = self._held.lstrip()
@@ -44,6 +43,5 @@ class Trimmer:
         return through
 
     def flush(self) -> str:
-        """The white space at the end."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""From the text of one chat answer to its message: thoughts, content and tool calls, whole or part by part."""
+"""From the text of one chat answer to its message: thoughts, content and tool calls, whole or in parts."""
 
 import secrets
 from collections.abc import Callable
@@ -10,13 +10,10 @@ from router.tool_calls.events import Argued, CallBegun, Event, Said, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text of thoughts."""
-
     text: str
 
 
 MessageEvent = Thought | Event
-"""What follows in a message."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,19 +22,19 @@ class CallPart:
 
     index: int
     id: str = ""
-    """Of the first part; empty in the others, like the name."""
+    """In the first part; empty in the others, like the name."""
     name: str = ""
     arguments: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class MessagePart:
-    """The next part of a message; several in a row, or the whole."""
+    """The next part of a message, or the whole."""
 
     thoughts: str = ""
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
-    """At most one part of each call."""
+    """At most one part per call."""
 
 
 class MessageReader:
@@ -50,18 +47,17 @@ class MessageReader:
 
     @property
     def has_called(self) -> bool:
-        """A tool call came."""
         return self._num_calls > 0
 
     def push(self, text: str, *, is_end: bool) -> MessagePart:
-        """What this text completes; with ``is_end`` also what was held back."""
+        """Return what this text completes; with ``is_end`` also what was held back."""
         part = MessagePart()
         for event in self.read(text, is_end=is_end):
             self._add(part, event)
         return part
 
     def read(self, text: str, *, is_end: bool) -> list[MessageEvent]:
-        """The same in order, however the text is cut; instead of ``push``."""
+        """Return the events that this text completes, in order; instead of ``push``."""
         events = self._split(text)
         if is_end:
             events += self._flush()
@@ -101,7 +97,7 @@ class MessageReader:
 
 
 def new_call_id() -> str:
-    """What the result of a call will refer to."""
+    """Draw the id that a call's result will refer to."""
     return f"call_{secrets.token_hex(12)}"
 
 

@@ -1,230 +1,202 @@
-"""What Prometheus may read of one router. Buckets, and names behind the prefix, are vLLM's where it has the same."""
+"""Metrics that are recorded as things happen. Buckets, and names after the prefix, are vLLM's where it has the same.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+Counters and histograms of our own: they are written many times a token, and prometheus_client locks for every number.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from cluster.channel import AsyncInbox
-from cluster.spec.clock import Clock
-from cluster.spec.lifecycle import Role
 from cluster.spec.messages import PhaseTimes
 from cluster.spec.tiers import CachedTokens, Tier
-from router.breaker import BreakerState
-from router.directory import Directory
-from router.dispatch import Dispatch
-from router.flight import ENDS, Ask
-from router.gate import Gate
-from router.measures import Count, Measures, Spread, Told, total
-from router.page_index import PageIndex
-from router.replica_metrics import replica_metrics
-from router.tier_metrics import tier_metrics
+from router.request import GenerateRequest
+
+Labels = tuple[str, ...]
 
 _SHORT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08)
 _TTFT_S = (*_SHORT_S, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _PHASE_S = (0.001, 0.005, 0.01, 0.05, 0.1, *_REQUEST_S)
-"""Some phases are over at once."""
 _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """Parts of a router that count for themselves."""
+class Count:
+    """A counter for every combination of labels."""
 
-    dispatch: Dispatch
-    directory: Directory
-    gate: Gate
-    pages: PageIndex
-    clock: Clock
-    inbox: AsyncInbox
+    def __init__(self, name: str, help_text: str, *labels: str) -> None:
+        self.name = name
+        self._help_text = help_text
+        self._labels = labels
+        self.values: dict[Labels, float] = {} if labels else {(): 0}
 
-    def told(self) -> Told:
-        """What they count, but for what every router process sees alike."""
-        dispatch, dropped = self.dispatch, self.dispatch.dropped + self.inbox.dropped
-        return {
-            "num_requests_running": {(): [dispatch.num_open]},
-            "num_requests_waiting": {(): [self.gate.num_waiting]},
-            "request_retries": {(): [dispatch.num_retries]},
-            "request_continuations": {(): [dispatch.num_continuations]},
-            "router_page_gaps": {(): [self.pages.num_gaps]},
-            "request_ended": {(end.value,): [dispatch.ended[end]] for end in sorted(ENDS, key=lambda end: end.value)},
-            "message_dropped": {(why,): [count] for why, count in sorted(dropped.items())},
-        }
+    def add(self, amount: float, *labels: str) -> None:
+        self.values[labels] = self.values.get(labels, 0) + amount
+
+    def family(self) -> Metric:
+        family = CounterMetricFamily(self.name, self._help_text, labels=self._labels)
+        for labels, value in self.values.items():
+            family.add_metric(labels, value)
+        return family
+
+
+class Histogram:
+    """A histogram for every combination of labels."""
+
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> None:
+        """
+        Args:
+            bounds: the largest value of every bucket but the last, which has none.
+        """
+        self.name = name
+        self._help_text = help_text
+        self._labels = labels
+        self._bounds = [*bounds]
+        self._unlabelled = self._empty()
+        self.values: dict[Labels, list[float]] = {} if labels else {(): self._unlabelled}
+        """The count of each bucket, and the sum of all values."""
+
+    def note(self, value: float, *labels: str) -> None:
+        line = self._unlabelled if not labels else self._line(labels)
+        line[bisect_left(self._bounds, value)] += 1
+        line[-1] += value
+
+    def family(self) -> Metric:
+        family = HistogramMetricFamily(self.name, self._help_text, labels=self._labels)
+        ends = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, (*counts, total) in self.values.items():
+            family.add_metric(labels, [*zip(ends, accumulate(counts), strict=True)], total)
+        return family
+
+    def _line(self, labels: Labels) -> list[float]:
+        if labels not in self.values:
+            self.values[labels] = self._empty()
+        return self.values[labels]
+
+    def _empty(self) -> list[float]:
+        return [0] * (len(self._bounds) + 2)
+
+
+class Measures(Collector):
+    """All counters and histograms of one registry."""
+
+    def __init__(self) -> None:
+        self._all: list[Count | Histogram] = []
+
+    def count(self, name: str, help_text: str, *labels: str) -> Count:
+        self._all.append(made := Count(f"baton_{name}", help_text, *labels))
+        return made
+
+    def histogram(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Histogram:
+        self._all.append(made := Histogram(f"baton_{name}", help_text, bounds, *labels))
+        return made
+
+    def describe(self) -> Iterable[Metric]:
+        """Skip the registry's check for duplicate names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        return (measure.family() for measure in self._all)
 
 
 class Metrics:
-    """The measures that are taken as things happen, in a registry of their own."""
+    """The measures of one router process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._measures = measures = Measures()
+        measures = Measures()
         self.registry.register(measures)
-        self._watched: Watched | None = None
-        self.refused = self._count("request_refused", "HTTP requests answered with an error, by status.", "status")
-        self.rejections = self._count(
-            "admission_rejections", "HTTP requests answered with 429, by which limit.", "reason"
+        count, histogram = measures.count, measures.histogram
+        self.refused = count("request_refused", "HTTP requests answered with an error, by status.", "status")
+        self.rejections = count("admission_rejections", "HTTP requests answered with 429, by limit.", "reason")
+        self.success = count("request_success", "Complete answers, by reason of ending.", "finished_reason")
+        self.prompt_tokens = count("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached_tokens = count("cached_tokens", "Prompt tokens that prefill found in its cache.")
+        self._cached_by_tier = count("cached_tokens_by_tier", "Cached prompt tokens, by tier.", "tier")
+        self._cache_queries = count("prefix_cache_queries", "Prompt tokens looked up in a cache.")
+        self._cache_hits = count("prefix_cache_hits", "Looked-up prompt tokens that prefill found in its cache.")
+        self.generation_tokens = count("generation_tokens", "Generated tokens.")
+        self.skipped = count("prefill_skipped", "Prompts that decode computed itself (prefill.skip_below_tokens).")
+        self.ttft_s = histogram("time_to_first_token_seconds", "From the HTTP request to its first token.", _TTFT_S)
+        self.itl_s = histogram(
+            "inter_token_latency_seconds", "Time between tokens of one answer; a batch divided by its tokens.", _TOKEN_S
         )
-        self.success = self._count("request_success", "Answers that are whole, by why they ended.", "finished_reason")
-        self.prompt_tokens = self._count("prompt_tokens", "Prompt tokens of requests taken.")
-        self.cached_tokens = self._count("cached_tokens", "Prompt tokens that prefill took from its cache.")
-        self._cache_queries = self._count("prefix_cache_queries", "Prompt tokens that were looked for in a cache.")
-        self._cache_hits = self._count("prefix_cache_hits", "Those of them that prefill took from its cache.")
-        self.generation_tokens = self._count("generation_tokens", "Tokens generated.")
-        self.ttft_s = self._spread("time_to_first_token_seconds", "From the HTTP request to its first token.", _TTFT_S)
-        self._cached_by_tier = self._count("cached_tokens_by_tier", "The same by where they were.", "tier")
-        self.itl_s = self._spread(
-            "inter_token_latency_seconds", "Between tokens of one answer, each batch divided by its tokens.", _TOKEN_S
+        self.tpot_s = histogram(
+            "request_time_per_output_token_seconds", "Mean time per token of each answer after its first.", _TOKEN_S
         )
-        self.tpot_s = self._spread(
-            "request_time_per_output_token_seconds", "Mean time per token after the first of each answer.", _TOKEN_S
-        )
-        self.e2e_s = self._spread("e2e_request_latency_seconds", "From the HTTP request to its last token.", _REQUEST_S)
-        self.skipped = self._count(
-            "prefill_skipped", "Prompts that decode computed itself (prefill.skip_below_tokens)."
-        )
-        self.queue_s = self._spread(
-            "request_queue_time_seconds", "Wait in the router for room at the replicas.", _PHASE_S
-        )
-        self.decode_s = self._spread(
+        self.e2e_s = histogram("e2e_request_latency_seconds", "From the HTTP request to its last token.", _REQUEST_S)
+        self.queue_s = histogram("request_queue_time_seconds", "Wait in the router for room at the replicas.", _PHASE_S)
+        self.decode_s = histogram(
             "request_decode_time_seconds", "From an answer's first token to its last.", _REQUEST_S
         )
-        self._inference_s = self._spread(
-            "request_inference_time_seconds", "From when prefill began to an answer's last token.", _REQUEST_S
+        self._inference_s = histogram(
+            "request_inference_time_seconds", "From the start of prefill to an answer's last token.", _REQUEST_S
         )
         self._phases_s = {
-            name: self._spread(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
+            name: histogram(f"request_{name}_time_seconds", help_text, _PHASE_S, "replica")
             for name, help_text in (
                 ("decode_queue", "Wait in decode for pages."),
                 ("bootstrap", "Wait in prefill for decode's ticket and ranks."),
-                ("prefill", "From then to the first token."),
+                ("prefill", "From the ticket to the first token."),
                 ("transfer", "From the first token until all KV was in decode."),
             )
         }
-        self.generated = self._spread("request_generation_tokens", "Tokens of each answer.", _TOKENS)
-        self._prompts = self._spread("request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
-        self._computed = self._spread(
-            "request_prefill_kv_computed_tokens", "Tokens of each prompt that no cache had.", _TOKENS
+        self.generated = histogram("request_generation_tokens", "Tokens of each answer.", _TOKENS)
+        self._prompts = histogram("request_prompt_tokens", "Tokens of each prompt.", _TOKENS)
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens", "Tokens of each prompt that were in no cache.", _TOKENS
         )
-        self._max_tokens = self._spread("request_params_max_tokens", "Most tokens asked for.", _TOKENS)
-        self._n = self._spread("request_params_n", "Choices asked for of each prompt of one HTTP request.", _CHOICES)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens of each request.", _TOKENS)
+        self._n = histogram("request_params_n", "Choices requested for each prompt of one HTTP request.", _CHOICES)
+
+    def exposition(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def totals(self) -> dict[str, float]:
+        """Return tokens since the start, for a page that shows rates."""
+        counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
+        return {count.name.removeprefix("baton_"): count.values[()] for count in counts}
 
     def note_cached(self, cached: CachedTokens) -> None:
-        """Prefill did not compute these tokens of a prompt."""
+        """Count prompt tokens that prefill did not compute."""
         self.cached_tokens.add(cached.total)
         by_tier = {Tier.DEVICE: cached.total - cached.host - cached.storage, Tier.HOST: cached.host}
         for tier, count in {**by_tier, Tier.STORAGE: cached.storage}.items():
             self._cached_by_tier.add(count, tier.value)
 
-    def watch(self, watched: Watched, others: Callable[[], Iterable[Told]] = tuple) -> None:
-        """Also report what these count themselves, and what other router processes have told."""
-        self._watched = watched
-        self._measures.others = others
-        self.registry.register(_Counts(watched, others))
-
-    def told(self) -> Told:
-        """What this router process has counted, for the others."""
-        return self._measures.told() | (self._watched.told() if self._watched is not None else {})
-
-    def exposition(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-    def totals(self) -> dict[str, float]:
-        """Tokens since the start, for those who look at rates."""
-        told = total([self._measures.told(), *self._measures.others()])
-        counts = (self.prompt_tokens, self.cached_tokens, self.generation_tokens)
-        return {count.name.removeprefix("baton_"): told[count.name][()][0] for count in counts}
-
-    def on_open(self, asks: Sequence[Ask]) -> None:
-        """Requests are sent to replicas; those of one prompt share it."""
-        self._n.note(len(asks) // sum(not ask.shares_prompt for ask in asks))
-        for ask in asks:
-            self._max_tokens.note(ask.stopping.max_tokens)
-            if not ask.shares_prompt:
-                prompt_len = len(ask.prompt_ids)
+    def on_open(self, requests: Sequence[GenerateRequest]) -> None:
+        """Count the requests of one HTTP request, which are sent to replicas now."""
+        self._n.note(len(requests) // sum(not request.shares_prompt for request in requests))
+        for request in requests:
+            self._max_tokens.note(request.stopping.max_tokens)
+            if not request.shares_prompt:
+                prompt_len = len(request.prompt_ids)
                 self.prompt_tokens.add(prompt_len)
                 self._prompts.note(prompt_len)
-                self._cache_queries.add(0 if ask.page_keys is None else prompt_len)
-
-    def on_end(self, phases: PhaseTimes | None, decode_s: float) -> None:
-        """An answer of at least one token is whole."""
-        self.decode_s.note(decode_s)
-        if phases is not None:
-            self._inference_s.note(phases.prefill_s + decode_s)
+                self._cache_queries.add(0 if request.page_keys is None else prompt_len)
 
     def on_prompt(self, prompt_len: int, num_cached: int) -> None:
-        """A prompt is computed, but for what a cache had."""
+        """Count a computed prompt."""
         self._cache_hits.add(num_cached)
         self._computed.note(prompt_len - num_cached)
 
     def on_phases(self, phases: PhaseTimes) -> None:
-        """The first token of a prompt is there."""
+        """Note the phases before the first token of a prompt."""
         self._phases_s["decode_queue"].note(phases.decode_queue_s, phases.decode)
         self._phases_s["prefill"].note(phases.prefill_s, phases.prefill or phases.decode)
         if phases.prefill is not None:
             self._phases_s["bootstrap"].note(phases.bootstrap_s, phases.prefill)
             self._phases_s["transfer"].note(phases.transfer_s, phases.decode)
 
-    def _count(self, name: str, help_text: str, *labels: str) -> Count:
-        return self._measures.count(f"baton_{name}", help_text, *labels)
-
-    def _spread(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> Spread:
-        return self._measures.spread(f"baton_{name}", help_text, bounds, *labels)
-
-
-class _Counts(Collector):
-    def __init__(self, watched: Watched, others: Callable[[], Iterable[Told]]) -> None:
-        self._watched = watched
-        self._others = others
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        watched = self._watched
-        yield from _request_metrics(total([watched.told(), *self._others()]))
-        yield from _readiness(watched)
-        yield GaugeMetricFamily(
-            "baton_router_known_pages", "Cached pages of replicas, as told.", value=watched.pages.num_pages
-        )
-        yield from replica_metrics(watched.directory.snapshot)
-        yield from tier_metrics(watched.directory.snapshot)
-
-
-def _request_metrics(told: Told) -> Iterator[Metric]:
-    for name, help_text in (
-        ("num_requests_running", "Requests that are open."),
-        ("num_requests_waiting", "HTTP requests that wait for room."),
-    ):
-        yield GaugeMetricFamily(f"baton_{name}", help_text, value=told[name][()][0])
-    for name, help_text, *label in (
-        ("request_retries", "Attempts that began a request anew after one had failed."),
-        ("request_continuations", "Attempts that went on behind the tokens which a client had."),
-        ("router_page_gaps", "Times that news of a cache were missing."),
-        ("request_ended", "Requests by how they ended.", "outcome"),
-        ("message_dropped", "Messages that were not used, by why.", "why"),
-    ):
-        family = CounterMetricFamily(f"baton_{name}", help_text, labels=label)
-        for labels, (count,) in told[name].items():
-            family.add_metric(labels, count)
-        yield family
-
-
-def _readiness(watched: Watched) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("baton_ready_replicas", "Replicas that take requests.", labels=["role"])
-    breakers = GaugeMetricFamily(
-        "baton_breaker_state", "1 for the state that the breaker of a replica is in.", labels=["replica", "state"]
-    )
-    for role in Role:
-        ready.add_metric([role.value], len(watched.directory.ready(role)))
-        for peer in watched.directory.peers(role):
-            now = watched.dispatch.breakers.state(peer, watched.clock.now_s())
-            for state in BreakerState:
-                breakers.add_metric([peer.replica, state.value], float(state is now))
-    yield ready
-    yield breakers
+    def on_end(self, phases: PhaseTimes | None, decode_s: float) -> None:
+        """Note the times of a complete answer of at least one token."""
+        self.decode_s.note(decode_s)
+        if phases is not None:
+            self._inference_s.note(phases.prefill_s + decode_s)

@@ -1,47 +1,194 @@
-"""Which prefixes each replica has cached, as its leader tells. Sans I/O.
+"""Which page keys a prompt has, and which of them each replica has cached, as its leader reports. Sans I/O.
 
-A hint for choosing replicas, no more: a replica that has lost a prefix computes it again.
+The index is a hint for choosing replicas: a replica that has lost a prefix computes it again.
 """
 
+import asyncio
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import PageNews
+from cluster.spec.page_key import extend_page_keys
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
-from router.key_set import KeySet
-from router.lower_tiers import LowerTiers, Weights
 
 _ASK_AGAIN_S = 5.0
 """Silence after which a replica is asked once more."""
+_INLINE_TOKENS = 32_768
+"""The keys of longer prompts are all made at once, in a thread."""
+_FIRST_PAGES = 4
+_SHARES = (6, 7, 8, 9, 10) * 6 + (6, 10)
+"""First bytes of each part of a KeySet, 256 in all. They differ so that the parts do not all grow at once."""
+
+Owner = tuple[ReplicaId, Incarnation]
+
+
+class PromptKeys:
+    """Keys of the pages of one prompt that may come from a cache, computed only as far as some replica has them."""
+
+    def __init__(self, prompt_ids: Sequence[int], page_size: int, salt: str) -> None:
+        self._prompt_ids = prompt_ids
+        self._page_size = page_size
+        self._salt = salt
+        # The last token is always computed.
+        self._num_pages = (len(prompt_ids) - 1) // page_size
+        self._keys: list[bytes] = []
+
+    async def prepare(self) -> None:
+        """Compute the keys of a long prompt in a thread."""
+        if len(self._prompt_ids) > _INLINE_TOKENS:
+            await asyncio.to_thread(self._extend, self._num_pages)
+
+    def known(self, is_known: Callable[[bytes], bool]) -> Sequence[bytes]:
+        """Return all keys before the first unknown one, and perhaps some more."""
+        while len(self._keys) < self._num_pages and (not self._keys or is_known(self._keys[-1])):
+            self._extend(max(2 * len(self._keys), _FIRST_PAGES))
+        return self._keys
+
+    def _extend(self, num_pages: int) -> None:
+        end = min(num_pages, self._num_pages) * self._page_size
+        extend_page_keys(self._keys, self._prompt_ids[:end], self._page_size, self._salt)
+
+
+class KeySet(Set[bytes]):
+    """A set of page keys that grows without a pause: many small dicts, by the first byte of each key.
+
+    A growing set is copied as a whole from time to time, which takes 150 ms with a million keys while every stream
+    waits. The garbage collector walks a set, in 50 ms, but not a dict of bytes.
+    """
+
+    __slots__ = ("_part_of", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: list[dict[bytes, None]] = [{} for _ in _SHARES]
+        self._part_of = [part for part, share in zip(self._parts, _SHARES, strict=True) for _ in range(share)]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key in self._part_of[key[0]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._parts:
+            yield from part
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def add_all(self, keys: Iterable[bytes]) -> int:
+        """Add keys; return how many are new."""
+        before, part_of = len(self), self._part_of
+        for key in keys:
+            part_of[key[0]][key] = None
+        return len(self) - before
+
+    def remove_all(self, keys: Iterable[bytes]) -> int:
+        """Remove keys; return how many were there."""
+        before, part_of = len(self), self._part_of
+        for key in keys:
+            part_of[key[0]].pop(key, None)
+        return before - len(self)
+
+    def clear(self) -> int:
+        """Remove everything; return how many keys there were."""
+        num_keys = len(self)
+        for part in self._parts:
+            part.clear()
+        return num_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a page in a lower tier is worth, where one on the device is worth 1."""
+
+    host: float = 0.0
+    storage: float = 0.0
+
+
+class LowerTiers:
+    """Page keys below the device caches: in each replica's host memory, and in storage, which reports no evictions."""
+
+    def __init__(self, max_keys: int) -> None:
+        """Keep at most ``max_keys`` keys of host pages, and as many of stored ones."""
+        self._max_keys = max_keys
+        self._host: dict[Owner, KeySet] = {}
+        self._num_host = 0
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        """Least recently reported or looked up first, which is the order of eviction."""
+
+    def note(self, owner: Owner, tier: Tier, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Take a replica's report of what a tier gained and lost."""
+        if tier is Tier.STORAGE:
+            self._note_stored(stored, removed)
+            return
+        if owner not in self._host:
+            self._host[owner] = KeySet()
+        keys = self._host[owner]
+        self._num_host -= keys.remove_all(removed)
+        self._num_host += keys.add_all(stored[: self._max_keys - self._num_host])
+
+    def forget(self, owner: Owner) -> None:
+        """Drop what a replica has reported: it is gone, or reports everything anew."""
+        self._num_host -= len(self._host.pop(owner, ()))
+
+    def is_known(self, key: bytes) -> bool:
+        """Return whether a page is in any lower tier."""
+        return key in self._stored or any(key in keys for keys in self._host.values())
+
+    def worth(self, owner: Owner, keys: Sequence[bytes], weights: Weights) -> float:
+        """Return the worth, in pages, of the keys after those on the device, up to the first that is nowhere."""
+        if not self._num_host and not self._stored:
+            return 0.0
+        host = self._host.get(owner, frozenset[bytes]())
+        worth, found = 0.0, list[bytes]()
+        for key in keys:
+            if key in host:
+                worth += weights.host
+            elif key in self._stored:
+                found.append(key)
+                worth += weights.storage
+            else:
+                break
+        # The first pages of a prefix are forgotten last: without them the others are worth nothing.
+        for key in reversed(found):
+            self._stored.move_to_end(key)
+        return worth
+
+    def _note_stored(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        for key in removed:
+            self._stored.pop(key, None)
+        for key in reversed(stored):
+            self._stored[key] = None
+            self._stored.move_to_end(key)
+        while len(self._stored) > self._max_keys:
+            self._stored.popitem(last=False)
 
 
 @dataclass(slots=True)
 class _Known:
     asked_s: float
     next_number: int | None = None
-    """Of the news; none before everything was told."""
+    """Number of the next report; None before everything was reported."""
     keys: KeySet = field(default_factory=KeySet)
     is_partial: bool = False
-    """Some were left out for want of memory, so that a page may be here without those above it."""
+    """Some keys were left out for want of memory, so that a page may be here without those before it."""
 
 
 class PageIndex:
     """The page keys of all replicas. A chained key stands for the whole prefix, so a set of them is a radix tree."""
 
     def __init__(self, max_pages: int) -> None:
-        """Keeps at most so many keys over all replicas; what comes beyond is as if it were not cached."""
+        """Keep at most ``max_pages`` keys over all replicas; further ones count as not cached."""
         self._max_pages = max_pages
-        self._known: dict[tuple[ReplicaId, Incarnation], _Known] = {}
+        self._known: dict[Owner, _Known] = {}
         self._below = LowerTiers(max_pages)
         self.num_pages = 0
         self.num_gaps = 0
-        """Times that news were missing."""
+        """Times that reports were missing."""
 
     def update(self, peers: Iterable[Peer], now_s: float) -> list[Peer]:
-        """These replicas are there; the ones to be asked what they have."""
+        """Take the replicas there are; return those to be asked what they have."""
         present = {(peer.replica, peer.incarnation): peer for peer in peers}
         for key in self._known.keys() - present.keys():
             self.num_pages -= len(self._known.pop(key).keys)
@@ -55,21 +202,18 @@ class PageIndex:
         return asked
 
     def on_news(self, news: PageNews, now_s: float) -> bool:
-        """Take news in, in their order; True when some are missing, and the replica is to be asked again."""
+        """Take a report, in order; return whether some are missing, so that the replica is to be asked again."""
         owner = news.replica, news.incarnation
         known = self._known.get(owner)
         if known is None:
             return False
         if news.number == 0:
-            self.num_pages -= known.keys.clear()
-            self._below.forget(owner)
-            known.is_partial = False
+            self._clear(owner, known)
         elif known.next_number is None or news.number < known.next_number:
             return False
         elif news.number > known.next_number:
             self.num_gaps += 1
-            self.num_pages -= known.keys.clear()
-            self._below.forget(owner)
+            self._clear(owner, known)
             known.next_number, known.asked_s = None, now_s
             return True
         known.next_number = news.number + 1
@@ -81,16 +225,16 @@ class PageIndex:
         return False
 
     def is_known(self, key: bytes) -> bool:
-        """Whether any replica, or storage, has a page."""
+        """Return whether any replica, or storage, has a page."""
         return any(key in known.keys for known in self._known.values()) or self._below.is_known(key)
 
     def worth(self, peer: Peer, keys: Sequence[bytes], weights: Weights) -> float:
-        """What the cached pages of a prompt are worth at a replica, in pages on its device."""
+        """Return what the cached pages of a prompt are worth at a replica, in pages on its device."""
         num_here = self.count(peer, keys)
         return num_here + self._below.worth((peer.replica, peer.incarnation), keys[num_here:], weights)
 
     def count(self, peer: Peer, keys: Sequence[bytes]) -> int:
-        """How many leading pages of a prompt a replica has."""
+        """Return how many leading pages of a prompt a replica has on its device."""
         known = self._known.get((peer.replica, peer.incarnation))
         if known is None:
             return 0
@@ -99,16 +243,21 @@ class PageIndex:
         return bisect_left(keys, True, key=lambda key: key not in known.keys)
 
     def next_number(self, peer: Peer) -> int | None:
-        """Number of the news that a replica is to tell next; None before it has told everything."""
+        """Return the number of a replica's next report; None before it has reported everything."""
         known = self._known.get((peer.replica, peer.incarnation))
         return known.next_number if known else None
 
     def keys_of(self, peer: Peer) -> frozenset[bytes]:
-        """Everything that is known of one replica."""
+        """Return every key that is known of one replica's device."""
         known = self._known.get((peer.replica, peer.incarnation))
         return frozenset(known.keys) if known else frozenset()
 
+    def _clear(self, owner: Owner, known: _Known) -> None:
+        self.num_pages -= known.keys.clear()
+        self._below.forget(owner)
+        known.is_partial = False
+
     def _store(self, known: _Known, keys: Sequence[bytes]) -> None:
-        room = self._max_pages - self.num_pages
-        known.is_partial = known.is_partial or len(keys) > room
-        self.num_pages += known.keys.add_all(keys[:room])
+        free = self._max_pages - self.num_pages
+        known.is_partial = known.is_partial or len(keys) > free
+        self.num_pages += known.keys.add_all(keys[:free])

@@ -1,4 +1,4 @@
-"""Thoughts before an answer, as Qwen3's chat template writes them: ``<think>`` thoughts ``</think>`` answer."""
+"""Thoughts before an answer in the form of Qwen3's chat template: ``<think>`` thoughts ``</think>`` answer."""
 
 from enum import Enum
 
@@ -9,7 +9,7 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class Thinking(Enum):
-    """What can stand before an answer."""
+    """What may precede an answer."""
 
     NONE = "none"
     """Nothing is split off."""
@@ -20,12 +20,12 @@ class Thinking(Enum):
 
 
 def has_thoughts(setting: ReasoningParser, template: str | None) -> bool:
-    """Whether thoughts are split off the answers of a model with this chat template."""
+    """Return whether thoughts are split off the answers of a model with this chat template."""
     return setting == "qwen3" or (setting == "auto" and template is not None and CLOSING in template)
 
 
 def thinking_after(prompt: str) -> Thinking:
-    """What can stand before the answer to a rendered prompt, by how it ends."""
+    """Return what may precede the answer to a rendered prompt."""
     end = prompt[-64:].rstrip()
     if end.endswith(CLOSING):
         return Thinking.NONE
@@ -33,18 +33,18 @@ def thinking_after(prompt: str) -> Thinking:
 
 
 class ThoughtSplitter:
-    """Divides a text into thoughts and answer, without the white space around the thoughts."""
+    """Splits a text into thoughts and answer, without the white space around the thoughts."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._start: str | None = "" if thinking is Thinking.OPTIONAL else None
-        """Text that may be the beginning of the opening marker; None once that is known."""
+        """Text that may begin the opening marker; None once that is decided."""
         self._thinks = thinking is Thinking.BEGUN
         self._scanner = MarkerScanner(CLOSING)
         self._thoughts = Trimmer()
         self._answer = Trimmer(keeps_start=thinking is Thinking.NONE)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Thoughts and answer that this text completes."""
+        """Return thoughts and answer that this text completes."""
         if self._start is not None:
             self._start, text = self._decide(self._start + text)
         if not self._thinks:
@@ -58,14 +58,13 @@ class ThoughtSplitter:
         return thoughts, self._say(after)
 
     def flush(self) -> tuple[str, str]:
-        """What is held back of both."""
         if self._thinks:
             thoughts = self._thoughts.push(self._scanner.flush())
             return thoughts + self._thoughts.flush(), ""
         return "", self._say(self._start or "") + self._answer.flush()
 
     def _decide(self, start: str) -> tuple[str | None, str]:
-        """What is still open, and what goes on."""
+        """Return the undecided text, and the text to process."""
         stripped = start.lstrip()
         if stripped.startswith(OPENING):
             self._thinks = True

@@ -1,21 +1,20 @@
-"""The loop around dispatch and directory: moves messages, snapshots and time in, and carries their actions out."""
+"""The loop around dispatch and directory: passes messages, snapshots and time in, and carries their actions out."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from cluster.channel import Outbox
+from cluster.channel import AsyncInbox, Outbox
 from cluster.logs import with_facts
 from cluster.spec.clock import Clock
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import PeerUnreachableError
-from cluster.spec.ids import Incarnation, ReplicaId, Room
+from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import (
     CommandTaken,
     Failure,
     FollowPages,
-    Gathered,
     Inquire,
     Message,
     Output,
@@ -27,20 +26,16 @@ from cluster.spec.messages import (
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import FinishReason
-from cluster.spec.step_messages import GiveTimeline
-from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
-from router.answer import Answer
+from router.answer import Answer, OpenChoice
 from router.commands import Commands
 from router.directory import Directory
-from router.dispatch import Dispatch
+from router.dispatch import RequestTable
 from router.errors import NotReadyError, QueueFullError
-from router.flight import Ask
 from router.metrics import Metrics
 from router.picker import Picker
-from router.policies.candidate import Load
-from router.progress import Progress
-from router.siblings import Siblings
-from router.timelines import Timelines
+from router.policies import Load
+from router.request import Action, AttemptStarted, Cause, Fail, GenerateRequest, OutputChunk, RequestId, Send, Wait
+from router.request_trace import RequestTraces
 
 _log = logging.getLogger(__name__)
 _FORGET_AFTER_S = 1.0
@@ -53,41 +48,42 @@ class Relay:
     def __init__(
         self,
         config: DeployConfig,
-        dispatch: Dispatch,
+        requests: RequestTable,
         directory: Directory,
         picker: Picker,
         outbox: Outbox,
         clock: Clock,
         metrics: Metrics,
-        siblings: Siblings,
-        on_room: Callable[[], None] = lambda: None,
+        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_room`` is called when a request for which there was no room may find some."""
+        """
+        Args:
+            on_ended: called when a waiting request may find room at the replicas.
+        """
         self._request_timeout_s = config.router.request_timeout_s
         self._max_unread_tokens = config.router.max_unread_tokens
-        self._on_room = on_room
+        self._on_ended = on_ended
         self._picker = picker
-        self._dispatch = dispatch
+        self._requests = requests
         self._directory = directory
         self._outbox = outbox
         self._clock = clock
         self._metrics = metrics
-        self._siblings = siblings
-        self.commands = Commands(dispatch.me, lambda peer, command: self._tell(peer.address, command))
-        self.timelines = Timelines(dispatch.me.address, self._tell, lambda: siblings.timed)
-        self._progress: dict[Room, Progress] = {}
+        self.commands = Commands(requests.me, lambda peer, command: self._try_send(peer.address, command))
+        self.traces = RequestTraces(requests.me.address, self._try_send)
+        self._choices: dict[RequestId, OpenChoice] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._num_answers = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
+        self._is_draining = self._is_paused = False
 
     def now_s(self) -> float:
-        """The time that arrivals are given in."""
+        """Return the time in which arrivals are given."""
         return self._clock.now_s()
 
     def why_not_ready(self) -> str | None:
-        """What is missing before a request can be taken; None when nothing is."""
+        """Return what is missing before a request can be taken; None when nothing is."""
         if self.is_paused:
             return "the router is draining and takes no new requests"
         if self._directory.snapshot is None:
@@ -95,182 +91,175 @@ class Relay:
         missing = self._directory.missing
         return f"no {' and no '.join(missing)} replica is ready" if missing else None
 
-    def open(self, asks: Sequence[Ask], arrived_s: float) -> Answer:
-        """Send each ask to a pair of replicas, or to the decode replica of the ask whose prompt it shares.
+    def open(self, requests: Sequence[GenerateRequest], arrived_s: float) -> Answer:
+        """Send each request to its targets, or to the decode replica of the request whose prompt it shares.
 
-        Their answers come as the choices of one.
+        Returns:
+            One answer, with a choice for every request.
 
         Raises:
             NotReadyError: the router drains, or a role has no ready replica.
-            QueueFullError: every replica of a role has as many tokens before it as it may have.
+            QueueFullError: no replica of a role has room.
         """
         if reason := self.why_not_ready():
             raise NotReadyError(reason)
         opened_s = self._clock.now_s()
-        if reason := self._picker.why_full(asks, opened_s):
+        if reason := self._picker.why_full(requests, opened_s):
             raise QueueFullError(reason)
-        self._metrics.on_open(asks)
-        answer = Answer(len(asks), self._enough, self._leave)
+        self._metrics.on_open(requests)
+        answer = Answer(len(requests), self._enough, self._leave)
         self._num_answers += 1
         self._idle.clear()
         deadline_s = opened_s + self._request_timeout_s
-        first: Room | None = None
-        for index, ask in enumerate(asks):
-            room, actions = self._dispatch.open(ask, deadline_s, opened_s, first if ask.shares_prompt else None)
-            if not ask.shares_prompt:
-                first = room
-            answer.add(room, timed=ask.timed)
-            prompt_len = 0 if ask.shares_prompt else len(ask.prompt_ids)
-            self._progress[room] = Progress(answer, index, prompt_len, arrived_s, opened_s, self._metrics)
+        first: RequestId | None = None
+        for index, request in enumerate(requests):
+            is_sharing = request.shares_prompt
+            request_id, actions = self._requests.open(request, deadline_s, opened_s, first if is_sharing else None)
+            first = first if is_sharing else request_id
+            answer.add(request_id, timed=request.timed)
+            prompt_len = 0 if is_sharing else len(request.prompt_ids)
+            self._choices[request_id] = OpenChoice(answer, index, prompt_len, arrived_s, opened_s, self._metrics)
             self._perform(actions)
-        self._siblings.tell()
         self._wake_at(deadline_s)
         return answer
 
+    async def receive(self, inbox: AsyncInbox) -> None:
+        """Take every message that comes, until cancelled."""
+        while True:
+            for message in await inbox.receive():
+                self.on_message(message)
+
     def on_message(self, message: Message) -> None:
-        """A replica said something, or another router process."""
+        """Take a message from a replica."""
+        now_s = self._clock.now_s()
         match message:
             case Output():
-                self._perform(self._dispatch.on_output(message, self._clock.now_s()))
+                self._perform(self._requests.on_output(message, now_s))
             case Outputs():
-                now_s = self._clock.now_s()
                 for output in message.outputs:
-                    self._perform(self._dispatch.on_output(output, now_s))
+                    self._perform(self._requests.on_output(output, now_s))
             case Failure():
-                _log.warning(
-                    "a leg failed: %s", message.reason, extra=with_facts(room=message.room, replica=message.replica)
-                )
-                self._perform(self._dispatch.on_failure(message, self._clock.now_s()))
+                facts = with_facts(room=message.room, replica=message.replica)
+                _log.warning("a replica failed an attempt: %s", message.reason, extra=facts)
+                self._perform(self._requests.on_failure(message, now_s))
             case Inquire():
-                self._perform(self._dispatch.on_inquire(message))
+                self._perform(self._requests.on_inquire(message))
             case PageNews():
-                self._on_page_news(message)
+                self._on_page_news(message, now_s)
             case CommandTaken():
                 self.commands.on_taken(message)
             case Timeline():
-                self.timelines.on_timeline(message)
-            case GiveTimeline():
-                self.timelines.on_ask(message)
-            case Gathered():
-                self.timelines.on_gathered(message)
+                self.traces.on_part(message)
             case _:
-                self._dispatch.dropped["foreign"] += 1
-        self._on_room()
+                self._requests.dropped["foreign"] += 1
+        self._on_ended()
 
     def on_table(self, snapshot: TableSnapshot) -> None:
-        """The bootstrap table changed."""
+        """Take a change of the bootstrap table."""
         now_s = self._clock.now_s()
         self._give_up(self._directory.update(snapshot, now_s))
         for peer in self._picker.pages.update(self._directory.peers(*self._picker.prefix_roles), now_s):
             self._follow_pages(peer)
-        self._on_room()
+        self._on_ended()
         self._wake_at(self._directory.next_deadline_s)
 
     async def drain(self) -> None:
         """Take no new requests and wait until every answer was read to its end."""
-        self._draining = True
-        self._on_room()
+        self._is_draining = True
+        self._on_ended()
         await self._idle.wait()
 
     def pause(self) -> None:
-        """Take no new requests, at no router process."""
-        self._siblings.is_paused = True
-        self._on_room()
+        self._is_paused = True
+        self._on_ended()
 
     def resume(self) -> None:
-        """Take new requests again."""
-        self._siblings.is_paused = False
+        self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_draining or self._is_paused
 
     def load_lines(self) -> dict[tuple[ReplicaId, Incarnation], Load]:
-        """What this and the other router processes have open at each replica that has anything open."""
-        lines = self._dispatch.load.lines()
-        for key, other in self._siblings.loads.items():
-            lines[key] = lines[key].plus(other) if key in lines else other
-        return lines
+        """Return what is open at each replica that has anything open."""
+        return self._requests.load.lines()
 
     @property
     def uses_prefixes(self) -> bool:
-        """Whether the page keys of prompts are of any use to ``open``."""
+        """Whether ``open`` needs the page keys of prompts."""
         return bool(self._picker.prefix_roles)
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
-        return self._dispatch.num_open
-
-    @property
-    def is_paused(self) -> bool:
-        """No new requests are taken."""
-        return self._draining or self._siblings.is_paused
+        return self._requests.num_open
 
     def stop(self) -> None:
-        """Fail what is open."""
-        self._draining = True
-        self._perform(self._dispatch.stop())
+        self._is_draining = True
+        self._perform(self._requests.stop())
         if self._timer is not None:
             self._timer.cancel()
 
-    def _enough(self, room: Room) -> None:
-        """The answer is complete before the model ended it."""
-        if self._dispatch.is_open(room):
-            self._perform(self._dispatch.on_enough(room))
-            self._progress[room].end(FinishReason.STOP, self._clock.now_s())
+    def _enough(self, request_id: RequestId) -> None:
+        """End a request whose answer is complete before the model ended it."""
+        if self._requests.is_open(request_id):
+            self._perform(self._requests.on_enough(request_id))
+            self._choices[request_id].end(FinishReason.STOP, self._clock.now_s())
 
-    def _leave(self, rooms: Iterable[Room]) -> None:
-        """Nobody reads these any more; what is still open is cancelled."""
-        for room in rooms:
-            if self._dispatch.is_open(room):
-                self._perform(self._dispatch.on_client_left(room))
-            progress = self._progress.pop(room)
-            if self.timelines.has(room):
-                self.timelines.end(room, progress.intervals(self._clock.now_s()))
+    def _leave(self, request_ids: Iterable[RequestId]) -> None:
+        """Forget requests that nobody reads any more; cancel those that are open."""
+        for request_id in request_ids:
+            if self._requests.is_open(request_id):
+                self._perform(self._requests.on_client_left(request_id))
+            choice = self._choices.pop(request_id)
+            if choice.answer.is_timed:
+                self.traces.end(request_id, choice.intervals(self._clock.now_s()))
         self._num_answers -= 1
         if not self._num_answers:
             self._idle.set()
-        self._on_room()
+        self._on_ended()
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Emit():
-                    progress = self._progress[action.room]
-                    progress.emit(action, self._clock.now_s())
-                    if progress.num_unread > self._max_unread_tokens:
-                        self._end_slow_reader(action.room, progress.num_unread)
+                case OutputChunk():
+                    choice = self._choices[action.request_id]
+                    choice.take(action, self._clock.now_s())
+                    if choice.num_unread > self._max_unread_tokens:
+                        self._end_slow_reader(action.request_id, choice.num_unread)
                 case Send():
                     self._send(action)
-                case Place():
-                    self._place(action)
+                case AttemptStarted():
+                    self._on_attempt(action)
                 case Wait():
                     self._wake_at(action.until_s)
                 case Fail():
                     if action.cause is not Cause.STOPPED:
-                        facts = with_facts(room=action.room, cause=action.cause.value)
+                        facts = with_facts(room=action.request_id, cause=action.cause.value)
                         _log.warning("a request failed: %s", action.reason, extra=facts)
-                    self._progress[action.room].stream.fail(action)
+                    self._choices[action.request_id].answer.fail(action)
 
-    def _place(self, place: Place) -> None:
-        progress = self._progress[place.room]
-        progress.answer.place(place.room, place.pair)
-        if place.pair.computes == place.pair.decode:
+    def _on_attempt(self, started: AttemptStarted) -> None:
+        answer, targets = self._choices[started.request_id].answer, started.targets
+        answer.attempt_started(started.request_id, targets)
+        if targets.computes == targets.decode:
             self._metrics.skipped.add(1)
-        if progress.answer.is_timed:
-            ranks = [row for leg in place.pair.legs for row in self._directory.rows(leg)]
-            self.timelines.begin(place.room, place.attempt, ranks)
+        if answer.is_timed:
+            ranks = [row for peer in targets.peers for row in self._directory.rows(peer)]
+            self.traces.begin(started.request_id, started.room, ranks)
 
-    def _on_page_news(self, news: PageNews) -> None:
-        if self._picker.pages.on_news(news, self._clock.now_s()):
+    def _on_page_news(self, news: PageNews, now_s: float) -> None:
+        if self._picker.pages.on_news(news, now_s):
             for peer in self._directory.peers(*self._picker.prefix_roles):
                 if (peer.replica, peer.incarnation) == (news.replica, news.incarnation):
                     self._follow_pages(peer)
 
     def _follow_pages(self, peer: Peer) -> None:
-        self._tell(peer.address, FollowPages(router=self._dispatch.me, incarnation=peer.incarnation))
+        self._try_send(peer.address, FollowPages(router=self._requests.me, incarnation=peer.incarnation))
 
-    def _end_slow_reader(self, room: Room, num_unread: int) -> None:
-        if self._dispatch.is_open(room):
+    def _end_slow_reader(self, request_id: RequestId, num_unread: int) -> None:
+        if self._requests.is_open(request_id):
             limit = f"allowed: {self._max_unread_tokens} (router.max_unread_tokens)"
-            self._perform(self._dispatch.on_slow_reader(room, f"{num_unread} tokens were left unread; {limit}"))
+            self._perform(self._requests.on_slow_reader(request_id, f"{num_unread} tokens were left unread; {limit}"))
 
     def _send(self, action: Send) -> None:
         try:
@@ -278,16 +267,16 @@ class Relay:
         except PeerUnreachableError as error:
             if isinstance(action.message, Submit):
                 room, now_s = action.message.room, self._clock.now_s()
-                self._perform(self._dispatch.on_unreachable(room, action.address, str(error), now_s))
+                self._perform(self._requests.on_unreachable(room, action.address, str(error), now_s))
 
-    def _tell(self, address: str, message: Message) -> None:
+    def _try_send(self, address: str, message: Message) -> None:
         with contextlib.suppress(PeerUnreachableError):
             self._outbox.send(address, message)
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:
             _log.warning("a replica is lost", extra=with_facts(replica=peer.replica, incarnation=peer.incarnation))
-            self._perform(self._dispatch.on_lost(peer, self._clock.now_s()))
+            self._perform(self._requests.on_lost(peer, self._clock.now_s()))
             asyncio.get_running_loop().call_later(_FORGET_AFTER_S, self._outbox.forget, peer.address)
 
     def _wake_at(self, when_s: float | None) -> None:
@@ -305,7 +294,7 @@ class Relay:
     def _on_time(self) -> None:
         self._timer = None
         now_s = self._clock.now_s()
-        self._perform(self._dispatch.expire(now_s))
+        self._perform(self._requests.expire(now_s))
         self._give_up(self._directory.expire(now_s))
-        self._wake_at(self._dispatch.next_deadline_s)
+        self._wake_at(self._requests.next_deadline_s)
         self._wake_at(self._directory.next_deadline_s)

@@ -1,4 +1,4 @@
-"""What Prometheus may read of each replica, as told by its last heartbeat; and what its ranks are."""
+"""Metrics of each replica, as reported by its last heartbeat, and of its ranks."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _AXES = ("dp", "cp", "tp", "pp")
 
 
 def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
-    """Of all replicas in the table."""
+    """Yield the metrics of all replicas in the table."""
     entries = snapshot.replicas if snapshot else ()
     yield from _load_metrics(entries)
     yield from _rank_metrics(entries)
@@ -24,11 +24,9 @@ def replica_metrics(snapshot: TableSnapshot | None) -> Iterator[Metric]:
 
 
 def _load_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
-    usage = GaugeMetricFamily("baton_kv_cache_usage_perc", "Part of its pages that requests hold.", labels=["replica"])
-    cached = GaugeMetricFamily("baton_kv_cached_pages", "Pages kept for their tokens, held or not.", labels=["replica"])
-    evicted = CounterMetricFamily(
-        "baton_kv_evicted_pages", "Cached pages that were given up for others.", labels=["replica"]
-    )
+    usage = GaugeMetricFamily("baton_kv_cache_usage_perc", "Share of the pages that requests hold.", labels=["replica"])
+    cached = GaugeMetricFamily("baton_kv_cached_pages", "Cached pages, held by requests or not.", labels=["replica"])
+    evicted = CounterMetricFamily("baton_kv_evicted_pages", "Evicted cached pages.", labels=["replica"])
     running = GaugeMetricFamily("baton_replica_requests_running", "Requests that hold pages.", labels=["replica"])
     waiting = GaugeMetricFamily("baton_replica_requests_waiting", "Requests that wait for pages.", labels=["replica"])
     for entry in entries:
@@ -43,7 +41,7 @@ def _load_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
 
 def _cache_config(entries: tuple[ReplicaEntry, ...]) -> Metric:
     labels = ["replica", "block_size", "num_gpu_blocks", "cache_dtype"]
-    info = GaugeMetricFamily("baton_cache_config_info", "Tokens of a page, pages, and the type in them.", labels=labels)
+    info = GaugeMetricFamily("baton_cache_config_info", "Page size in tokens, pages, and KV dtype.", labels=labels)
     for entry in entries:
         geometry = entry.rows[0].geometry
         info.add_metric([entry.replica, str(geometry.page_size), str(entry.load.total_pages), geometry.dtypes], 1)
@@ -51,14 +49,14 @@ def _cache_config(entries: tuple[ReplicaEntry, ...]) -> Metric:
 
 
 def _rank_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
-    info = GaugeMetricFamily("baton_rank_info", "The ranks there are.", labels=["replica", "rank", *_AXES])
+    info = GaugeMetricFamily("baton_rank_info", "Ranks and their coordinates.", labels=["replica", "rank", *_AXES])
     labels = ["replica", "rank"]
-    num_bytes = CounterMetricFamily("baton_kv_transfer_bytes", "KV sent to decode.", labels=labels)
-    seconds = CounterMetricFamily("baton_kv_transfer_seconds", "Time in which KV was written.", labels=labels)
+    num_bytes = CounterMetricFamily("baton_kv_transfer_bytes", "Bytes of KV sent to decode.", labels=labels)
+    seconds = CounterMetricFamily("baton_kv_transfer_seconds", "Time of writing KV.", labels=labels)
     transfers = CounterMetricFamily("baton_kv_transfers", "Requests whose KV was sent.", labels=labels)
-    steps = CounterMetricFamily("baton_rank_steps", "Steps that a rank has computed.", labels=labels)
+    steps = CounterMetricFamily("baton_rank_steps", "Steps computed by a rank.", labels=labels)
     step_s = CounterMetricFamily(
-        "baton_rank_step_seconds", "Time of these, waiting for other ranks included.", labels=labels
+        "baton_rank_step_seconds", "Time of these steps, including waits for other ranks.", labels=labels
     )
     for entry in entries:
         for row in entry.rows:
@@ -79,19 +77,19 @@ def _rank_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
 def _step_metrics(entries: tuple[ReplicaEntry, ...]) -> list[Metric]:
     labels = ["replica", "strategy", "passing"]
     metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
-        "num_steps": CounterMetricFamily("baton_prefill_steps", "Prefill steps computed.", labels=labels),
+        "num_steps": CounterMetricFamily("baton_prefill_steps", "Prefill steps.", labels=labels),
         "num_tokens": CounterMetricFamily(
             "baton_prefill_step_tokens", "Tokens computed in prefill steps.", labels=labels
         ),
         "total_s": CounterMetricFamily("baton_prefill_step_seconds", "Time of all prefill steps.", labels=labels),
         "total_estimate_s": CounterMetricFamily(
             "baton_prefill_step_estimate_seconds",
-            "Time expected of all prefill steps when their strategy was chosen.",
+            "Estimated time of all prefill steps when their strategy was chosen.",
             labels=labels,
         ),
         "last_s": GaugeMetricFamily("baton_prefill_last_step_seconds", "Time of the newest step.", labels=labels),
         "last_estimate_s": GaugeMetricFamily(
-            "baton_prefill_last_step_estimate_seconds", "Time expected of the newest step.", labels=labels
+            "baton_prefill_last_step_estimate_seconds", "Estimated time of the newest step.", labels=labels
         ),
     }
     for entry in entries:
@@ -103,7 +101,7 @@ def _step_metrics(entries: tuple[ReplicaEntry, ...]) -> list[Metric]:
 
 def _wrong_pages(entries: tuple[ReplicaEntry, ...]) -> Metric:
     wrong = CounterMetricFamily(
-        "baton_wrong_pages", "Pages of KV that were not as they were sent, by who got them.", labels=["replica"]
+        "baton_wrong_pages", "Pages of KV that differed from those sent, by receiver.", labels=["replica"]
     )
     for entry in entries:
         if entry.role is Role.DECODE:
@@ -122,7 +120,7 @@ def _preemptions(entries: tuple[ReplicaEntry, ...]) -> Metric:
 
 def _expert_metric(entries: tuple[ReplicaEntry, ...]) -> Metric:
     metric = CounterMetricFamily(
-        "baton_expert_tokens", "Tokens that each expert has computed, over all layers.", labels=["replica", "expert"]
+        "baton_expert_tokens", "Tokens computed by each expert, over all layers.", labels=["replica", "expert"]
     )
     for entry in entries:
         for expert, num_tokens in sorted(entry.load.expert_tokens.items()):
@@ -138,7 +136,7 @@ def _graph_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
     )
     held = GaugeMetricFamily(
         "baton_decode_graph_bytes",
-        "GPU memory that the CUDA graphs of decode steps hold, as measured on the leader.",
+        "GPU memory of the CUDA graphs of decode steps, as measured on the leader.",
         labels=["replica"],
     )
     for entry in entries:
@@ -152,12 +150,12 @@ def _graph_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
 def _page_metrics(entries: tuple[ReplicaEntry, ...]) -> Iterator[Metric]:
     pages = GaugeMetricFamily(
         "baton_replica_pages",
-        "Pages of a replica, by state; stopping: given up, but may still be written to; quarantined: so for long.",
+        "Pages of a replica, by state; stopping: released, but may still be written to; quarantined: so for long.",
         labels=["replica", "state"],
     )
     dropped = CounterMetricFamily(
         "baton_replica_message_dropped",
-        "What a leader did not use: messages by type, or why they were not let in.",
+        "Messages that a leader dropped, by type or reason.",
         labels=["replica", "kind"],
     )
     for entry in entries:

@@ -1,16 +1,21 @@
-"""How tokens are drawn where a request does not say: by the model's ``generation_config.json``, or as OpenAI does."""
+"""Sampling parameters: their legal values, and the defaults of a model's ``generation_config.json`` or OpenAI's API."""
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from router.api.requests import MinP, RepetitionPenalty, Temperature, TopK, TopP
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+"""0 keeps only the likeliest token."""
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 
 class SamplingDefaults(BaseModel):
-    """Those of OpenAI's API, where the model has none."""
+    """Values for the parameters that a request leaves out; by default OpenAI's."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
@@ -22,7 +27,7 @@ class SamplingDefaults(BaseModel):
 
 
 def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """What the file of a model says; what no request may say is passed over, and so is ``do_sample``, as by vLLM."""
+    """Read a model's file; like vLLM, ignore illegal values and ``do_sample``."""
     allowed: dict[str, Any] = {}
     for name in SamplingDefaults.model_fields.keys() & generation_config.keys():
         with suppress(ValidationError):

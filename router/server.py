@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import socket
 import threading
@@ -18,36 +19,36 @@ from cluster.channel import AsyncInbox, Outbox
 from cluster.grammar import Grammars
 from cluster.spec.clock import SystemClock
 from cluster.spec.config import DeployConfig
+from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation
 from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
-from cluster.spec.worker_spec import Rendezvous, RouterPlace
+from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
 from cluster.tokenizer import Tokenizer
+from router.admission import Gate, KeyLimits
 from router.app import create_app
-from router.breaker import Breakers
+from router.attempts import Breakers, LoadBook
 from router.directory import Directory
-from router.dispatch import Dispatch
-from router.gate import Gate
+from router.dispatch import RequestTable
 from router.http_protocol import HttpProtocol
-from router.key_limits import KeyLimits
 from router.key_ring import read_keys
-from router.listener import listen, reachable
-from router.load import LoadBook
-from router.metrics import Metrics, Watched
+from router.metrics import Metrics
 from router.picker import Picker
 from router.relay import Relay
-from router.service import Service, max_context
-from router.siblings import TELL_S, Figures, Now, Siblings
+from router.service import Service, read_model_facts
+from router.state_metrics import StateMetrics
 from router.tracing import make_tracing
 
 Watch = Callable[[str, str], AsyncIterator[TableSnapshot]]
 """(bootstrap url, token) -> the table, whenever it changes, for ever."""
 
-ALONE = RouterPlace()
 _NEW_OBJECTS = 10_000
-"""That are left over before the collector looks at them; those of some dozens of requests."""
+"""New objects before the garbage collector runs; what some dozens of requests leave."""
 _CLOSE_S = 1
 """Time for responses to end when the router stops."""
+_TABLE_S = 0.02
+"""Between two looks whether the table has come."""
+_LOOPBACK = "127.0.0.1"
 
 
 class RouterServer:
@@ -61,14 +62,14 @@ class RouterServer:
         host: str,
         incarnation: Incarnation,
         watch: Watch = watch_table,
-        place: RouterPlace = ALONE,
+        share: RouterShare = ALONE,
     ) -> None:
         """Read the model's tokenizer and limits.
 
         Args:
             host: the address that replicas reply to.
             incarnation: of this start, for the replicas.
-            place: among the processes that share the port.
+            share: of the processes that share the port.
 
         Raises:
             UserError: the model folder, the file of API keys, or OpenTelemetry cannot be used.
@@ -76,34 +77,41 @@ class RouterServer:
         self._config = config
         self._model_folder = model_folder
         self._tokenizer = Tokenizer(model_folder)
-        max_context(config, self._tokenizer)
+        self._model = read_model_facts(config, self._tokenizer)
         self._keys = read_keys(config.router)
         self._tracing = make_tracing()
         self._rendezvous = rendezvous
         self._host = host
         self._incarnation = incarnation
         self._watch = watch
-        self._place = place
+        self._share = share
         self._thread: threading.Thread | None = None
         self._running: Future[_Running] = Future()
         self._error: BaseException | None = None
+        self.own_url = ""
+        """Where this process alone answers, on this machine; the endpoint itself if it shares its port with none."""
 
     def start(self) -> str:
-        """Listen, and serve in a thread; the base url.
+        """Serve in a thread; return the base url.
 
         Raises:
             UserError: the address cannot be listened on; names it.
         """
         assert self._thread is None, "a router starts once"
-        listener = listen(self._config.router.host, self._config.router.port, self._place.num_processes > 1)
-        port = listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve, args=[listener], name="baton-router", daemon=True)
+        is_shared = self._share.num_processes > 1
+        listeners = [_listen(self._config.router.host, self._config.router.port, is_shared)]
+        url = f"http://{_reachable(self._config.router.host, self._host)}:{listeners[0].getsockname()[1]}"
+        self.own_url = url
+        if is_shared:
+            listeners.append(own := _listen(_LOOPBACK, 0))
+            self.own_url = f"http://{_LOOPBACK}:{own.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, args=[listeners], name="baton-router", daemon=True)
         self._thread.start()
         self._running.result()
-        return f"http://{reachable(self._config.router.host, self._host)}:{port}"
+        return url
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests with 503 and wait for the open ones; True when all of them ended."""
+        """Refuse new requests with 503 and wait for the open ones; return whether all of them ended."""
         running = self._running.result()
         waiting = asyncio.run_coroutine_threadsafe(running.relay.drain(), running.loop)
         try:
@@ -124,90 +132,80 @@ class RouterServer:
         self._thread.join()
 
     def run(self) -> None:
-        """Block until ``stop``; raises what ended the router if something else did."""
+        """Block until ``stop``; raise what ended the router otherwise."""
         assert self._thread is not None, "a router is started before it runs"
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def service(self, inbox: AsyncInbox, outbox: Outbox) -> Service:
-        """What the HTTP routes stand on; belongs to the running event loop, like the inbox."""
-        me = Peer(replica=self._place.name, incarnation=self._incarnation, address=inbox.address)
-        config = self._config.router
+        """Make the parts that the HTTP routes use; they belong to the running event loop, like the inbox."""
+        me = Peer(replica=self._share.name, incarnation=self._incarnation, address=inbox.address)
+        config, clock, metrics = self._config.router, SystemClock(), Metrics()
         directory = Directory(grace_s=self._config.resources.lease_s)
-        siblings, clock = Siblings(self._place), SystemClock()
-        load = LoadBook(lambda: siblings.loads)
-        breakers = Breakers(config.breaker_failures, config.breaker_s)
-        picker = Picker(self._config, directory, load, breakers)
-        dispatch, metrics = Dispatch(me, config, load, breakers, picker.pair), Metrics()
-        gate = Gate(config.max_waiting_requests, config.max_wait_s, lambda: siblings.num_waiting)
-        metrics.watch(
-            Watched(dispatch, directory, gate, picker.pages, clock, inbox),
-            lambda: (figures.told for figures in siblings.figures()),
-        )
-        relay = Relay(self._config, dispatch, directory, picker, outbox, clock, metrics, siblings, gate.look)
-        service = Service(
+        load, breakers = LoadBook(), Breakers(config.breaker_failures, config.breaker_s)
+        picker = Picker(self._config, directory, load, breakers, share=self._share)
+        requests = RequestTable(me, config, load, breakers, picker.pick)
+        gate = Gate(self._share.of(config.max_waiting_requests), config.max_wait_s)
+        metrics.registry.register(StateMetrics(requests, directory, gate, picker.pages, clock, inbox))
+        return Service(
             config=self._config,
             tokenizer=self._tokenizer,
-            relay=relay,
+            model=self._model,
+            relay=Relay(self._config, requests, directory, picker, outbox, clock, metrics, gate.look),
             directory=directory,
             metrics=metrics,
             grammars=Grammars(self._model_folder, self._tokenizer.vocab_size),
             gate=gate,
-            limits=KeyLimits(clock, siblings),
+            limits=KeyLimits(clock),
             keys=self._keys,
-            siblings=siblings,
+            share=self._share,
             tracing=self._tracing,
         )
-        siblings.watch(
-            lambda: Now(relay.num_open, gate.num_waiting, load.lines(), service.limits.told(), relay.timelines.told()),
-            lambda: Figures(metrics.told(), list(service.recent.tell())),
-        )
-        return service
 
-    def _serve(self, listener: socket.socket) -> None:
+    def _serve(self, listeners: list[socket.socket]) -> None:
         try:
-            uvloop.run(self._main(listener))
+            uvloop.run(self._main(listeners))
         except BaseException as error:
             self._error = error
             if not self._running.done():
                 self._running.set_exception(error)
         finally:
-            listener.close()
+            for listener in listeners:
+                listener.close()
 
-    async def _main(self, listener: socket.socket) -> None:
+    async def _main(self, listeners: list[socket.socket]) -> None:
         outbox = Outbox(self._rendezvous.channel_key)
         try:
             async with AsyncInbox(self._host, self._rendezvous.channel_key) as inbox:
-                await self._serve_until_stopped(listener, inbox, outbox)
+                await self._serve_until_stopped(listeners, inbox, outbox)
         finally:
             outbox.close()
 
-    async def _serve_until_stopped(self, listener: socket.socket, inbox: AsyncInbox, outbox: Outbox) -> None:
+    async def _serve_until_stopped(self, listeners: list[socket.socket], inbox: AsyncInbox, outbox: Outbox) -> None:
         service = self.service(inbox, outbox)
         server = uvicorn.Server(_uvicorn_config(service))
         running = _Running(asyncio.get_running_loop(), service.relay)
-        parts = {
-            asyncio.create_task(_receive(inbox, service.relay)),
+        tasks = {
+            asyncio.create_task(service.relay.receive(inbox)),
             asyncio.create_task(self._follow_table(service.relay)),
-            *([] if service.siblings.is_alone else [asyncio.create_task(_look_at_siblings(service))]),
             asyncio.create_task(running.stopped.wait()),
         }
-        serving = asyncio.create_task(self._serve_http(server, listener, service))
+        serving = asyncio.create_task(self._serve_http(server, listeners, service))
         self._running.set_result(running)
-        await asyncio.wait({*parts, serving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
         service.relay.stop()
         server.should_exit = True
-        await _settle(parts, serving)
+        await _settle(tasks, serving)
         service.grammars.close()
         if service.tracing is not None:
             await asyncio.to_thread(service.tracing.close)
 
-    async def _serve_http(self, server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
-        # Others on the port take requests already: this one joins them when it can as well.
-        while not service.siblings.is_alone and service.directory.snapshot is None and not server.should_exit:
-            await asyncio.sleep(TELL_S)
-        await server.serve(sockets=[listener])
+    async def _serve_http(self, server: uvicorn.Server, listeners: list[socket.socket], service: Service) -> None:
+        # Other processes on the port take requests already: this one joins them once it can, too.
+        while self._share.num_processes > 1 and service.directory.snapshot is None and not server.should_exit:
+            await asyncio.sleep(_TABLE_S)
+        await server.serve(sockets=listeners)
 
     async def _follow_table(self, relay: Relay) -> None:
         async for snapshot in self._watch(self._rendezvous.bootstrap_url, self._rendezvous.token):
@@ -215,10 +213,10 @@ class RouterServer:
         raise RuntimeError("the watch of the bootstrap table ended")
 
 
-def spare_requests_collections() -> None:
-    """For a process that is a router and nothing else: what it has loaded stays, and need not be looked at again.
+def freeze_loaded_objects() -> None:
+    """Exclude everything loaded so far from garbage collection, in a process that is a router and nothing else.
 
-    Otherwise the garbage collector goes through all of it while requests wait, some times a second.
+    Otherwise the collector walks all of it several times a second, while requests wait.
     """
     gc.collect()
     gc.freeze()
@@ -226,7 +224,7 @@ def spare_requests_collections() -> None:
 
 
 class _Running:
-    """What the thread that serves shows to the others."""
+    """The serving thread's objects that other threads use."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, relay: Relay) -> None:
         self.loop = loop
@@ -234,29 +232,15 @@ class _Running:
         self.stopped = asyncio.Event()
 
 
-async def _receive(inbox: AsyncInbox, relay: Relay) -> None:
-    while True:
-        for message in await inbox.receive():
-            relay.on_message(message)
-
-
-async def _look_at_siblings(service: Service) -> None:
-    """Tell the others what has changed, and let those in who waited for what has ended there."""
-    while True:
-        service.siblings.look()
-        service.gate.look()
-        await asyncio.sleep(TELL_S)
-
-
-async def _settle(parts: set[asyncio.Task[Any]], serving: asyncio.Task[None]) -> None:
-    """End every part; raise the first error that one of them ended with by itself."""
-    ended = [part for part in parts if part.done()]
-    for part in parts:
-        part.cancel()
+async def _settle(tasks: set[asyncio.Task[Any]], serving: asyncio.Task[None]) -> None:
+    """End every task; raise the first error that one of them had ended with by itself."""
+    ended = [task for task in tasks if task.done()]
+    for task in tasks:
+        task.cancel()
     await serving
-    await asyncio.gather(*parts, return_exceptions=True)
-    for part in ended:
-        part.result()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in ended:
+        task.result()
 
 
 def _uvicorn_config(service: Service) -> uvicorn.Config:
@@ -270,3 +254,36 @@ def _uvicorn_config(service: Service) -> uvicorn.Config:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=_CLOSE_S,
     )
+
+
+def _listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """Bind a TCP socket; port 0 takes a free one.
+
+    Args:
+        is_shared: other processes may have the port too. The kernel gives each connection to one of those that listen,
+            so this one does not listen yet.
+
+    Raises:
+        UserError: the address cannot be listened on; names it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+        if not is_shared:
+            listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"router.port: {host}:{port} is taken by another process; give a free port, or 0 for any"
+            raise UserError(message) from error
+        raise UserError(f"router.host: cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _reachable(listening: str, own: str) -> str:
+    host = own if listening in ("0.0.0.0", "::") else listening
+    return f"[{host}]" if ":" in host else host

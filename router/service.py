@@ -1,34 +1,69 @@
-"""What the HTTP routes stand on, in one place."""
+"""The parts of one router that its HTTP routes use, and the facts their answers repeat."""
 
 import time
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from cluster.grammar import Grammars
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
+from cluster.spec.worker_spec import RouterShare
 from cluster.tokenizer import Tokenizer
+from router.admission import Gate, KeyLimits
 from router.directory import Directory
-from router.gate import Gate
-from router.key_limits import KeyLimits
+from router.finished import MAX_RECENT, FinishedRequest
 from router.key_ring import KeyRing
 from router.metrics import Metrics
 from router.reasoning import has_thoughts
-from router.recent import MAX_KEPT, RecentRequests
 from router.relay import Relay
 from router.sampling_defaults import SamplingDefaults, defaults_of
-from router.siblings import Siblings
 from router.tool_calls.dialects import Dialect, find_dialect
 from router.tracing import Tracing
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the router knows of the model besides its tokens."""
+
+    name: str
+    """The name that clients use."""
+    max_context: int
+    """Most tokens of prompt and answer together."""
+    dialect: Dialect | None
+    """How the model writes tool calls; None for a model without tools."""
+    sampling_defaults: SamplingDefaults
+    has_thoughts: bool
+    """Whether thoughts are split off answers."""
+
+
+def read_model_facts(config: DeployConfig, tokenizer: Tokenizer) -> ModelFacts:
+    """Combine configuration and model files.
+
+    Raises:
+        UserError: neither gives the longest context.
+    """
+    max_context = config.model.max_context or tokenizer.max_context
+    if max_context is None:
+        raise UserError("model.max_context: not given, and the model's config.json has no max_position_embeddings")
+    generation: Mapping[str, Any] = tokenizer.generation_config if config.model.sampling_defaults == "model" else {}
+    return ModelFacts(
+        name=config.model.name,
+        max_context=max_context,
+        dialect=find_dialect(config.router.tool_parser, tokenizer.chat_template),
+        sampling_defaults=defaults_of(generation),
+        has_thoughts=has_thoughts(config.router.reasoning_parser, tokenizer.chat_template),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Service:
-    """One router's parts and the facts its answers repeat."""
+    """One router process's parts."""
 
     config: DeployConfig
     tokenizer: Tokenizer
+    model: ModelFacts
     relay: Relay
     directory: Directory
     metrics: Metrics
@@ -36,68 +71,18 @@ class Service:
     gate: Gate
     limits: KeyLimits
     keys: KeyRing
-    siblings: Siblings
+    share: RouterShare
     tracing: Tracing | None = None
     """None where nobody collects traces."""
-    recent: RecentRequests = field(default_factory=RecentRequests)
+    recent: deque[FinishedRequest] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    """The newest first."""
     created_s: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start."""
 
     @property
-    def model(self) -> str:
-        """The name clients use."""
-        return self.config.model.name
-
-    @cached_property
-    def dialect(self) -> Dialect | None:
-        """How the model writes tool calls; None for a model without tools."""
-        return find_dialect(self.config.router.tool_parser, self.tokenizer.chat_template)
-
-    @cached_property
-    def sampling_defaults(self) -> SamplingDefaults:
-        """How tokens are drawn where a request does not say."""
-        is_models = self.config.model.sampling_defaults == "model"
-        return defaults_of(self.tokenizer.generation_config) if is_models else SamplingDefaults()
-
-    @cached_property
-    def has_thoughts(self) -> bool:
-        """Thoughts are split off answers."""
-        return has_thoughts(self.config.router.reasoning_parser, self.tokenizer.chat_template)
-
-    @property
-    def router_state(self) -> dict[str, object]:
-        """What is open and what waits in all router processes."""
+    def state(self) -> dict[str, object]:
         return {
-            "open": self.relay.num_open + self.siblings.num_open,
-            "waiting": self.gate.num_waiting + self.siblings.num_waiting,
+            "open": self.relay.num_open,
+            "waiting": self.gate.num_waiting,
             "draining": self.relay.is_paused,
         }
-
-    @property
-    def newest(self) -> list[dict[str, Any]]:
-        """The requests that ended last, in all router processes."""
-        told = [*self.recent.tell(), *(line for figures in self.siblings.figures() for line in figures.recent)]
-        return sorted(told, key=lambda line: line["ended"], reverse=True)[:MAX_KEPT]
-
-    @property
-    def max_context(self) -> int:
-        """Most tokens of prompt and answer together that the model can have."""
-        return max_context(self.config, self.tokenizer)
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of prompt and answer together: of the model's context, and of the replicas' pools once known."""
-        pool_tokens = self.directory.pool_tokens
-        return self.max_context if pool_tokens is None else min(self.max_context, pool_tokens)
-
-
-def max_context(config: DeployConfig, tokenizer: Tokenizer) -> int:
-    """The configured limit, else the model's own.
-
-    Raises:
-        UserError: neither says.
-    """
-    limit = config.model.max_context or tokenizer.max_context
-    if limit is None:
-        raise UserError("model.max_context: not given, and the model's config.json has no max_position_embeddings")
-    return limit

@@ -1,47 +1,55 @@
-"""From the tokens of one choice to the text its client sees: characters made whole, stop strings cut off."""
+"""From the tokens of one choice to its text: complete characters, stop strings cut off, and single tokens as text."""
 
+import re
 from collections.abc import Sequence
 
 import msgspec
 
 from cluster.spec.sampling import FinishReason, TokenLogprobs
 from cluster.tokenizer import Detokenizer, Tokenizer
-from router.token_text import token_bytes
+from router.request import OutputChunk
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_PREFIX = "\u2581"
+"""How SentencePiece writes the space before a word."""
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of an answer become its text, and what ends it."""
 
     stops: Sequence[str] = ()
-    """Strings that end the text."""
+    """Stop strings."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens whose text is not shown where they end the answer."""
+    """Tokens whose text is not shown when they end the answer."""
     asked_stop_ids: frozenset[int] = frozenset()
-    """Those of them that the request named, and is told of."""
+    """Stop tokens that the request named, and that the answer reports."""
     include_stop: bool = False
-    """What ended the text is shown."""
+    """Whether what ended the text is shown."""
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    """Stop strings in the text of the tokens before this one do not count."""
+    """Stop strings in the text of earlier tokens do not count."""
     prompt_only: bool = False
-    """The answer, a token for want of less, is not shown."""
+    """Whether the answer is not shown: max_tokens is 0, and one token is the least."""
 
 
 class StopScanner:
-    """Lets text through up to the first stop string. How the text is cut into pieces makes no difference."""
+    """Passes text on up to the first stop string, however the text is split."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """With ``include`` the stop string itself is let through."""
+        """
+        Args:
+            include: the stop string itself is passed on.
+        """
         assert all(stops), "an empty stop string stops everything"
         self._stops = stops
         self._include = include
         self._held = ""
-        """Text that may be the beginning of a stop string."""
+        """Text that may begin a stop string."""
         self.hit: str | None = None
-        """The stop string that came; what follows it is not let through."""
+        """The stop string that came; text after it is dropped."""
 
     def push(self, text: str) -> str:
-        """What can be shown now that this text came."""
+        """Take the next text; return what can be shown now."""
         assert self.hit is None, "nothing follows a stop string"
         if not self._stops:
             return text
@@ -49,105 +57,101 @@ class StopScanner:
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
             end, start, self.hit = min(found)
-            return self._let_through(end if self._include else start)
-        return self._let_through(len(self._held) - self._num_suspect())
+            return self._pass_on(end if self._include else start)
+        return self._pass_on(len(self._held) - self._num_suspect())
 
     def flush(self) -> str:
-        """The text held back, now that nothing can complete it; empty after a hit."""
-        return self._let_through(len(self._held)) if self.hit is None else ""
+        """Return the text held back; empty after a hit."""
+        return self._pass_on(len(self._held)) if self.hit is None else ""
 
-    def _let_through(self, length: int) -> str:
+    def _pass_on(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return text
 
     def _num_suspect(self) -> int:
-        """Length of the longest ending that begins a stop string."""
+        """Return the length of the longest ending that begins a stop string."""
         longest = min(len(self._held), max((len(stop) for stop in self._stops), default=1) - 1)
         lengths = range(longest, 0, -1)
         return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """One token of an answer, or its whole: text may come later than its tokens, never earlier."""
-
-    text: str
-    finish: FinishReason | None
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of every token, where they were asked for."""
-    offsets: tuple[int, ...] = ()
-    """Characters of the text before each token."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of every token of the prompt but the first, where they were asked for; with the first token."""
-    stopped_by: str | int | None = None
-    """The stop string, or the token named by the request, that ended the answer; with the last token."""
-
-
-def join(pieces: Sequence[Piece]) -> Piece:
-    """The whole that these are the parts of."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return Piece(
-        text="".join(piece.text for piece in pieces),
-        finish=pieces[-1].finish,
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        logprobs=tuple(told for piece in pieces for told in piece.logprobs),
-        offsets=tuple(offset for piece in pieces for offset in piece.offsets),
-        prompt_logprobs=pieces[0].prompt_logprobs,
-        stopped_by=pieces[-1].stopped_by,
+def join(chunks: Sequence[OutputChunk]) -> OutputChunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    return OutputChunk(
+        index=chunks[0].index,
+        text="".join(chunk.text for chunk in chunks),
+        finish=chunks[-1].finish,
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(given for chunk in chunks for given in chunk.logprobs),
+        offsets=tuple(offset for chunk in chunks for offset in chunk.offsets),
+        prompt_logprobs=chunks[0].prompt_logprobs,
+        stopped_by=chunks[-1].stopped_by,
     )
 
 
 class AnswerText:
     """The text of one choice."""
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules, index: int = 0) -> None:
+        """
+        Args:
+            index: of the choice.
+        """
+        self._index = index
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, rules.skip_special_tokens)
         self._scanner = StopScanner(rules.stops, rules.include_stop)
         self._rules = rules
         self._num_tokens = 0
         self._num_chars = 0
-        """Of the text so far, what is held back for a stop string and the stop string included."""
+        """Length of the text so far, including what is held back and the stop string."""
         self._unfinished_from = 0
-        """Characters of the text before the character that is unfinished, if one is."""
+        """Length of the text before an incomplete character, if there is one."""
 
     def push(
         self, token_ids: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
-    ) -> list[Piece]:
-        """A piece for every token, up to the one that completes a stop string; finish belongs to the last token."""
+    ) -> list[OutputChunk]:
+        """Return a chunk for every token, up to the one that completes a stop string; ``finish`` is the last one's."""
         if self._rules.prompt_only:
-            return [Piece("", FinishReason.LENGTH)] if finish is not None else []
-        pieces = []
-        for index, token_id in enumerate(token_ids):
+            return [OutputChunk(index=self._index, finish=FinishReason.LENGTH)] if finish is not None else []
+        chunks, last = [], len(token_ids) - 1
+        for number, token_id in enumerate(token_ids):
             offset = self._offset(token_id)
-            text, end = self._take(token_id, finish if index == len(token_ids) - 1 else None)
-            stopped_by = None if end is None else self._stopped_by(token_id, end)
-            told = tuple(logprobs[index : index + 1])
-            pieces.append(Piece(text, end, (token_id,), told, (offset,), stopped_by=stopped_by))
+            text, end = self._take(token_id, finish if number == last else None)
+            chunk = OutputChunk(
+                index=self._index,
+                token_ids=(token_id,),
+                finish=end,
+                logprobs=logprobs[number : number + 1] if logprobs else (),
+                text=text,
+                offsets=(offset,),
+                stopped_by=None if end is None else self._stopped_by(token_id, end),
+            )
+            chunks.append(chunk)
             if self._scanner.hit is not None:
-                return pieces
+                return chunks
         if finish is not None and not token_ids:
             text, end = self._end("", finish)
-            pieces.append(Piece(text, end, stopped_by=self._scanner.hit))
-        return pieces
+            chunks.append(OutputChunk(index=self._index, finish=end, text=text, stopped_by=self._scanner.hit))
+        return chunks
 
     def _stopped_by(self, last_token_id: int, end: FinishReason) -> str | int | None:
-        """What ended the answer, if that was a stop string, or its last token."""
+        """Return the stop string or requested stop token that ended the answer."""
         is_asked = end is FinishReason.STOP and last_token_id in self._rules.asked_stop_ids
         return last_token_id if is_asked and self._scanner.hit is None else self._scanner.hit
 
     def _offset(self, token_id: int) -> int:
-        """Characters of the text before the one to which the next token's first byte belongs."""
+        """Return the length of the text before the character that the next token's first byte belongs to."""
         held = self._detokenizer.held_text
         if not held:
             self._unfinished_from = self._num_chars
-        elif not _goes_on(token_bytes(self._tokenizer, token_id)):
+        elif not _continues_character(token_bytes(self._tokenizer, token_id)):
             self._unfinished_from = self._num_chars + len(held)
         return self._unfinished_from
 
     def _take(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
-        """What one token shows, and why the text ends with it, if it does."""
+        """Return what one token shows, and why the text ends with it, if it does."""
         self._num_tokens += 1
         stops = finish is FinishReason.STOP and token_id in self._rules.stop_token_ids
         text = self._scan(self._detokenizer.push(token_id)) if self._rules.include_stop or not stops else ""
@@ -156,7 +160,6 @@ class AnswerText:
         return (text, None) if finish is None else self._end(text, finish)
 
     def _end(self, text: str, finish: FinishReason) -> tuple[str, FinishReason]:
-        """The last text, with what was held back."""
         text += self._scan(self._detokenizer.flush())
         text += self._scanner.flush()
         return text, finish if self._scanner.hit is None else FinishReason.STOP
@@ -166,6 +169,37 @@ class AnswerText:
         return text if self._num_tokens < self._rules.min_tokens else self._scanner.push(text)
 
 
-def _goes_on(token: bytes) -> bool:
-    """A token begins in the middle of a character of UTF-8, or has no bytes."""
+def _continues_character(token: bytes) -> bool:
+    """Return whether a token begins inside a UTF-8 character, or has no bytes."""
     return not token or token[0] & 0xC0 == 0x80
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return a token's text; U+FFFD for bytes that are no character by themselves."""
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    # Decoders drop the space before the first word of a text.
+    is_word = tokenizer.token_of(token_id).startswith(_WORD_PREFIX)
+    return f" {text}" if is_word and not text.startswith(" ") else text
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Return a token's bytes; joined over all tokens they are the text's."""
+    text = token_text(tokenizer, token_id)
+    if "\ufffd" not in text:
+        return text.encode()
+    token = tokenizer.token_of(token_id)
+    if found := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(found[1], 16)])
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return text.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """Map byte-level BPE's characters to bytes: printable bytes stand for themselves, others for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()

@@ -58,7 +58,7 @@ def _family(
 def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
     """Yield, for each rank, what its host memory holds and what it knows of storage, which it may share."""
     labels = _RANK_LABELS
-    room = GaugeMetricFamily("baton_host_bytes", "Host memory for cached pages, in bytes.", labels=labels)
+    capacity = GaugeMetricFamily("baton_host_bytes", "Host memory for cached pages, in bytes.", labels=labels)
     used = GaugeMetricFamily("baton_host_used_bytes", "Host memory in use, in bytes.", labels=labels)
     evicted = CounterMetricFamily("baton_host_evicted_bytes", "Bytes evicted from host memory.", labels=labels)
     stored = GaugeMetricFamily("baton_storage_used_bytes", "Bytes in storage, as this rank last saw it.", labels=labels)
@@ -75,7 +75,7 @@ def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
             if rank.global_rank < len(entry.rows):
                 row = entry.rows[rank.global_rank]
                 at, page_bytes = _labels(row), row.layout.page_bytes
-                room.add_metric(at, rank.host_pages * page_bytes)
+                capacity.add_metric(at, rank.host_pages * page_bytes)
                 used.add_metric(at, rank.used_host_pages * page_bytes)
                 evicted.add_metric(at, rank.num_evicted * page_bytes)
                 for kind, num_open in rank.num_open.items():
@@ -84,7 +84,7 @@ def _ranks(entries: list[ReplicaEntry]) -> Iterator[Metric]:
                     stored.add_metric(at, rank.storage.used_bytes)
                     objects.add_metric(at, rank.storage.num_evicted)
                     given_up.add_metric(at, rank.storage.evicted_bytes)
-    yield from (room, used, evicted, queue, stored, objects, given_up)
+    yield from (capacity, used, evicted, queue, stored, objects, given_up)
 
 
 def _work(entries: list[ReplicaEntry]) -> Iterator[Metric]:

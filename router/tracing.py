@@ -1,6 +1,6 @@
 """OpenTelemetry spans of every request, where the environment (OTEL_EXPORTER_OTLP_ENDPOINT) says who collects them.
 
-The library is optional. Replicas send no spans: they tell the times of their phases, and the router writes them down.
+The library is optional. Replicas send no spans: they report the times of their phases, and the router writes them down.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.spec.errors import UserError
 from router.answer import Answer
-from router.phases import Phase, phases_of
+from router.finished import Phase, phases_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -42,14 +42,14 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, traceparent: str, arrived_s: float) -> "Span":
-        """The span of a request, below that of its client where it names one."""
+        """Start the span of a request, below that of its client where it names one."""
         from opentelemetry.trace import SpanKind
 
         parent = self._propagator.extract({TRACEPARENT: traceparent})
         return self._tracer.start_span("request", parent, SpanKind.SERVER, start_time=_unix_ns(arrived_s))
 
     def header(self, span: "Span") -> dict[str, str]:
-        """What tells the client which trace its request is in."""
+        """Return the header that names the trace."""
         from opentelemetry.trace import set_span_in_context
 
         carrier: dict[str, str] = {}
@@ -57,7 +57,7 @@ class Tracing:
         return carrier
 
     def end(self, span: "Span", answer: Answer, facts: Mapping[str, Any], error: BaseException | None) -> None:
-        """The request is over, with what its replicas told."""
+        """End the span of a request, with a span for each phase."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         now_s = time.monotonic()
@@ -74,16 +74,16 @@ class Tracing:
         span.end(_unix_ns(now_s))
 
     def close(self) -> None:
-        """Hand out what is left, as far as the collector takes it in time."""
+        """Export the remaining spans, as far as the collector takes them in time."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
         if closing.is_alive():
-            _log.warning("the last spans are left behind: the collector did not take them within %g s", CLOSE_S)
+            _log.warning("the last spans were dropped: the collector did not take them within %g s", CLOSE_S)
 
 
 def make_tracing() -> Tracing | None:
-    """Spans for the endpoint that the environment names; None where it names none.
+    """Make spans for the endpoint that the environment names; None where it names none.
 
     Raises:
         UserError: the library is not installed.
@@ -99,8 +99,8 @@ def make_tracing() -> Tracing | None:
 
 
 def _decode_queue(answer: Answer) -> Iterator[Phase]:
-    """The wait for pages, which lies beside other phases."""
-    if (phases := answer.stream.phases) is not None:
+    """Yield the wait for pages, which overlaps other phases."""
+    if (phases := answer.phases) is not None:
         end_s = answer.opened_s + phases.decode_queue_s
         yield Phase("decode queue", answer.opened_s, end_s, phases.decode)
 

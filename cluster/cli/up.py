@@ -124,7 +124,7 @@ def _supervise(
     from cluster.launch.launcher import Launcher
     from cluster.launch.tools import Tools, tell
     from cluster.supervisor.loop import Supervisor
-    from cluster.supervisor.router_watch import follow_router, follow_routers
+    from cluster.supervisor.router_watch import follow_router
 
     key = draw_key()
     tools = Tools(system=system, progress=progress.stage, tell=partial(tell, key=key), channel_key=key)
@@ -132,10 +132,10 @@ def _supervise(
     def on_up() -> None:
         _announce(launcher, config, note, progress)
         resources = config.resources
-        if config.router.processes > 1:
-            follow_routers(launcher.router_beats, supervisor.saw_router, resources.lease_s)
-        else:
-            follow_router(launcher.router_url, supervisor.saw_router, resources.lease_s, resources.heartbeat_s)
+        for name in launcher.router_names:
+            url, on_seen = partial(launcher.own_router_url, name), partial(supervisor.saw_router, name=name)
+            arguments = (url, on_seen, resources.lease_s, resources.heartbeat_s)
+            threading.Thread(target=follow_router, args=arguments, daemon=True).start()
 
     supervisor = Supervisor(
         config.resources.restart_backoff_s,

@@ -16,7 +16,7 @@ from cluster.spec.env import ADMIN_KEY, API_KEYS
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
 from cluster.spec.registry import RankRow
-from cluster.spec.worker_spec import Rendezvous, RouterPlace, WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 
 if TYPE_CHECKING:
     from cluster.channel import Inbox
@@ -81,31 +81,31 @@ class WorkerActor:
 class RouterActor:
     """The router, and an inbox on which Drain makes it refuse new requests, finish the open ones and end."""
 
-    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, place: RouterPlace) -> None:
+    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         os.environ.update(environ)
         import router.server  # noqa: F401
 
         self._incarnation = incarnation
-        self._place = place
+        self._share = share
         self._server: RouterServer | None = None
         self._drained = False
 
-    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
-        """Serve; returns the base URL and the channel address that takes Drain."""
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
+        """Serve; return the base URL, that of this process alone, and the channel address that takes Drain."""
         from cluster.channel import Inbox
         from cluster.logs import set_up_logs
-        from router.server import RouterServer, spare_requests_collections
+        from router.server import RouterServer, freeze_loaded_objects
         from workers.models.resolve import DESCRIPTION, resolve_model
 
-        set_up_logs(config.log, self._place.name)
+        set_up_logs(config.log, self._share.name)
         folder = resolve_model(model, DESCRIPTION)
-        self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, place=self._place)
+        self._server = server = RouterServer(config, folder, rendezvous, host, self._incarnation, share=self._share)
         url = server.start()
-        spare_requests_collections()
+        freeze_loaded_objects()
         inbox = Inbox(host, rendezvous.channel_key)
         arguments = (inbox, config.router.drain_s)
         threading.Thread(target=self._wait_drain, args=arguments, name="control", daemon=True).start()
-        return url, inbox.address
+        return url, server.own_url, inbox.address
 
     def run(self) -> bool:
         """Block until the router has ended; True when it was drained and every open request had ended by then."""

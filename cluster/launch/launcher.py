@@ -14,14 +14,13 @@ from urllib.parse import urlsplit
 from cluster.actors import Machine
 from cluster.launch.calls import LAST_WORDS_S, Deadline, labelled
 from cluster.launch.gang import Gang
-from cluster.launch.router_board import RouterBoard
 from cluster.launch.services import BOOTSTRAP, BootstrapProcess, RouterProcess
 from cluster.launch.tools import Tools
 from cluster.placement import ReplicaPlacement, place
 from cluster.spec.config import DeployConfig, TransferBackendName
 from cluster.spec.errors import BatonError, PeerLostError
 from cluster.spec.ids import Incarnation, ReplicaId
-from cluster.spec.worker_spec import Rendezvous, RouterPlace
+from cluster.spec.worker_spec import Rendezvous, RouterShare, router_shares
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 5.0
@@ -80,8 +79,8 @@ class Launcher:
         self._rendezvous: Future[Rendezvous] = Future()
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
-        self._board = RouterBoard(config.router.processes)
-        self._routers: dict[str, RouterPlace] = {place.name: place for place in self._board.places}
+        self._routers: dict[str, RouterShare] = {share.name: share for share in router_shares(config.router.processes)}
+        self._own_urls: dict[str, str] = {}
         self.router_url = ""
         """Base URL of the endpoint; empty before the router has started."""
 
@@ -95,9 +94,17 @@ class Launcher:
         """Where the bootstrap service is, once it has started; it never moves."""
         return self._rendezvous
 
-    def router_beats(self) -> dict[str, int]:
-        """Numbers that change as long as router processes live, where there are several."""
-        return self._board.beats()
+    @property
+    def router_names(self) -> list[str]:
+        """Names of the router processes."""
+        return list(self._routers)
+
+    def own_router_url(self, name: str) -> str:
+        """Return where one router process alone answers, or answered last."""
+        process = self._running.get(name)
+        if isinstance(process, RouterProcess) and process.own_url:
+            self._own_urls[name] = process.own_url
+        return self._own_urls[name]
 
     def start(self, name: str, incarnation: Incarnation) -> None:
         """Start a member; returns when it is ready, and reports from then on when it ends.
@@ -219,9 +226,9 @@ class Launcher:
     def _meeting(self, url: str) -> Rendezvous:
         return Rendezvous(bootstrap_url=url, token=self._token, channel_key=self._tools.channel_key)
 
-    def _start_router(self, place: RouterPlace, incarnation: Incarnation, deadline: Deadline) -> None:
-        process = RouterProcess(self._tools, incarnation, place)
-        self._keep(place.name, process)
+    def _start_router(self, share: RouterShare, incarnation: Incarnation, deadline: Deadline) -> None:
+        process = RouterProcess(self._tools, incarnation, share)
+        self._keep(share.name, process)
         meeting = self._rendezvous.result()
         with self._port_lock:  # one after the other: the first may have to find a port
             self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)

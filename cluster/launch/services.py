@@ -12,7 +12,7 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
 from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain
-from cluster.spec.worker_spec import Rendezvous, RouterPlace
+from cluster.spec.worker_spec import Rendezvous, RouterShare
 
 BOOTSTRAP = "bootstrap"
 
@@ -46,11 +46,13 @@ class BootstrapProcess:
 class RouterProcess:
     """One process of the router."""
 
-    def __init__(self, tools: Tools, incarnation: Incarnation, place: RouterPlace) -> None:
+    def __init__(self, tools: Tools, incarnation: Incarnation, share: RouterShare) -> None:
         self._tools = tools
-        self._name = place.name
-        arguments = [router_environ(os.environ), incarnation, place]
-        self._actor = tools.system.start(tools.kinds.router, arguments, name=f"{place.name}-{incarnation}", seat=None)
+        self._name = share.name
+        self.own_url = ""
+        """Where this process alone answers; empty before it serves."""
+        arguments = [router_environ(os.environ), incarnation, share]
+        self._actor = tools.system.start(tools.kinds.router, arguments, name=f"{share.name}-{incarnation}", seat=None)
         self._control: str | None = None
         self.runs: dict[str, Future[Any]] = {}
 
@@ -58,7 +60,7 @@ class RouterProcess:
         """Serve; returns the base URL. Raises BatonError."""
         self._tools.progress(self._name, "starting")
         call = self._tools.system.call(self._actor, "start", config, model, rendezvous, host)
-        url, self._control = gather({self._name: call}, deadline)[0]
+        url, self.own_url, self._control = gather({self._name: call}, deadline)[0]
         self.runs = {self._name: self._tools.system.call(self._actor, "run")}
         return str(url)
 

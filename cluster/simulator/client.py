@@ -1,5 +1,6 @@
 """One client: what it asked, what came, and the promise that it hears the end exactly once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -34,7 +35,7 @@ class Client:
     def __post_init__(self) -> None:
         self.expected = answer(self.ask.prompt, self.ask.max_tokens)
 
-    def take(self, token_ids: list[int]) -> None:
+    def take(self, token_ids: Sequence[int]) -> None:
         """Tokens came."""
         self.tokens += bytes(token_ids)
         if self.end is not None:

@@ -8,9 +8,9 @@ from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import Cancel, Command, Failure, FollowPages, Inquire, Message, Output, PageNews, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.transfer_messages import Done, Drained, Refused, Result, Revoke, Ticket
-from router.actions import Send
 from router.directory import Directory
 from router.picker import Picker
+from router.request import Send
 from workers.scheduler.replica_leader import ReplicaLeader
 
 if TYPE_CHECKING:

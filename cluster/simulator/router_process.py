@@ -19,15 +19,23 @@ from cluster.spec.peer import Peer
 from cluster.spec.registry import TableSnapshot
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.token_ids import TokenIds
-from router.actions import Action, Cause, Emit, Fail, Place, Send, Wait
-from router.breaker import Breakers
+from router.attempts import Breakers, LoadBook
 from router.directory import Directory
-from router.dispatch import Dispatch
-from router.flight import Ask as RouterAsk
-from router.load import LoadBook
+from router.dispatch import RequestTable
+from router.page_index import PromptKeys
 from router.picker import Picker
-from router.policies.registry import POLICIES
-from router.prefix_keys import PromptKeys
+from router.policies import POLICIES
+from router.request import (
+    Action,
+    AttemptStarted,
+    Cause,
+    Fail,
+    GenerateRequest,
+    OutputChunk,
+    RequestId,
+    Send,
+    Wait,
+)
 
 _LOOK_S = 0.25
 """How often deadlines are looked at."""
@@ -46,25 +54,25 @@ class RouterProcess(Process):
         load, breakers = LoadBook(), Breakers(config.router.breaker_failures, config.router.breaker_s)
         self._picker = picker = Picker(config, self.directory, load, breakers, around.random)
         self.known_pages = KnownPages(me, self.directory, picker, self.send)
-        self.dispatch = Dispatch(me, config.router, load, breakers, picker.pair, self._draw_room)
+        self.requests = RequestTable(me, config.router, load, breakers, picker.pick, self._draw_room)
         self._duties = Duties()
-        self._first: Room | None = None
+        self._first: RequestId | None = None
         """The newest request that is no further choice."""
         self._first_prompt = b""
-        self._clients: dict[Room, Client] = {}
-        """By open request."""
+        self._clients: dict[RequestId, Client] = {}
+        """Of the open requests."""
         self._unwatch = bootstrap.watch(HOME, self._on_table)
         self.every(_LOOK_S, self._look)
 
     @property
     def is_idle(self) -> bool:
         """No request is open, and none is counted anywhere."""
-        return not self._clients and not self.dispatch.num_open and not self.dispatch.load.lines()
+        return not self._clients and not self.requests.num_open and not self.requests.load.lines()
 
     @property
     def num_again(self) -> int:
         """Attempts after the first one of a request."""
-        return self.dispatch.num_retries + self.dispatch.num_continuations
+        return self.requests.num_retries + self.requests.num_continuations
 
     def kill(self) -> None:
         """Die; whoever waits loses its connection."""
@@ -81,27 +89,28 @@ class RouterProcess(Process):
             client.finish(End.REFUSED)
             return
         now_s = self.around.now_s()
-        ask = self._request(client.ask)
+        request = self._request(client.ask)
         is_choice = client.ask.is_choice and self._first_prompt == client.ask.prompt
         first = self._first if is_choice else None
-        room, actions = self.dispatch.open(ask, now_s + self.around.scenario.request_timeout_s, now_s, first)
-        self._first, self._first_prompt = first or room, client.ask.prompt
-        self._clients[room] = client
+        deadline_s = now_s + self.around.scenario.request_timeout_s
+        request_id, actions = self.requests.open(request, deadline_s, now_s, first)
+        self._first, self._first_prompt = first or request_id, client.ask.prompt
+        self._clients[request_id] = client
         self._perform(actions)
         if client.ask.patience_s is not None:
-            self.after(client.ask.patience_s, partial(self._leave, room))
+            self.after(client.ask.patience_s, partial(self._leave, request_id))
 
     def take(self, message: Message) -> None:
         """A replica said something."""
         match message:
             case Output():
                 self._duties.note_heard(message)
-                self._perform(self.dispatch.on_output(message, self.around.now_s()))
+                self._perform(self.requests.on_output(message, self.around.now_s()))
             case Failure():
                 self._duties.note_heard(message)
-                self._perform(self.dispatch.on_failure(message, self.around.now_s()))
+                self._perform(self.requests.on_failure(message, self.around.now_s()))
             case Inquire():
-                self._perform(self.dispatch.on_inquire(message))
+                self._perform(self.requests.on_inquire(message))
             case PageNews():
                 self.known_pages.on_news(message, self.around.now_s())
 
@@ -111,21 +120,21 @@ class RouterProcess(Process):
 
     def _look(self) -> None:
         now_s = self.around.now_s()
-        self._perform(self.dispatch.expire(now_s))
+        self._perform(self.requests.expire(now_s))
         self._give_up(self.directory.expire(now_s))
 
     def _give_up(self, lost: Iterable[Peer]) -> None:
         for peer in lost:
-            self._perform(self.dispatch.on_lost(peer, self.around.now_s()))
+            self._perform(self.requests.on_lost(peer, self.around.now_s()))
 
-    def _leave(self, room: Room) -> None:
-        if self.dispatch.is_open(room):
-            self._perform(self.dispatch.on_client_left(room))
-            self._finish(room, End.LEFT)
+    def _leave(self, request_id: RequestId) -> None:
+        if self.requests.is_open(request_id):
+            self._perform(self.requests.on_client_left(request_id))
+            self._finish(request_id, End.LEFT)
 
-    def _request(self, ask: Ask) -> RouterAsk:
+    def _request(self, ask: Ask) -> GenerateRequest:
         prompt_ids = TokenIds.of(ask.prompt)
-        return RouterAsk(
+        return GenerateRequest(
             prompt_ids=prompt_ids,
             sampling=Sampling(),
             stopping=Stopping(max_tokens=ask.max_tokens),
@@ -145,34 +154,34 @@ class RouterProcess(Process):
                         self.around.submits[action.message.room] = action.message
                     self._duties.note_sent(action)
                     self.send(action.address, action.message)
-                case Place():
-                    legs = (leg.replica for leg in action.pair.legs)
-                    self.around.trace.add("request", action.room, "in room", action.attempt, "of", *legs)
+                case AttemptStarted():
+                    names = (peer.replica for peer in action.targets.peers)
+                    self.around.trace.add("request", action.request_id, "in room", action.room, "of", *names)
                 case Wait():
                     pass  # it looks often enough
-                case Emit():
-                    self._emit(action)
+                case OutputChunk():
+                    self._pass_on(action)
                 case Fail():
                     if action.cause is Cause.TIMED_OUT and self.around.scenario.is_lossy:
                         raise Violation(f"a deadline ended what replicas could have served: {action.reason}")
-                    self._finish(action.room, End.FAILED, f"{action.cause}: {action.reason}")
-        self.dispatch.check_integrity()
-        self._duties.check(self.dispatch.is_under_way)
+                    self._finish(action.request_id, End.FAILED, f"{action.cause}: {action.reason}")
+        self.requests.check_integrity()
+        self._duties.check(self.requests.is_under_way)
 
-    def _emit(self, action: Emit) -> None:
-        client = self._clients[action.room]
+    def _pass_on(self, chunk: OutputChunk) -> None:
+        client = self._clients[chunk.request_id]
         enough = client.ask.enough
-        wanted = action.token_ids if enough is None else action.token_ids[: enough - len(client.tokens)]
+        wanted = chunk.token_ids if enough is None else chunk.token_ids[: enough - len(client.tokens)]
         client.take(wanted)
-        if action.finish is not None:
-            self._finish(action.room, End.FINISHED)
+        if chunk.finish is not None:
+            self._finish(chunk.request_id, End.FINISHED)
         elif len(client.tokens) == enough:
-            self._perform(self.dispatch.on_enough(action.room))
-            self._finish(action.room, End.FINISHED)
+            self._perform(self.requests.on_enough(chunk.request_id))
+            self._finish(chunk.request_id, End.FINISHED)
 
-    def _finish(self, room: Room, end: End, reason: str = "") -> None:
-        self.around.trace.add("request", room, end, reason)
-        self._clients.pop(room).finish(end, reason)
+    def _finish(self, request_id: RequestId, end: End, reason: str = "") -> None:
+        self.around.trace.add("request", request_id, end, reason)
+        self._clients.pop(request_id).finish(end, reason)
 
 
 def _config(around: Surroundings) -> DeployConfig:

@@ -213,7 +213,8 @@ class RouterConfig(Node):
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 8000
     """Port to listen on; 0 takes a free one."""
     processes: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
-    """Router processes that share the port; limits, orders and metrics are those of all of them."""
+    """Router processes that share the port. Each has an equal share of every limit on requests and tokens (keys, queue,
+    room at replicas), the remainder going to the first ones, and 1 at least."""
     prefill_policy: PolicyName = "prefix_aware"
     """How a prefill replica is picked."""
     decode_policy: PolicyName = "least_tokens"

@@ -177,18 +177,6 @@ class Timeline(Tagged, frozen=True):
     """Intervals beyond the most that a rank keeps."""
 
 
-class Gathered(Tagged, frozen=True):
-    """All that is known of a timed request; goes from one router process to another of the same machine."""
-
-    room: Room
-    """Its name."""
-    timelines: list[Timeline]
-    missing: list[str]
-    """The ranks that have not answered."""
-    router: list[Interval] | None
-    """The router's own part; None until the request has ended."""
-
-
 class TableUpdate(Tagged, frozen=True):
     """The bootstrap table changed; from the process's own watcher."""
 
@@ -240,7 +228,6 @@ Message = (
     | FollowPages
     | PageNews
     | Timeline
-    | Gathered
     | Ticket
     | Revoke
     | Refused

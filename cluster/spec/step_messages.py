@@ -100,10 +100,7 @@ class ForgetPeer(Tagged, frozen=True):
 
 
 class GiveTimeline(Tagged, frozen=True):
-    """Request to every rank from the router: send what you keep of a timed request, and forget it.
-
-    From one router process to another that knows the request by this name: send what you have gathered.
-    """
+    """From the router to every rank: send what you keep of a timed request, and forget it."""
 
     room: Room
     reply_to: str

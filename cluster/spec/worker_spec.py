@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from cluster.spec.config import DeployConfig, PoolConfig
-from cluster.spec.ids import ROUTER, Incarnation, ReplicaId
+from cluster.spec.ids import ROUTER, Incarnation, ReplicaId, router_names
 from cluster.spec.lifecycle import Role
 from cluster.spec.registry import KvOwnership, RankCoords
 
@@ -28,14 +28,28 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterPlace:
-    """One router process among those that share a port."""
+class RouterShare:
+    """One router process among those that share a port, and with it the limits of the router."""
 
     name: ReplicaId = ROUTER
     index: int = 0
     num_processes: int = 1
-    board: str = ""
-    """File that they share; none for one alone."""
+
+    def of(self, limit: int) -> int:
+        """Return this process's part of a limit: equal ones, the remainder to the first; at least 1, but 0 of 0."""
+        share, remainder = divmod(limit, self.num_processes)
+        return min(limit, max(1, share + (self.index < remainder)))
+
+
+ALONE = RouterShare()
+
+
+def router_shares(num_processes: int) -> list[RouterShare]:
+    """Return the shares of all router processes of a cluster."""
+    return [
+        RouterShare(name=name, index=index, num_processes=num_processes)
+        for index, name in enumerate(router_names(num_processes))
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

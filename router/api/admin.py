@@ -1,4 +1,4 @@
-"""``/admin``: what an operator may do to a running cluster, behind a key of its own."""
+"""``/admin``: an operator's commands to a running cluster, behind a key of its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,81 +16,82 @@ from cluster.spec.tiers import FlushCache, PinPages, UseStorage
 from router.api.body import read
 from router.api.document import document
 from router.api.errors import bad_request
+from router.api.front import admin_key_needed
 from router.api.intake import encode, pack_token_ids
-from router.api.keys import admin_key_needed
-from router.api.target_request import PinRequest, TargetRequest
+from router.api.requests import PinRequest, TargetRequest
+from router.errors import RefusedError
 from router.service import Service
 
 _BODY_OF_TARGET: dict[str, Any] = {"openapi_extra": document(TargetRequest)}
 
 
 def routes(service: Service) -> APIRouter:
-    """The administrator's routes."""
     router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[admin_key_needed(service)])
 
     @router.post("/drain", **_BODY_OF_TARGET)
     async def drain(request: Request) -> dict[str, object]:
-        """Send no new requests to a replica; without a name, take no new ones at all. Open ones go on."""
+        """Send no new requests to a replica; without a name, admit no new ones at all. Open ones continue."""
         body = await read(request, TargetRequest)
         if body.replica is None:
+            _check_alone(service)
             service.relay.pause()
             return {"draining": "router"}
-        await _tell(service, [_peer(service, body.replica)], Drain())
+        await _give(service, [_peer(service, body.replica)], Drain())
         return {"draining": body.replica}
 
     @router.post("/resume", **_BODY_OF_TARGET)
     async def resume(request: Request) -> dict[str, object]:
-        """The opposite of drain."""
+        """Undo a drain."""
         body = await read(request, TargetRequest)
         if body.replica is None:
+            _check_alone(service)
             service.relay.resume()
             return {"resumed": "router"}
-        await _tell(service, [_peer(service, body.replica)], Resume())
+        await _give(service, [_peer(service, body.replica)], Resume())
         return {"resumed": body.replica}
 
     _add_cache_routes(router, service)
 
     @router.get("/load")
     async def load() -> Response:
-        """What is open and what waits, as this router counts it and as each replica's last heartbeat said."""
+        """Open and waiting requests, as this router process counts them and each replica's last heartbeat reports."""
         return Response(msgspec.json.encode(_load(service)), media_type="application/json")
 
     return router
 
 
 def _add_cache_routes(router: APIRouter, service: Service) -> None:
-    """Those that concern what replicas keep."""
 
     @router.post("/flush_cache", **_BODY_OF_TARGET)
     async def flush_cache(request: Request) -> dict[str, object]:
-        """Forget the cached pages that no request holds: of one replica, or of all."""
+        """Drop the cached pages that no request holds: of one replica, or of all."""
         peers = _peers(service, await read(request, TargetRequest))
-        return {"flushing": await _tell(service, peers, FlushCache())}
+        return {"flushing": await _give(service, peers, FlushCache())}
 
     @router.post("/pin", openapi_extra=document(PinRequest))
     async def pin(request: Request) -> dict[str, object]:
-        """Keep a prompt's pages in host memory, those to come too, until it is unpinned or the replica ends.
+        """Keep a prompt's pages in host memory, future ones too, until it is unpinned or the replica ends.
 
-        The answer says how many each replica keeps now: one copies what its device has, or will have, meanwhile.
+        The answer has the number that each replica keeps now; it copies the pages on its device meanwhile.
         """
         return await _pin(service, await read(request, PinRequest), is_pinned=True)
 
     @router.post("/unpin", openapi_extra=document(PinRequest))
     async def unpin(request: Request) -> dict[str, object]:
-        """The opposite of pin; pages that other pinned prompts begin with stay."""
+        """Undo a pin; pages that other pinned prompts begin with stay."""
         return await _pin(service, await read(request, PinRequest), is_pinned=False)
 
     @router.post("/attach_storage", **_BODY_OF_TARGET)
     async def attach_storage(request: Request) -> dict[str, object]:
-        """Read and write storage again: one replica, or all."""
+        """Use storage again: one replica, or all."""
         peers = _peers(service, await read(request, TargetRequest))
-        return {"attaching": await _tell(service, peers, UseStorage(is_attached=True))}
+        return {"attaching": await _give(service, peers, UseStorage(is_attached=True))}
 
     @router.post("/detach_storage", **_BODY_OF_TARGET)
     async def detach_storage(request: Request) -> dict[str, object]:
-        """Leave storage alone, for maintenance; what is under way goes on, and a replica that starts later uses it."""
+        """Stop using storage, for maintenance; jobs under way end, and a replica that starts later uses it."""
         peers = _peers(service, await read(request, TargetRequest))
-        return {"detaching": await _tell(service, peers, UseStorage(is_attached=False))}
+        return {"detaching": await _give(service, peers, UseStorage(is_attached=False))}
 
 
 async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[str, object]:
@@ -110,31 +111,36 @@ async def _pin(service: Service, body: PinRequest, *, is_pinned: bool) -> dict[s
     return {"prompt_pages": len(keys), "pinned_pages": pinned, "replicas": replicas}
 
 
-async def _tell(service: Service, peers: Sequence[Peer], wanted: Wanted) -> list[str]:
-    """Until every one of them has taken it.
+async def _give(service: Service, peers: Sequence[Peer], wanted: Wanted) -> list[str]:
+    """Return when every one of them has done it.
 
     Raises:
-        NoAnswerError: some did not say so.
-        RefusedError: some cannot.
+        NoAnswerError: some did not answer.
+        RefusedError: some cannot do it.
     """
     await service.relay.commands.give(peers, wanted)
     return [peer.replica for peer in peers]
 
 
+def _check_alone(service: Service) -> None:
+    """Refuse what one of several router processes cannot do for all."""
+    if (num := service.share.num_processes) > 1:
+        raise RefusedError(f"replica: needed with router.processes: {num}; a router process cannot drain the others")
+
+
 def _peers(service: Service, body: TargetRequest) -> Sequence[Peer]:
-    """The replica that is meant, or all."""
     return service.directory.peers(*Role) if body.replica is None else [_peer(service, body.replica)]
 
 
 def _peer(service: Service, name: str) -> Peer:
-    """A replica that the table has.
+    """Return a replica of the table.
 
     Raises:
-        ApiError: 400 that lists those there are.
+        ApiError: 400 that lists the replicas.
     """
     peers = {str(peer.replica): peer for peer in service.directory.peers(*Role)}
     if name not in peers:
-        raise bad_request(f"replica: there is no {name!r}; there are: {', '.join(peers) or 'none'}", "replica")
+        raise bad_request(f"replica: there is no {name!r}; allowed: {', '.join(peers) or 'none'}", "replica")
     return peers[name]
 
 
@@ -150,4 +156,4 @@ def _load(service: Service) -> dict[str, object]:
         }
         for entry in entries
     }
-    return {"router": service.router_state, "replicas": replicas}
+    return {"router": service.state, "replicas": replicas}

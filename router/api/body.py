@@ -1,12 +1,15 @@
-"""Reads a request's body into one of the schemas, or says what is wrong with it."""
+"""Receives the bodies of requests and reads each into its schema, or says what is wrong with it."""
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
 
 from router.api import requests
 from router.api.errors import ApiError, bad_request
@@ -21,24 +24,87 @@ _WORDS = {
     "too_short": "items needed: at least {min_length}",
     "too_long": "items allowed: at most {max_length}",
 }
-"""Instead of pydantic's words, by its type of error."""
+"""Our words for pydantic's, by its type of error."""
+
+_MOST_LARGEST = 8
+"""Bodies of the largest size that may be arriving at the same time."""
+_CLOSE = {"connection": "close"}
+"""Nothing more is awaited from a client that is too slow, or that there is no memory for."""
+
+
+class ArrivingBodies:
+    """Receives each body as a whole and in time, all of one process in bounded memory."""
+
+    def __init__(self, limit: int, timeout_s: float) -> None:
+        """
+        Args:
+            limit: largest body in bytes.
+            timeout_s: from the first bytes of a body to its last.
+        """
+        self._limit, self._timeout_s = limit, timeout_s
+        self._num_bytes = 0
+
+    async def receive(self, request: Request) -> bytes:
+        """Return the whole body; most come with the head of their request.
+
+        Raises:
+            ApiError: 413 for a body that is too large, 408 for a slow one, 503 when others take the memory.
+            ClientDisconnect: the body did not come to its end.
+        """
+        first = await request.receive()
+        body = self._checked(_body_of(first), 0)
+        return await self._receive_rest(request, body) if first.get("more_body", False) else body
+
+    async def _receive_rest(self, request: Request, first: bytes) -> bytes:
+        parts, num_bytes = [first], len(first)
+        self._num_bytes += num_bytes
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                has_more = True
+                while has_more:
+                    event = await request.receive()
+                    part = self._checked(_body_of(event), num_bytes)
+                    num_bytes += len(part)
+                    self._num_bytes += len(part)
+                    self._check_all()
+                    parts.append(part)
+                    has_more = event.get("more_body", False)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._timeout_s:g} s (router.body_timeout_s)"
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=_CLOSE) from None
+        finally:
+            self._num_bytes -= num_bytes
+        return b"".join(parts)
+
+    def _checked(self, part: bytes, num_before: int) -> bytes:
+        if num_before + len(part) > self._limit:
+            message = f"the body is larger than {self._limit} bytes (router.max_body_mib)"
+            raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+        return part
+
+    def _check_all(self) -> None:
+        most = _MOST_LARGEST * self._limit
+        if self._num_bytes > most:
+            message = f"arriving bodies take more than {most} bytes together; try again"
+            headers = _CLOSE | {"retry-after": "1"}
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="bodies_too_large", headers=headers)
 
 
 async def read(request: Request, schema: type[Body]) -> Body:
-    """The body of a request.
+    """Receive and read the body of a request.
 
     Raises:
-        ApiError: 400 naming the first field that is wrong, or as of ``ArrivingBodies``.
-        ClientDisconnect: it did not come whole.
+        ApiError: 400 naming the first wrong field, or as ``ArrivingBodies.receive``.
+        ClientDisconnect: the body did not come to its end.
     """
     return parse(await request.app.state.bodies.receive(request), schema)
 
 
 def parse(content: bytes, schema: type[Body]) -> Body:
-    """What the bytes of a body say.
+    """Read the bytes of a body.
 
     Raises:
-        ApiError: 400 naming the first field that is wrong.
+        ApiError: 400 naming the first wrong field.
     """
     if (body := _read_cut(content, schema)) is not None:
         return body
@@ -47,7 +113,7 @@ def parse(content: bytes, schema: type[Body]) -> Body:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "missing" and len(first["loc"]) == 1:
-            # It may be there by the name that others have for it.
+            # Another server may have another name for it.
             refuse_unsupported(
                 {name: value for name, value in first["input"].items() if name not in schema.model_fields}
             )
@@ -55,7 +121,7 @@ def parse(content: bytes, schema: type[Body]) -> Body:
 
 
 def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
-    """The body, if it has token ids that need not be numbers, and nothing is wrong with it."""
+    """Read a valid body with a long list of token ids without making a number of each; None for any other."""
     field = schema.ids_field
     if field is None or (cut := cut_ids(content, field)) is None:
         return None
@@ -67,7 +133,11 @@ def _read_cut(content: bytes, schema: type[Body]) -> Body | None:
 
 
 def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> ApiError:
-    """A validation error of pydantic's in our words, naming the field; ``expected`` is its schema's."""
+    """Return a validation error in our words, naming the field.
+
+    Args:
+        expected: the schema's fields that may have several types, in words.
+    """
     if error["type"] == "json_invalid":
         return bad_request(f"body: {error['msg']}")
     path, field = _path(error["loc"], expected)
@@ -83,7 +153,7 @@ def problem_of(error: ErrorDetails, expected: Mapping[str, str] = EXPECTED) -> A
 
 
 def _path(loc: tuple[int | str, ...], expected: Mapping[str, str]) -> tuple[str, str]:
-    """The dotted path of a field and its last name; what the schema adds to tell types apart is left out."""
+    """Return the dotted path of a field, without the tags of unions, and its last name."""
     path, field = "", ""
     for step in loc:
         if isinstance(step, int):
@@ -101,3 +171,10 @@ def _path(loc: tuple[int | str, ...], expected: Mapping[str, str]) -> tuple[str,
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _body_of(event: Message) -> bytes:
+    if event["type"] == "http.disconnect":
+        raise ClientDisconnect
+    body: bytes = event.get("body", b"")
+    return body

@@ -1,48 +1,79 @@
-"""From a chat request to what replicas are asked, and to how its answer is read: tools, thoughts, structured output."""
+"""From a chat body to the request for replicas and the reader of its answer: template, tools, thoughts, structure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from cluster.spec.errors import UserError
 from router.api.constrain import checked_grammar, wanted_answer
 from router.api.constraint_fields import AllowedTools, NamedTool, Tool, may_talk
 from router.api.errors import bad_request
-from router.api.intake import chat_prompt, check, make_ask
-from router.api.requests import ChatRequest
+from router.api.intake import check, make_request, max_tokens, off_loop
+from router.api.requests import ChatMessage, ChatRequest
 from router.constraints import ANY_OBJECT, Constraint, either, json_part
-from router.flight import Ask
 from router.message import MessageReader, NewReader
 from router.reasoning import CLOSING, OPENING, Thinking, thinking_after
+from router.request import GenerateRequest
 from router.service import Service
 from router.tool_calls.dialects import Dialect
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-async def chat_ask(service: Service, body: ChatRequest) -> tuple[Ask, NewReader]:
-    """The ask of a conversation, and what reads its answers.
+async def chat_request(service: Service, body: ChatRequest) -> tuple[GenerateRequest, NewReader]:
+    """Make a request of a conversation, and the readers of its answers.
 
     Raises:
         ApiError: 404 or 400.
     """
     check(service, body)
     if body.top_logprobs and not body.logprobs:
-        raise bad_request("top_logprobs: only allowed when logprobs is true", "top_logprobs")
+        raise bad_request("top_logprobs: only allowed with logprobs=true", "top_logprobs")
     _check_effort(service, body)
     dialect = _dialect(service, body)
     adds = body.add_generation_prompt is not False
     prompt_ids, prompt = await chat_prompt(service, body.messages, adds, body.variables, bool(body.add_special_tokens))
-    thinking = thinking_after(prompt) if service.has_thoughts else Thinking.NONE
-    grammar = await checked_grammar(service, _constraint(service, body, dialect), thinking)
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    ask = make_ask(service, body, prompt_ids, max_tokens, service.max_tokens, "messages", grammar)
-    return ask, partial(_reader, body, dialect, thinking)
+    thinking = thinking_after(prompt) if service.model.has_thoughts else Thinking.NONE
+    constraint = _constraint(service, body, dialect)
+    grammar = "" if constraint is None else await checked_grammar(service, constraint, thinking)
+    wanted = body.max_completion_tokens or body.max_tokens
+    request = make_request(service, body, prompt_ids, wanted, max_tokens(service), "messages", grammar)
+    return request, partial(_reader, body, dialect, thinking)
+
+
+async def chat_prompt(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool,
+    variables: dict[str, Any] | None = None,
+    add_special_tokens: bool = False,
+) -> tuple[list[int], str]:
+    """Render and tokenize a conversation by the model's chat template, which mostly writes special tokens itself.
+
+    ``developer`` is OpenAI's newer word for ``system``, and shown as that to templates that do not know it.
+
+    Raises:
+        ApiError: 400 when there is no template, or it refuses the messages.
+    """
+    given = [message.for_template() for message in messages]
+    if "developer" not in (service.tokenizer.chat_template or ""):
+        # Most templates skip unknown roles: the developer's message would be lost.
+        given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
+
+    def render_and_encode() -> tuple[list[int], str]:
+        text = service.tokenizer.apply_chat_template(given, add_generation_prompt, variables)
+        return service.tokenizer.encode(text, add_special_tokens), text
+
+    try:
+        return await off_loop(sum(len(message["content"]) for message in given), render_and_encode)
+    except UserError as error:
+        raise bad_request(str(error), "messages") from error
 
 
 def markers(service: Service, body: ChatRequest) -> tuple[str, ...]:
-    """Texts that an answer's reader must see, even if they are special tokens."""
+    """Return the texts that an answer's reader must see, even if they are special tokens."""
     dialect = _dialect(service, body)
-    thoughts = (OPENING, CLOSING) if service.has_thoughts else ()
+    thoughts = (OPENING, CLOSING) if service.model.has_thoughts else ()
     return thoughts if dialect is None else (*thoughts, *dialect.markers)
 
 
@@ -52,7 +83,7 @@ def _reader(body: ChatRequest, dialect: Dialect | None, thinking: Thinking) -> M
 
 
 def _check_effort(service: Service, body: ChatRequest) -> None:
-    if body.reasoning_effort not in (None, "none") and not service.has_thoughts:
+    if body.reasoning_effort not in (None, "none") and not service.model.has_thoughts:
         known = "the chat template of this model shows no thoughts, or router.reasoning_parser is none"
         message = (
             f'reasoning_effort: not supported here: {known}; got "{body.reasoning_effort}", allowed: null or "none"'
@@ -61,20 +92,20 @@ def _check_effort(service: Service, body: ChatRequest) -> None:
 
 
 def _dialect(service: Service, body: ChatRequest) -> Dialect | None:
-    """How calls are written, where the model may call something."""
+    """Return how calls are written, where the model may call something."""
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise bad_request("tool_choice: there are no tools to choose from", "tool_choice")
     if not body.tools or body.tool_choice == "none":
         return None
-    if service.dialect is None:
+    if service.model.dialect is None:
         known = "the chat template of this model shows no way to call tools, or router.tool_parser is none"
-        raise bad_request(f'tools: not supported here: {known}; allowed beside "tool_choice": "none"', "tools")
-    return service.dialect
+        raise bad_request(f'tools: not supported here: {known}; allowed with "tool_choice": "none"', "tools")
+    return service.model.dialect
 
 
 def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) -> Constraint | None:
-    """What the answer must be: of the form that is asked for, or calls, where they must or may be."""
-    answer = wanted_answer(body)
+    """Return the required form of the answer, or of calls, where there must or may be any."""
+    answer = wanted_answer(body) if body.wants_form else None
     if dialect is None or (_is_best_effort(body) and body.parallel_tool_calls is not False and answer is None):
         return answer
     is_free = may_talk(body.tool_choice)
@@ -84,26 +115,26 @@ def _constraint(service: Service, body: ChatRequest, dialect: Dialect | None) ->
     if is_free:
         return either(calls, answer)
     if answer.parts["answer"].field.startswith("response_format"):
-        return calls  # as in OpenAI's API, where agents say at every turn what form their last words will have
-    raise bad_request("tool_choice: a call that must come leaves no room for a structured answer", "tool_choice")
+        return calls  # as in OpenAI's API, where agents give the form of their last answer with every request
+    raise bad_request("tool_choice: a required call and a structured answer exclude each other", "tool_choice")
 
 
 def _is_best_effort(body: ChatRequest) -> bool:
-    """Calls are the model's own affair, and so are their arguments."""
+    """Return whether calls and their arguments are left to the model."""
     return body.tool_choice in (None, "auto")
 
 
 def _calls(body: ChatRequest, dialect: Dialect, special_texts: frozenset[str], *, with_text: bool) -> Constraint:
-    """Calls of what may be called, and, ``with_text``, any text before or instead of them."""
+    """Return the form of calls, and ``with_text`` of any text before or instead of them."""
     tools = _callable(body)
     names = [tool.function.name for _, tool in tools]
-    # A schema that cannot be followed is no reason to refuse what is only to be one call at most.
+    # Best effort with one call at most: a schema that cannot be enforced is no reason to refuse.
     holds_schemas = not (with_text and _is_best_effort(body))
     parts = {
-        f"arguments_{place}": json_part(
+        f"arguments_{number}": json_part(
             _schema_of(tool) if holds_schemas else ANY_OBJECT, f"tools[{index}].function.parameters"
         )
-        for place, (index, tool) in enumerate(tools)
+        for number, (index, tool) in enumerate(tools)
     }
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     rules = dialect.lark(names, special_texts, several=several)
@@ -117,7 +148,7 @@ def _schema_of(tool: Tool) -> Mapping[str, Any]:
 
 
 def _callable(body: ChatRequest) -> list[tuple[int, Tool]]:
-    """The tools that the choice leaves, with their places among all."""
+    """Return the tools that the choice leaves, with their indices."""
     tools = list(enumerate(body.tools or ()))
     match body.tool_choice:
         case NamedTool(function=function):

@@ -1,4 +1,4 @@
-"""The client's end of one request: noticing that it left, and writing server-sent events to it."""
+"""The client's end of one request: detects that it left, and writes server-sent events to it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -19,11 +19,11 @@ Frames = AsyncGenerator[bytes, None]
 
 _WAITING = b": waiting\n\n"
 _UNWATCHED_S = 0.05
-"""An answer that is there sooner needs no task that watches its client; who leaves before is missed only then."""
+"""A faster answer needs no task that watches its client; a client that leaves earlier is noticed only then."""
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got]) -> Got:
-    """Do the work, whose request body was read before; stop it when the connection closes.
+    """Await the work of a request whose body has been read; stop it when the connection closes.
 
     Raises:
         ClientLeftError: the connection closed first.
@@ -46,7 +46,7 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Got])
 
 
 class _Leash:
-    """Lets others stop what this task does inside the ``with`` block, which then raises ClientLeftError."""
+    """Lets others cancel the ``with`` block of this task, which then raises ClientLeftError."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
@@ -54,7 +54,7 @@ class _Leash:
         self._is_over = False
 
     def pull(self, why: str) -> None:
-        """Stop it, unless it has ended."""
+        """Cancel the block, unless it has ended."""
         if not self._is_over and self._why is None:
             assert self._task is not None
             self._why = why
@@ -75,17 +75,17 @@ class _Leash:
 
 
 class JsonAnswer(Response):
-    """A JSON object; its headers, whose names are in lower case, are written with less ado than Starlette's."""
+    """A JSON object; its headers, named in lower case, are written faster than Starlette's."""
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Called by the constructor."""
+        """See Starlette; called by the constructor."""
         given = [] if headers is None else headers.items()
         self.raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in given]
         self.raw_headers += [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
 
 
 class EventStream(Response):
-    """Server-sent events. The status is sent with the first event or comment, so that failures before it show."""
+    """Server-sent events. The status is sent with the first event or comment, so that it shows earlier failures."""
 
     media_type = "text/event-stream"
 
@@ -102,10 +102,10 @@ class EventStream(Response):
         self._config = config
         self._started = False
         self._sends_since_s: float | None = None
-        """When the frame was begun that is being written."""
+        """When writing the current frame began."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the answer is whole, it fails, or the client leaves or takes nothing for long."""
+        """Write until the answer is complete, it fails, or the client leaves or reads nothing for long."""
         del scope
         with suppress(ClientLeftError), _Leash() as leash:
             watch = self._watch(leash)
@@ -115,7 +115,7 @@ class EventStream(Response):
                 watch.cancel()
 
     def _watch(self, leash: _Leash) -> "asyncio.Task[None]":
-        """Give a client up that takes nothing of its stream; a time limit for every frame would cost more."""
+        """Give up a client that reads nothing; a time limit for every frame would cost more."""
 
         async def look() -> None:
             loop, patience_s = asyncio.get_running_loop(), self._config.slow_reader_s
@@ -123,7 +123,7 @@ class EventStream(Response):
             while (wait_s := due_s - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
                 due_s = (self._sends_since_s or loop.time()) + patience_s
-            leash.pull("the client takes nothing of its stream")
+            leash.pull("the client reads nothing of its stream")
 
         return asyncio.create_task(look())
 
@@ -140,7 +140,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_first(self, send: Send, answer: Answer, frames: Frames) -> None:
-        """Write the first frame, and until it comes a comment now and then."""
+        """Write the first frame, and until it comes a comment from time to time."""
         first = asyncio.ensure_future(anext(frames))
         try:
             is_there = False
@@ -155,7 +155,7 @@ class EventStream(Response):
             await asyncio.gather(first, return_exceptions=True)
 
     async def _send(self, send: Send, frame: bytes) -> None:
-        """Write one frame, which waits while the client does not read."""
+        """Write one frame; waits while the client does not read."""
         self._sends_since_s = asyncio.get_running_loop().time()
         if not self._started:
             self._started = True
@@ -168,7 +168,6 @@ class EventStream(Response):
 
 
 def event(data: bytes) -> bytes:
-    """One server-sent event."""
     return b"data: %b\n\n" % data
 
 

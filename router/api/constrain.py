@@ -1,4 +1,4 @@
-"""From a request's fields to the grammar of its answer."""
+"""From the fields of a body to the grammar of its answer."""
 
 import asyncio
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from cluster.grammar import lark_of
 from cluster.spec.errors import UserError
 from router.api.constraint_fields import OUTPUT_OPTIONS
 from router.api.errors import bad_request
-from router.api.requests import GenerationRequest
+from router.api.requests import GenerationBody
 from router.api.unsupported import refuse_unsupported
 from router.constraints import (
     ANY_OBJECT,
@@ -27,21 +27,16 @@ from router.reasoning import Thinking
 from router.service import Service
 
 MAX_GRAMMAR_CHARS = 1024 * 1024
-"""Longest grammar; replicas get it with every request."""
-_FORMS = frozenset(
-    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-    | {"json_schema", "regex", "ebnf", "response_format"}
-)
-"""The fields that ask something of the answer's text."""
+"""Longest grammar; it is sent with the request."""
 
 
-def wanted_answer(body: GenerationRequest) -> Constraint | None:
-    """What the fields ask of the answer's text; None where they ask nothing.
+def wanted_answer(body: GenerationBody) -> Constraint | None:
+    """Return the required form of the answer's text; None for none.
 
     Raises:
-        ApiError: 400 for two fields at once, or one that does not say what it should, or is not supported.
+        ApiError: 400 for two fields at once, or one that is malformed or not supported.
     """
-    if body.model_fields_set.isdisjoint(_FORMS):
+    if not body.wants_form:
         return None
     outputs = body.structured_outputs
     given = {
@@ -65,10 +60,10 @@ def wanted_answer(body: GenerationRequest) -> Constraint | None:
 
 
 async def checked_grammar(service: Service, constraint: Constraint | None, thinking: Thinking = Thinking.NONE) -> str:
-    """The grammar for the replicas; empty for none.
+    """Return the grammar for the replicas; empty for none.
 
     Raises:
-        ApiError: 400 that names the field which cannot be used, and says why.
+        ApiError: 400 that names the field and says why it cannot be used.
     """
     if constraint is None:
         return ""
@@ -76,7 +71,7 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
     if len(grammar) > MAX_GRAMMAR_CHARS:
         field = next(iter(constraint.parts.values())).field
         raise bad_request(f"{field}: more than {MAX_GRAMMAR_CHARS} characters of grammar, got {len(grammar)}", field)
-    # Thoughts before it would hide that nothing can follow them.
+    # Thoughts before it would hide that nothing can follow.
     bare = constraint.grammar(Thinking.NONE, service.tokenizer.special_texts)
     for asked in dict.fromkeys((bare, grammar)):
         if problem := await _problem(service, asked):
@@ -85,7 +80,7 @@ async def checked_grammar(service: Service, constraint: Constraint | None, think
 
 
 async def _blame(service: Service, constraint: Constraint, problem: str) -> Exception:
-    """The part that cannot be used even alone, else all of them."""
+    """Return an error about the part that cannot be used even alone, else about all of them."""
     for part in constraint.parts.values():
         if own := await _problem(service, grammar_text(part.grammar)):
             return bad_request(f"{part.field}: {own}", part.field)
@@ -94,9 +89,9 @@ async def _blame(service: Service, constraint: Constraint, problem: str) -> Exce
 
 
 async def _problem(service: Service, grammar: str) -> str:
-    """Why a grammar cannot be used; empty if it can."""
+    """Return why a grammar cannot be used; empty if it can."""
     try:
-        # Shielded, because others may wait for the same one.
+        # Shielded: other requests may wait for the same one.
         await asyncio.shield(asyncio.wrap_future(service.grammars.prepare(grammar)))
     except UserError as error:
         return str(error)
@@ -125,8 +120,7 @@ def _part(field: str, value: Any) -> Part:
         raise bad_request(f"{field}: {error}", field) from error
 
 
-def _formatted(body: GenerationRequest) -> list[Part]:
-    """What ``response_format`` asks."""
+def _formatted(body: GenerationBody) -> list[Part]:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return []
@@ -142,7 +136,7 @@ def _formatted(body: GenerationRequest) -> list[Part]:
 def _schema(given: Any, field: str) -> Mapping[str, Any] | bool:
     if isinstance(given, str):
         try:
-            given = from_json(given)  # json.loads has no error of its own for what is nested deeply
+            given = from_json(given)  # json.loads has no error for deep nesting
         except ValueError as error:
             raise bad_request(f"{field}: not valid JSON: {error}", field) from error
     if not isinstance(given, dict | bool):

@@ -1,4 +1,4 @@
-"""Fields of a request that say what its answer must be made of: OpenAI's, vLLM's and SGLang's."""
+"""Fields that constrain the form of an answer: OpenAI's, vLLM's and SGLang's."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Schema = Annotated[dict[str, Any] | bool | str, Field(union_mode="left_to_right")]
-"""A JSON schema, or the text of one."""
+"""A JSON schema, or its text."""
 SchemaObject = dict[str, Any] | bool
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=4096)]
 Pattern = Annotated[str, Field(min_length=1)]
@@ -21,7 +21,7 @@ EXPECTED = {
     "response_format": 'an object of type "text", "json_object" or "json_schema"; the last with "json_schema": '
     '{"name": ..., "schema": {...}}',
 }
-"""In words, the fields that may have several types."""
+"""The fields that may have several types, in words."""
 
 OUTPUT_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "structural_tag": (),
@@ -30,7 +30,7 @@ OUTPUT_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "disable_additional_properties": (False,),
     "disable_fallback": (False,),
 }
-"""By further field of ``structured_outputs``, the values besides null that ask for nothing; others are refused."""
+"""By option of ``structured_outputs``, the values besides null that change nothing; others are refused."""
 
 
 class _Part(BaseModel):
@@ -46,14 +46,12 @@ class NamedSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """What the answer's text is."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field for all kinds; one of them."""
+    """vLLM's field for all forms; one is given."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -70,39 +68,30 @@ class StructuredOutputs(BaseModel):
 
     @property
     def forms(self) -> dict[str, Any]:
-        """What each says of the answer; null for nothing."""
+        """The value of every form; null if not given."""
         given = self.model_dump(by_alias=True, exclude=set(OUTPUT_OPTIONS))
         return given | {"json_object": self.json_object or None}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values of those in ``OUTPUT_OPTIONS``."""
         return self.model_dump(include=set(OUTPUT_OPTIONS))
 
 
 class Function(_Part):
-    """What the model may call."""
-
     name: Annotated[str, Field(min_length=1, max_length=256)]
     parameters: dict[str, Any] | None = None
 
 
 class Tool(_Part):
-    """A function."""
-
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(_Part):
-    """Which function."""
-
     name: str
 
 
 class NamedTool(_Part):
-    """The tool that must be called."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -115,8 +104,6 @@ class AllowedSet(_Part):
 
 
 class AllowedTools(_Part):
-    """The tools that may be called."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedSet
 
@@ -127,6 +114,6 @@ ToolChoice = Annotated[
 
 
 def may_talk(choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None) -> bool:
-    """No call has to come."""
+    """Return whether an answer without a call is allowed."""
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
     return mode in (None, "none", "auto")

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of bodies that routes read and write for themselves."""
+"""The OpenAPI document's part about bodies that routes read and write for themselves."""
 
 from typing import Any
 
@@ -11,13 +11,14 @@ from router.api.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    PinRequest,
+    TargetRequest,
     TokenizeRequest,
     TokensRequest,
 )
 from router.api.response_objects import ResponseObject
 from router.api.response_request import ResponseRequest
 from router.api.responses import ChatChunk, ChatCompletion, Completion
-from router.api.target_request import PinRequest, TargetRequest
 from router.api.token_shape import Generation
 
 _BODIES = (
@@ -35,17 +36,17 @@ _REF = "#/components/schemas/{name}"
 
 
 def document(body: type[BaseModel], answer: type[msgspec.Struct] | None = None) -> dict[str, Any]:
-    """For ``openapi_extra``: the route takes this body, and gives this answer, whole or as a stream."""
-    told: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
+    """Return ``openapi_extra`` of a route with this body and this answer, whole or as a stream."""
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(body)}}
     if answer is not None:
         content = _json(answer) | {"text/event-stream": {}}
         description = "The answer; as server-sent events where `stream` is true."
-        told["responses"] = {"200": {"description": description, "content": content}}
-    return told
+        extra["responses"] = {"200": {"description": description, "content": content}}
+    return extra
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
-    """The document of an application, with the schemas that ``document`` refers to, and what errors look like."""
+    """Add the schemas that ``document`` refers to, and the form of errors, to an application's document."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, of_bodies = models_json_schema(
         [(body, "validation") for body in _BODIES], ref_template=_REF.format(name="{model}")
@@ -56,7 +57,7 @@ def complete(document: dict[str, Any]) -> dict[str, Any]:
     failed = {"description": "Why there is no answer.", "content": _json(ErrorBody)}
     for path in document["paths"].values():
         for operation in path.values():
-            # No route here answers with what FastAPI says of parameters it checks itself.
+            # No route answers with the error of parameters that FastAPI checks itself.
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = failed
     for unused in ("HTTPValidationError", "ValidationError"):

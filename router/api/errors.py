@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in the form of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from router.actions import Cause
 from router.errors import (
     ClientLeftError,
     KeyLimitError,
@@ -20,6 +19,7 @@ from router.errors import (
     RequestFailedError,
 )
 from router.metrics import Metrics
+from router.request import Cause
 
 _CLIENT_CLOSED_REQUEST = 499
 _RETRY = {"retry-after": "1"}
@@ -36,17 +36,15 @@ _STATUS = {
 
 
 class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
-    """The field that it is about."""
+    """The field at fault."""
     code: str | None
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is an error."""
+    """The body of every error."""
 
     error: ErrorObject
 
@@ -70,47 +68,19 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON object that a client gets."""
         error = ErrorObject(message=str(self), type=_kind(self.status), param=self.param, code=self.code)
         return msgspec.json.encode(ErrorBody(error=error))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """What the client sent cannot be used."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
 def failed(error: RequestFailedError) -> ApiError:
-    """A request that was taken and came to nothing."""
+    """Return the error of an admitted request that failed."""
     status = _STATUS[error.cause]
     retry = _RETRY if status == HTTPStatus.SERVICE_UNAVAILABLE else None
     return ApiError(status, str(error), code=error.cause.value, headers=retry)
-
-
-def not_ready(error: NotReadyError) -> ApiError:
-    """A request that could not be taken."""
-    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="not_ready", headers=_RETRY)
-
-
-def queue_full(error: QueueFullError) -> ApiError:
-    """A request that was not taken because too much is queued."""
-    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=_RETRY)
-
-
-def key_limit(error: KeyLimitError) -> ApiError:
-    """A request that was not taken because its key has what it may have."""
-    headers = {"retry-after": str(error.retry_after_s)}
-    return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="rate_limit_exceeded", headers=headers)
-
-
-def no_answer(error: NoAnswerError) -> ApiError:
-    """Somebody was asked on behalf of the client, who may ask again."""
-    return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="no_answer")
-
-
-def refused(error: RefusedError) -> ApiError:
-    """What an administrator wants cannot be as things are."""
-    return ApiError(HTTPStatus.CONFLICT, str(error), code="refused")
 
 
 EXPECTED_ERRORS = (
@@ -124,11 +94,11 @@ EXPECTED_ERRORS = (
     ClientLeftError,
     ClientDisconnect,
 )
-"""All others are bugs of ours."""
+"""All others are our bugs."""
 
 
 def answer_error(metrics: Metrics, request: Request, error: Exception) -> Response:
-    """The answer of a request that raised this, which is counted."""
+    """Return the response to a request that raised this, and count it."""
     shaped = _shape(request, error)
     metrics.refused.add(1, str(int(shaped.status)))
     if isinstance(error, QueueFullError | KeyLimitError):
@@ -137,7 +107,7 @@ def answer_error(metrics: Metrics, request: Request, error: Exception) -> Respon
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
-    """Answer every error of this application in this shape, and count it."""
+    """Answer every error of this application in this form, and count it."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return answer_error(metrics, request, error)
@@ -153,15 +123,16 @@ def _shape(request: Request, error: Exception) -> ApiError:
         case RequestFailedError():
             return failed(error)
         case NotReadyError():
-            return not_ready(error)
+            return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="not_ready", headers=_RETRY)
         case QueueFullError():
-            return queue_full(error)
+            return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="queue_full", headers=_RETRY)
         case KeyLimitError():
-            return key_limit(error)
+            headers = {"retry-after": str(error.retry_after_s)}
+            return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(error), code="rate_limit_exceeded", headers=headers)
         case NoAnswerError():
-            return no_answer(error)
+            return ApiError(HTTPStatus.GATEWAY_TIMEOUT, str(error), code="no_answer")
         case RefusedError():
-            return refused(error)
+            return ApiError(HTTPStatus.CONFLICT, str(error), code="refused")
         case ClientLeftError() | ClientDisconnect():
             return ApiError(_CLIENT_CLOSED_REQUEST, "client left", code="client_left")
         case HTTPException():

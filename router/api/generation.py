@@ -1,35 +1,63 @@
-"""``/v1/completions`` and ``/v1/chat/completions``."""
+"""``/v1/completions``, ``/v1/chat/completions`` and ``/generate``: requests run and answers written."""
 
-from collections.abc import Sequence
-from typing import cast
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.spec.tiers import CachedTokens
+from router.admission import limit_of
+from router.answer import Answer
 from router.api.body import read
-from router.api.chat import chat_ask, markers
+from router.api.chat import chat_request, markers
+from router.api.completion_shape import CompletionShape
+from router.api.connection import EventStream, JsonAnswer, event, unless_client_leaves
 from router.api.document import document
-from router.api.dp_rank import dp_rank_of
-from router.api.generate import Job, respond_stream, respond_whole
-from router.api.headers import header
-from router.api.intake import completion_asks
-from router.api.keys import caller_of, priority_of
-from router.api.prompt_logprobs import ShownPrompt
-from router.api.request_id import request_id
-from router.api.requests import ChatRequest, CompletionRequest, GenerationRequest
-from router.api.responses import ChatCompletion, Completion
-from router.api.sampling import choices_of, text_rules
-from router.api.session import session_of
-from router.api.shapes import ChatShape, CompletionShape, Shape
-from router.flight import Ask
+from router.api.front import caller_of, dp_rank_of, header, priority_of, request_id, session_of
+from router.api.intake import choices_of, completion_requests, text_rules, tokens_request
+from router.api.logprobs import ShownPrompt
+from router.api.requests import ChatRequest, CompletionRequest, GenerationBody, TokensRequest
+from router.api.responses import ChatCompletion, Completion, PromptTokensDetails, Usage
+from router.api.shapes import ChatShape, Shape
+from router.api.token_shape import Generation, TokenShape
+from router.errors import ClientLeftError
+from router.finished import FinishedRequest
+from router.key_ring import ApiKey
+from router.request import GenerateRequest, OutputChunk
 from router.service import Service
+from router.text import AnswerText, TextRules, join
 from router.tracing import TRACEPARENT
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One HTTP request, ready to be sent to replicas."""
+
+    caller: ApiKey | None
+    """Owner of its key; None where no key is needed."""
+    requests: Sequence[GenerateRequest]
+    """One for every choice; those of one prompt stand together."""
+    num_choices: int
+    """Choices of each prompt."""
+    num_prompt_tokens: int
+    """Each prompt counts once, however many choices it has."""
+    rules: TextRules
+    arrived_s: float
+    request_id: str
+    traceparent: str
+    """The client's OpenTelemetry trace; empty for none."""
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes that generate."""
     router = APIRouter(tags=["generation"])
 
     @router.post("/v1/completions", openapi_extra=document(CompletionRequest, Completion))
@@ -37,60 +65,220 @@ def routes(service: Service) -> APIRouter:
         """Continue one or several prompts."""
         arrived_s = service.relay.now_s()
         body = await read(request, CompletionRequest)
-        asks = await completion_asks(service, body)
-        shape = CompletionShape(request_id(request), service, body, _prompts(service, body, asks))
-        return await respond(service, request, body, job_of(service, request, body, asks, shape, arrived_s))
+        requests = await completion_requests(service, body)
+        shape = CompletionShape(request_id(request), service, body, _prompts(service, body, requests))
+        return await _respond(service, request, body, make_job(service, request, body, requests, arrived_s), shape)
 
     @router.post("/v1/chat/completions", openapi_extra=document(ChatRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrived_s = service.relay.now_s()
         body = await read(request, ChatRequest)
-        ask, new_reader = await chat_ask(service, body)
-        shape = ChatShape(request_id(request), service, body, new_reader, ask.prompt_ids)
-        job = job_of(service, request, body, [ask], shape, arrived_s, markers(service, body))
-        return await respond(service, request, body, job)
+        made, new_reader = await chat_request(service, body)
+        shape = ChatShape(request_id(request), service, body, new_reader, made.prompt_ids)
+        job = make_job(service, request, body, [made], arrived_s, markers(service, body))
+        return await _respond(service, request, body, job, shape)
+
+    @router.post("/generate", openapi_extra=document(TokensRequest, Generation))
+    async def generate(request: Request) -> Response:
+        """Continue a prompt of token ids with token ids; the fields are those of completions."""
+        arrived_s = service.relay.now_s()
+        body = await read(request, TokensRequest)
+        job = make_job(service, request, body, [await tokens_request(service, body)], arrived_s)
+        return await _respond(service, request, body, job, TokenShape(request_id(request), service, body))
 
     return router
 
 
-def job_of(
+def make_job(
     service: Service,
     request: Request,
-    body: GenerationRequest,
-    asks: Sequence[Ask],
-    shape: Shape,
+    body: GenerationBody,
+    requests: Sequence[GenerateRequest],
     arrived_s: float,
     markers: Sequence[str] = (),
+    session_fields: Mapping[str, Any] | None = None,
 ) -> Job:
-    """Every choice of every prompt as an ask of its own."""
-    session, priority = session_of(request, body.others), priority_of(request, body.priority)
-    dp_rank = dp_rank_of(request, service.config, body)
-    ours = [msgspec.structs.replace(ask, session=session, priority=priority, dp_rank=dp_rank) for ask in asks]
+    """Combine prompts, body and headers; every choice of every prompt becomes a request of its own."""
+    session = session_of(request, body.others if session_fields is None else session_fields)
+    priority, dp_rank = priority_of(request, body.priority), dp_rank_of(request, service.config, body)
+    ours = [msgspec.structs.replace(one, session=session, priority=priority, dp_rank=dp_rank) for one in requests]
     return Job(
         caller=caller_of(request),
-        asks=[choice for ask in ours for choice in choices_of(ask, body.num_choices)],
+        requests=[choice for one in ours for choice in choices_of(one, body.num_choices)],
         num_choices=body.num_choices,
-        num_prompt_tokens=sum(len(ask.prompt_ids) for ask in asks),
+        num_prompt_tokens=sum(len(one.prompt_ids) for one in requests),
         rules=text_rules(service, body, markers),
-        shape=shape,
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
         arrived_s=arrived_s,
         request_id=request_id(request),
         traceparent=header(request.scope, TRACEPARENT.encode()) or "",
     )
 
 
-async def respond(service: Service, request: Request, body: GenerationRequest, job: Job) -> Response:
-    """The answer, whole or as it comes."""
-    return respond_stream(service, job) if body.stream else await respond_whole(service, request, job)
+async def _respond(service: Service, request: Request, body: GenerationBody, job: Job, shape: Shape) -> Response:
+    """Return the answer, whole or as a stream.
+
+    Raises:
+        NotReadyError, QueueFullError, KeyLimitError, RequestFailedError, ClientLeftError: there is none; of a stream
+            these come when it is written.
+    """
+    if body.stream:
+        return EventStream(
+            open_answer=lambda: opened(service, job),
+            frames=lambda answer: _frames(service, answer, job, body, shape),
+            config=service.config.router,
+        )
+    return await unless_client_leaves(request.receive, _whole(service, job, shape))
 
 
-def _prompts(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> list[ShownPrompt]:
-    """What answers show of each prompt."""
+@asynccontextmanager
+async def opened(service: Service, job: Job) -> AsyncGenerator[Answer, None]:
+    """Send the requests to replicas when there is room; cancel what is still open at the end.
+
+    Raises:
+        NotReadyError, QueueFullError, KeyLimitError: they cannot be sent.
+    """
+    name, limit = limit_of(service.config.router, job.caller, service.share)
+    with service.limits.open(name, limit):
+        if service.relay.uses_prefixes:
+            for keys in dict.fromkeys(request.page_keys for request in job.requests):
+                if keys is not None:
+                    await keys.prepare()
+        open_answer = partial(service.relay.open, job.requests, job.arrived_s)
+        begun_s = service.relay.now_s()
+        with await service.gate.enter(open_answer, min(request.priority for request in job.requests)) as answer:
+            answer.opened_s = service.relay.now_s()
+            answer.queue_s = answer.opened_s - begun_s
+            service.metrics.queue_s.note(answer.queue_s)
+            span = _begin_span(service, job, answer)
+            error: BaseException | None = None
+            try:
+                yield answer
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                service.limits.spend(name, limit, job.num_prompt_tokens + answer.num_tokens)
+                _record(service, job, answer, span, error)
+
+
+def _begin_span(service: Service, job: Job, answer: Answer) -> "Span | None":
+    if service.tracing is None:
+        return None
+    span = service.tracing.begin(job.traceparent, job.arrived_s)
+    answer.trace_header = service.tracing.header(span)
+    return span
+
+
+def _record(service: Service, job: Job, answer: Answer, span: "Span | None", error: BaseException | None) -> None:
+    """Record a request that has ended: on the status page, in the access log, and as a span."""
+    has_left = isinstance(error, asyncio.CancelledError | ClientLeftError)
+    finished = FinishedRequest(
+        answer=answer,
+        outcome="finished" if error is None else "left" if has_left else "failed",
+        error=error,
+        request_id=job.request_id,
+        caller=job.caller.name if job.caller is not None else None,
+        traceparent=answer.trace_header.get(TRACEPARENT, job.traceparent),
+        num_prompt_tokens=job.num_prompt_tokens,
+        arrived_s=job.arrived_s,
+        ended_s=service.relay.now_s(),
+        unix_s=time.time(),
+    )
+    service.recent.appendleft(finished)
+    if service.config.log.requests:
+        finished.log()
+    if service.tracing is not None and span is not None:
+        facts = {
+            "gen_ai.request.model": service.model.name,
+            "gen_ai.usage.input_tokens": job.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": answer.num_tokens,
+        }
+        service.tracing.end(span, answer, facts, error)
+
+
+class Chunks:
+    """Async iterator over a chunk for every token of every choice, those that wait together in one list.
+
+    A choice's last chunk has its finish. Not a generator, which would have to be closed.
+    """
+
+    def __init__(self, service: Service, job: Job, answer: Answer) -> None:
+        self._answer = answer
+        self._texts = [AnswerText(service.tokenizer, job.rules, index) for index in range(len(job.requests))]
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[OutputChunk]:
+        if not (batches := await self._answer.receive()):
+            raise StopAsyncIteration
+        waiting: list[OutputChunk] = []
+        for batch in batches:
+            chunks = self._texts[batch.index].push(batch.token_ids, batch.finish, batch.logprobs)
+            if batch.prompt_logprobs and chunks:
+                chunks[0].prompt_logprobs = batch.prompt_logprobs
+            waiting += chunks
+            if batch.finish is None and chunks and chunks[-1].finish is not None:
+                self._answer.enough(batch.index)
+        return waiting
+
+
+async def _whole(service: Service, job: Job, shape: Shape) -> Response:
+    async with opened(service, job) as answer:
+        parts: list[list[OutputChunk]] = [[] for _ in job.requests]
+        async for chunks in Chunks(service, job, answer):
+            for chunk in chunks:
+                parts[chunk.index].append(chunk)
+        choices = [join(part) for part in parts]
+        usage = usage_of(job, answer, sum(len(choice.token_ids) for choice in choices))
+        headers = answer.headers
+    return JsonAnswer(shape.whole(choices, usage), headers=headers)
+
+
+async def _frames(
+    service: Service, answer: Answer, job: Job, body: GenerationBody, shape: Shape
+) -> AsyncGenerator[bytes, None]:
+    """Yield an event for every token, even without complete text: clients count and time tokens by events.
+
+    The events of tokens that wait together are written together.
+    """
+    begun: set[int] = set()
+    num_tokens, with_usage = 0, body.continuous_usage
+    async for chunks in Chunks(service, job, answer):
+        events = []
+        for chunk in chunks:
+            if chunk.index not in begun:
+                begun.add(chunk.index)
+                events += [event(opening)] if (opening := shape.opening(chunk)) else []
+            num_tokens += len(chunk.token_ids)
+            usage = usage_of(job, answer, num_tokens) if with_usage else None
+            events.append(event(shape.chunk(chunk, usage)))
+        if events:
+            yield b"".join(events)
+    if body.include_usage:
+        yield event(shape.closing(usage_of(job, answer, num_tokens)))
+    yield event(b"[DONE]")
+
+
+def usage_of(job: Job, answer: Answer, completion_tokens: int) -> Usage:
+    """Return the usage of a whole answer, or of a stream so far."""
+    prompt_tokens = job.num_prompt_tokens
+    cached = sum(answer.cached[:: job.num_choices], CachedTokens())
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(
+            cached_tokens=cached.total, host_tokens=cached.host, storage_tokens=cached.storage
+        ),
+    )
+
+
+def _prompts(service: Service, body: CompletionRequest, requests: Sequence[GenerateRequest]) -> list[ShownPrompt]:
+    """Return what answers show of each prompt."""
     if not body.echo:
-        return [ShownPrompt(ask.prompt_ids) for ask in asks]
+        return [ShownPrompt(request.prompt_ids) for request in requests]
     skip = body.skip_special_tokens is not False
     match body.prompt:
         case str():
@@ -98,5 +286,5 @@ def _prompts(service: Service, body: CompletionRequest, asks: Sequence[Ask]) -> 
         case [str(), *_]:
             texts = cast(list[str], body.prompt)
         case _:
-            texts = [service.tokenizer.decode([*ask.prompt_ids], skip) for ask in asks]
-    return [ShownPrompt(ask.prompt_ids, text, skip) for ask, text in zip(asks, texts, strict=True)]
+            texts = [service.tokenizer.decode([*request.prompt_ids], skip) for request in requests]
+    return [ShownPrompt(one.prompt_ids, text, skip) for one, text in zip(requests, texts, strict=True)]

@@ -1,39 +1,41 @@
-"""From a valid request to what replicas are asked: tokens, limits, sampling. Refuses what does not fit the model."""
+"""From a valid body to the request for replicas: tokens, limits, sampling. Refuses what does not fit the model."""
 
 import asyncio
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from cluster.channel import MAX_FRAME_BYTES
-from cluster.spec.errors import UserError
-from cluster.spec.sampling import Stopping
+from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.token_ids import TokenIds
+from cluster.tokenizer import Tokenizer
 from router.api.constrain import checked_grammar, wanted_answer
 from router.api.errors import ApiError, bad_request
-from router.api.requests import ChatMessage, CompletionRequest, GenerationRequest, TokensRequest
-from router.api.sampling import make_sampling, stop_token_ids
+from router.api.requests import CompletionRequest, GenerationBody, TokensRequest
 from router.api.unsupported import refuse_unsupported
-from router.flight import Ask
-from router.prefix_keys import PromptKeys
+from router.page_index import PromptKeys
+from router.request import GenerateRequest
 from router.service import Service
+from router.text import TextRules
 
 MAX_PROMPTS = 1024
-"""Most prompts in one request."""
+"""Most prompts in one HTTP request."""
 
 _TOO_LONG = "context_length_exceeded"
 _DEFAULT_COMPLETION_TOKENS = 16
-_TOLD_BYTES, _TOLD_TOP_BYTES = 64, 14
-"""At most, of one token of a prompt, and of each of the likeliest in its place."""
+_LOGPROBS_BYTES, _TOP_LOGPROB_BYTES = 64, 14
+"""At most, in a message, for one token of a prompt, and for each of the likeliest in its place."""
 _INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop; a thread costs more than that takes."""
 _FEW = 64
-"""Fewer numbers are compared sooner than numpy has begun."""
-
-Made = TypeVar("Made")
+"""Fewer numbers are compared faster without numpy."""
+_SEED_MASK = 2**63 - 1
+_T = TypeVar("_T")
 
 
 def check_model(service: Service, model: str | None) -> None:
@@ -42,13 +44,40 @@ def check_model(service: Service, model: str | None) -> None:
     Raises:
         ApiError: 404 that names both.
     """
-    if model is not None and model != service.model:
-        message = f"the model {model!r} does not exist; this endpoint serves {service.model!r}"
+    if model is not None and model != service.model.name:
+        message = f"the model {model!r} does not exist; this endpoint serves {service.model.name!r}"
         raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
 
 
-async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask]:
-    """One ask for every prompt.
+def max_tokens(service: Service) -> int:
+    """Return the most tokens of prompt and answer together: the model's limit, and that of the replicas' KV pools."""
+    limit, pool_tokens = service.model.max_context, service.directory.pool_tokens
+    return limit if pool_tokens is None else min(limit, pool_tokens)
+
+
+def check(service: Service, body: GenerationBody) -> None:
+    """Refuse what no request may ask for here.
+
+    Raises:
+        ApiError: 404 or 400.
+    """
+    check_model(service, body.model)
+    if body.others:
+        refuse_unsupported(body.others)
+    max_choices = service.config.router.max_choices
+    if body.num_choices > max_choices:
+        raise bad_request(f"n: at most {max_choices} (router.max_choices), got {body.num_choices}", "n")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options: only allowed with stream=true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs: not supported with stream=true", "prompt_logprobs")
+    for param, token_ids in (("logit_bias", body.logit_bias), ("allowed_token_ids", body.allowed_token_ids)):
+        if token_ids is not None:
+            pack_token_ids(service, token_ids, param)
+
+
+async def completion_requests(service: Service, body: CompletionRequest) -> list[GenerateRequest]:
+    """Make a request of every prompt.
 
     Raises:
         ApiError: 404 or 400.
@@ -58,69 +87,44 @@ async def completion_asks(service: Service, body: CompletionRequest) -> list[Ask
         raise bad_request("max_tokens: 0 is only allowed together with echo or prompt_logprobs", "max_tokens")
     prompts = await _prompt_ids(service, body)
     if body.timeline and len(prompts) > 1:
-        raise bad_request(f"timeline: only one prompt can be timed, got {len(prompts)}", "timeline")
+        raise bad_request(f"timeline: at most one prompt can be timed, got {len(prompts)}", "timeline")
     grammar = await checked_grammar(service, wanted_answer(body))
     default = _DEFAULT_COMPLETION_TOKENS
-    return [make_ask(service, body, prompt, body.max_tokens, default, "prompt", grammar) for prompt in prompts]
+    return [make_request(service, body, prompt, body.max_tokens, default, "prompt", grammar) for prompt in prompts]
 
 
-async def tokens_ask(service: Service, body: TokensRequest) -> Ask:
-    """The ask of a prompt in tokens.
+async def tokens_request(service: Service, body: TokensRequest) -> GenerateRequest:
+    """Make a request of a prompt in tokens.
 
     Raises:
         ApiError: 404 or 400.
     """
     check(service, body)
-    grammar = await checked_grammar(service, wanted_answer(body))
-    return make_ask(service, body, body.prompt_ids, body.max_tokens, _DEFAULT_COMPLETION_TOKENS, "prompt_ids", grammar)
-
-
-async def chat_prompt(
-    service: Service,
-    messages: Sequence[ChatMessage],
-    add_generation_prompt: bool,
-    variables: dict[str, Any] | None = None,
-    add_special_tokens: bool = False,
-) -> tuple[list[int], str]:
-    """Token ids and text of a conversation, by the model's chat template, which mostly writes special tokens itself.
-
-    The developer is OpenAI's newer word for the system, and so shown to templates that know no developer.
-
-    Raises:
-        ApiError: 400 when there is no template, or it refuses the messages.
-    """
-    given = [message.for_template() for message in messages]
-    if "developer" not in (service.tokenizer.chat_template or ""):
-        # Most templates pass over roles that they do not know, and what the developer wants would be lost.
-        given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
-
-    def render_and_encode() -> tuple[list[int], str]:
-        text = service.tokenizer.apply_chat_template(given, add_generation_prompt, variables)
-        return service.tokenizer.encode(text, add_special_tokens), text
-
-    try:
-        return await _off_loop(sum(len(message["content"]) for message in given), render_and_encode)
-    except UserError as error:
-        raise bad_request(str(error), "messages") from error
+    grammar, default = await checked_grammar(service, wanted_answer(body)), _DEFAULT_COMPLETION_TOKENS
+    return make_request(service, body, body.prompt_ids, body.max_tokens, default, "prompt_ids", grammar)
 
 
 async def encode(service: Service, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text, without holding up other requests."""
-    return await _off_loop(len(text), lambda: service.tokenizer.encode(text, add_special_tokens))
+    return await off_loop(len(text), lambda: service.tokenizer.encode(text, add_special_tokens))
+
+
+async def off_loop(num_chars: int, make: Callable[[], _T]) -> _T:
+    """Call a function that tokenizes so many characters, in a thread if that takes long."""
+    return make() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(make)
 
 
 def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> TokenIds:
-    """Ids as they travel. Refuses those that the model has no token for.
+    """Pack token ids for messages.
 
     Raises:
-        ApiError: 400 that names one of them.
+        ApiError: 400 that names one for which the model has no token.
     """
     vocab_size = service.tokenizer.vocab_size
     with suppress(ValueError):
         packed = TokenIds.of(token_ids)
         if len(token_ids) < _FEW:
             is_sound = not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
-        else:  # in which negative ones count as the highest
+        else:  # read as unsigned, negative ones are the highest
             is_sound = bool(np.frombuffer(packed.packed, "<u4").max() < vocab_size)
         if is_sound:
             return packed
@@ -128,28 +132,124 @@ def pack_token_ids(service: Service, token_ids: Collection[int], param: str) -> 
     raise bad_request(f"{param}: there is no token {wrong}; allowed: 0 to {vocab_size - 1}", param)
 
 
-async def _off_loop(num_chars: int, make: Callable[[], Made]) -> Made:
-    return make() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(make)
+def make_request(
+    service: Service,
+    body: GenerationBody,
+    given_ids: Collection[int],
+    wanted: int | None,
+    default: int,
+    param: str,
+    grammar: str,
+) -> GenerateRequest:
+    """Make the request for one prompt.
 
-
-def check(service: Service, body: GenerationRequest) -> None:
-    """Refuse what no request may ask here.
+    Args:
+        wanted, default: most tokens of the answer.
+        param: the field of the prompt.
 
     Raises:
-        ApiError: 404 or 400.
+        ApiError: 400 for no tokens, or too many.
     """
-    check_model(service, body.model)
-    refuse_unsupported(body.others)
-    max_choices = service.config.router.max_choices
-    if body.num_choices > max_choices:
-        raise bad_request(f"n: at most {max_choices} (router.max_choices), got {body.num_choices}", "n")
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options: only allowed when stream is true", "stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise bad_request("prompt_logprobs: not told in a stream; leave one of both out", "prompt_logprobs")
-    for param, token_ids in (("logit_bias", body.logit_bias), ("allowed_token_ids", body.allowed_token_ids)):
-        if token_ids is not None:
-            pack_token_ids(service, token_ids, param)
+    if not given_ids:
+        raise bad_request(f"{param}: is empty; at least one token is needed", param)
+    prompt_ids = pack_token_ids(service, given_ids, param)
+    prompt_len = len(prompt_ids)
+    longest = service.config.router.max_prompt_tokens
+    if longest is not None and prompt_len > longest:
+        allowed = f"{longest} (router.max_prompt_tokens)"
+        raise bad_request(f"{param}: the prompt has {prompt_len} tokens; allowed: {allowed}", param, _TOO_LONG)
+    left = max_tokens(service) - prompt_len
+    if left < 1 or (wanted is not None and wanted > left):
+        raise _too_long(service, prompt_len, wanted, param)
+    most = min(default, left) if wanted is None else max(wanted, 1)
+    if body.min_tokens is not None and body.min_tokens > most:
+        raise bad_request(f"min_tokens: must be at most max_tokens, {most}, got {body.min_tokens}", "min_tokens")
+    stopping = Stopping(max_tokens=most, stop_token_ids=_stop_token_ids(service, body))
+    if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
+        raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
+    check_prompt_logprobs(prompt_len, body.num_prompt_logprobs)
+    sampling = make_sampling(service, body, stopping.stop_token_ids, grammar)
+    salt, may_use_cache = body.salt, sampling.num_prompt_logprobs is None
+    return GenerateRequest(
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        stopping=stopping,
+        cache_salt=salt,
+        priority=body.priority or 0,
+        timed=bool(body.timeline),
+        page_keys=PromptKeys(prompt_ids, service.config.kv.page_size, salt) if may_use_cache else None,
+    )
+
+
+def make_sampling(service: Service, body: GenerationBody, ending_ids: frozenset[int], grammar: str = "") -> Sampling:
+    """Make the sampling parameters, with a random seed where none is given."""
+    tokenizer, defaults = service.tokenizer, service.model.sampling_defaults
+    top_p = given_or(body.top_p, defaults.top_p)
+    known_ids = frozenset(token_id for token_id in ending_ids if token_id < tokenizer.vocab_size)
+    return Sampling(
+        temperature=given_or(body.temperature, defaults.temperature) if top_p else 0.0,
+        top_p=top_p or 1.0,
+        top_k=max(given_or(body.top_k, defaults.top_k), 0),
+        min_p=given_or(body.min_p, defaults.min_p),
+        seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
+        repetition_penalty=given_or(body.repetition_penalty, defaults.repetition_penalty),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        allowed_ids=frozenset(body.allowed_token_ids or ()),
+        bad_words=_bad_words(tokenizer, body.bad_words) if body.bad_words else [],
+        min_tokens=body.min_tokens or 0,
+        ending_ids=known_ids if body.min_tokens or grammar else frozenset(),
+        grammar=grammar,
+        num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=body.num_prompt_logprobs,
+    )
+
+
+def text_rules(service: Service, body: GenerationBody, markers: Collection[str] = ()) -> TextRules:
+    """Return how the tokens of every choice become text.
+
+    Args:
+        markers: texts that are shown even if they are special tokens.
+    """
+    is_marked = not service.tokenizer.special_texts.isdisjoint(markers)
+    return TextRules(
+        stops=body.stops,
+        stop_token_ids=_stop_token_ids(service, body),
+        asked_stop_ids=frozenset(body.stop_token_ids or ()),
+        include_stop=body.include_stop,
+        skip_special_tokens=body.skip_special_tokens is not False and not is_marked,
+        min_tokens=body.min_tokens or 0,
+        prompt_only=body.max_tokens == 0,
+    )
+
+
+def choices_of(request: GenerateRequest, num_choices: int) -> list[GenerateRequest]:
+    """Return a request for every choice of a prompt, each with its own seed.
+
+    The first one brings the prompt and its log-probabilities.
+    """
+    if num_choices == 1:
+        return [request]
+    seeds = [(request.sampling.seed + choice) & _SEED_MASK for choice in range(1, num_choices)]
+    samplings = [msgspec.structs.replace(request.sampling, seed=seed, num_prompt_logprobs=None) for seed in seeds]
+    others = [msgspec.structs.replace(request, sampling=sampling, shares_prompt=True) for sampling in samplings]
+    return [request, *others]
+
+
+def given_or(given: _T | None, default: _T) -> _T:
+    """Return a field's value; null is as if it were left out."""
+    return default if given is None else given
+
+
+def check_prompt_logprobs(prompt_len: int, num_prompt_logprobs: int | None) -> None:
+    """Refuse log-probabilities of a prompt that do not fit into one message."""
+    if num_prompt_logprobs is None:
+        return
+    allowed = MAX_FRAME_BYTES // 2 // (_LOGPROBS_BYTES + num_prompt_logprobs * _TOP_LOGPROB_BYTES)
+    if prompt_len > allowed:
+        message = f"prompt_logprobs: with {num_prompt_logprobs} per token at most {allowed} tokens, got {prompt_len}"
+        raise bad_request(message, "prompt_logprobs")
 
 
 async def _prompt_ids(service: Service, body: CompletionRequest) -> Sequence[Collection[int]]:
@@ -169,70 +269,25 @@ async def _prompt_ids(service: Service, body: CompletionRequest) -> Sequence[Col
     return [await encode(service, prompt, adds) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def make_ask(
-    service: Service,
-    body: GenerationRequest,
-    given_ids: Collection[int],
-    wanted: int | None,
-    default: int,
-    param: str,
-    grammar: str,
-) -> Ask:
-    """What replicas are asked. wanted, default: most tokens of the answer; param: the field of the prompt.
-
-    Raises:
-        ApiError: 400 for what the model has no room for, or no tokens.
-    """
-    if not given_ids:
-        raise bad_request(f"{param}: is empty; at least one token is needed", param)
-    prompt_ids = pack_token_ids(service, given_ids, param)
-    prompt_len = len(prompt_ids)
-    longest = service.config.router.max_prompt_tokens
-    if longest is not None and prompt_len > longest:
-        allowed = f"{longest} (router.max_prompt_tokens)"
-        raise bad_request(f"{param}: the prompt has {prompt_len} tokens; allowed: {allowed}", param, _TOO_LONG)
-    room = service.max_tokens - prompt_len
-    if room < 1 or (wanted is not None and wanted > room):
-        raise _too_long(service, prompt_len, wanted, param)
-    max_tokens = min(default, room) if wanted is None else max(wanted, 1)
-    if body.min_tokens is not None and body.min_tokens > max_tokens:
-        raise bad_request(f"min_tokens: must be at most max_tokens, {max_tokens}, got {body.min_tokens}", "min_tokens")
-    stopping = Stopping(max_tokens=max_tokens, stop_token_ids=stop_token_ids(service, body))
-    if body.min_tokens and body.allowed_token_ids and stopping.stop_token_ids.issuperset(body.allowed_token_ids):
-        raise bad_request("min_tokens: every one of allowed_token_ids would end the answer", "min_tokens")
-    _check_told(prompt_len, body.num_prompt_logprobs)
-    sampling = make_sampling(service, body, stopping.stop_token_ids, grammar)
-    salt, is_looked_for = body.salt, sampling.num_prompt_logprobs is None
-    return Ask(
-        prompt_ids=prompt_ids,
-        sampling=sampling,
-        stopping=stopping,
-        cache_salt=salt,
-        priority=body.priority or 0,
-        timed=bool(body.timeline),
-        page_keys=PromptKeys(prompt_ids, service.config.kv.page_size, salt) if is_looked_for else None,
-    )
+def _stop_token_ids(service: Service, body: GenerationBody) -> frozenset[int]:
+    eos_ids = frozenset[int]() if body.ignore_eos else service.tokenizer.eos_ids
+    return eos_ids | frozenset(body.stop_token_ids or ())
 
 
-def _check_told(prompt_len: int, num_prompt_logprobs: int | None) -> None:
-    """What is told of a prompt is one message."""
-    if num_prompt_logprobs is None:
-        return
-    allowed = MAX_FRAME_BYTES // 2 // (_TOLD_BYTES + num_prompt_logprobs * _TOLD_TOP_BYTES)
-    if prompt_len > allowed:
-        message = (
-            f"prompt_logprobs: with {num_prompt_logprobs} of each token at most {allowed} tokens, got {prompt_len}"
-        )
-        raise bad_request(message, "prompt_logprobs")
+def _bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
+    """Return the tokens of each word at the start of a text and after a space, if the model can produce them."""
+    spellings = (spelling for word in words for spelling in (word.lstrip() or word, f" {word.lstrip()}"))
+    encoded = (tuple(tokenizer.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+    return [list(word) for word in dict.fromkeys(encoded) if word and max(word) < tokenizer.vocab_size]
 
 
 def _too_long(service: Service, prompt_len: int, wanted: int | None, param: str) -> ApiError:
-    """Begins with OpenAI's words, by which many clients know that they have to shorten a conversation."""
-    limit = service.max_tokens
+    """Begin with OpenAI's words, by which many clients know that they have to shorten a conversation."""
+    limit = max_tokens(service)
     most = f"This model's maximum context length is {limit} tokens, prompt and answer together"
-    if limit != service.max_context:
+    if limit != service.model.max_context:
         most += ", since this deployment's KV pool holds no more"
     if prompt_len >= limit:
         return bad_request(f"{param}: {most}. However, the prompt has {prompt_len} tokens", param, _TOO_LONG)
-    message = f"max_tokens: {most}. However, the prompt has {prompt_len} tokens and {wanted} more were asked for"
+    message = f"max_tokens: {most}. However, the prompt has {prompt_len} tokens and {wanted} more were requested"
     return bad_request(message, "max_tokens", _TOO_LONG)

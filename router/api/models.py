@@ -4,9 +4,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from router.api.body import read
+from router.api.chat import chat_prompt
 from router.api.document import document
 from router.api.errors import bad_request
-from router.api.intake import chat_prompt, check_model, encode, pack_token_ids
+from router.api.intake import check_model, encode, max_tokens, pack_token_ids
 from router.api.requests import DetokenizeRequest, TokenizeRequest
 from router.api.unsupported import HARMLESS, refuse_unsupported
 from router.service import Service
@@ -18,12 +19,11 @@ _HARMLESS = {
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes about the model."""
     router = APIRouter(tags=["model"])
 
     @router.get("/v1/models")
     async def models() -> dict[str, object]:
-        """The one model that is served."""
+        """The served model."""
         return {"object": "list", "data": [_card(service)]}
 
     @router.get("/v1/models/{model:path}")
@@ -34,13 +34,13 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=document(TokenizeRequest))
     async def tokenize(request: Request) -> dict[str, object]:
-        """Token ids of a prompt or of messages, as the generating routes would have them."""
+        """Token ids of a prompt or of messages, as the generating routes make them."""
         body = await read(request, TokenizeRequest)
         token_ids = await _tokenize(service, body)
-        told: dict[str, object] = {"count": len(token_ids), "max_model_len": service.max_tokens, "tokens": token_ids}
+        answer: dict[str, object] = {"count": len(token_ids), "max_model_len": max_tokens(service), "tokens": token_ids}
         if body.return_token_strs:
-            told["token_strs"] = [service.tokenizer.token_of(token_id) for token_id in token_ids]
-        return told
+            answer["token_strs"] = [service.tokenizer.token_of(token_id) for token_id in token_ids]
+        return answer
 
     @router.post("/detokenize", openapi_extra=document(DetokenizeRequest))
     async def detokenize(request: Request) -> dict[str, object]:
@@ -73,10 +73,10 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
 
 def _card(service: Service) -> dict[str, object]:
     return {
-        "id": service.model,
+        "id": service.model.name,
         "object": "model",
         "created": service.created_s,
         "owned_by": "baton",
         "root": service.config.model.path,
-        "max_model_len": service.max_tokens,
+        "max_model_len": max_tokens(service),
     }

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's fields, and what vLLM and SGLang add. Others are kept apart, unread."""
+"""Bodies of requests: OpenAI's fields, and those that vLLM and SGLang add. Others are kept apart, unread."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,32 +10,27 @@ from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from router.api import constraint_fields
 from router.api.constraint_fields import Choices, Pattern, ResponseFormat, Schema, StructuredOutputs, Tool, ToolChoice
 from router.api.long_ids import put_back
+from router.sampling_defaults import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 Positive = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 DpRank = Annotated[int, Field(ge=0, lt=2**31)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(ge=0, le=1)]
-"""0 leaves the likeliest token alone."""
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 IdList = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 PromptIds = Annotated[IdList, WrapValidator(put_back)]
-"""Of a long body they are TokenIds."""
+"""TokenIds in a long body."""
 Prompt = Annotated[
     str | IdList | Texts | Annotated[list[IdList], Field(min_length=1, fail_fast=True)],
     Field(union_mode="left_to_right"),
-    # Also makes Python objects of the JSON first: among those the types of a union are told apart four times as fast.
+    # Also turns the JSON into Python objects first, whose types a union distinguishes four times as fast.
     WrapValidator(put_back),
 ]
 StopText = Annotated[str, Field(min_length=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much a model thinks; those that only can or cannot think do so unless it is none."""
+"""How much a model thinks; models without levels think unless it is none."""
 
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists; no list may be empty",
@@ -43,45 +38,47 @@ EXPECTED = {
     "input": "a string, or a list of messages, function calls, their outputs, and reasoning",
     "content": "a string, or a list of parts of type text or refusal; images, audio and files are not supported",
 } | constraint_fields.EXPECTED
-"""In words, the fields that may have several types."""
+"""The fields that may have several types, in words."""
+
+_STRICT = ConfigDict(extra="forbid")
+"""For the administrator: a misspelt name would mean all replicas."""
+_FORMS = frozenset(
+    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    | {"json_schema", "regex", "ebnf", "response_format"}
+)
 
 
 class Body(BaseModel):
-    """What every body has in common."""
-
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
     ids_field: ClassVar[str | None] = None
-    """The one that may have thousands of token ids, whose validator is ``put_back``."""
+    """The field that may have thousands of token ids; its validator is ``put_back``."""
     expected: ClassVar[Mapping[str, str]] = EXPECTED
-    """In words, the fields that may have several types."""
+    """The fields that may have several types, in words."""
 
     @property
     def others(self) -> dict[str, Any]:
-        """The fields that are not declared here."""
         return self.model_extra or {}
 
 
 class StreamOptions(Body):
-    """How a stream ends."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SaltedBody(Body):
-    """What has a prompt of one tenant."""
+    """A body with a prompt of one tenant."""
 
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     extra_key: str | None = None
 
     @property
     def salt(self) -> str:
-        """Prompts share pages of the caches only with prompts of the same."""
+        """Prompts share cached pages only with prompts of the same salt."""
         return self.cache_salt or "" if not self.extra_key else f"{self.cache_salt or ''}\0{self.extra_key}"
 
 
-class GenerationRequest(SaltedBody):
-    """What completions and chat have in common."""
+class GenerationBody(SaltedBody):
+    """Fields that completions and chat have in common."""
 
     model: str
     max_tokens: Positive | None = None
@@ -126,43 +123,44 @@ class GenerationRequest(SaltedBody):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def include_usage(self) -> bool:
-        """A stream ends with a usage chunk."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Every chunk of a stream has the usage so far."""
+        """Whether every chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def include_stop(self) -> bool:
-        """A stop string is part of the answer that it ends."""
+        """Whether a stop string is part of the answer that it ends."""
         return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
+    def wants_form(self) -> bool:
+        """Whether any field constrains the form of the answer."""
+        return not self.model_fields_set.isdisjoint(_FORMS)
+
+    @property
     def num_choices(self) -> int:
-        """Answers to each prompt."""
         return self.n or 1
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likely tokens to tell with each; None for no log-probabilities."""
+        """Likeliest tokens to report with each; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the tokens of the prompt."""
+        """Likeliest tokens to report with each token of the prompt; None for no log-probabilities."""
         return self.prompt_logprobs
 
 
-class CompletionRequest(GenerationRequest):
-    """``POST /v1/completions``."""
-
+class CompletionRequest(GenerationBody):
     ids_field = "prompt"
     prompt: Prompt
     add_special_tokens: bool | None = None
@@ -172,17 +170,16 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """``logprobs`` itself."""
         return self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """``prompt_logprobs``, and with ``echo`` as many as of the answer."""
+        """``prompt_logprobs``, and with ``echo`` at least as many as of the answer."""
         echoed = self.logprobs if self.echo else None
         return max((num for num in (echoed, self.prompt_logprobs) if num is not None), default=None)
 
 
-class TokensRequest(GenerationRequest):
+class TokensRequest(GenerationBody):
     """``POST /generate``: a completion whose prompt and answer are tokens."""
 
     ids_field = "prompt_ids"
@@ -191,40 +188,36 @@ class TokensRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """``logprobs`` itself."""
         return self.logprobs
 
 
 class TextPart(Body):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(Body):
-    """A part of a message in which a model declined to answer."""
+    """A part in which a model declined to answer."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def text(self) -> str:
-        """What it said."""
         return self.refusal
 
 
 class ChatMessage(Body):
-    """One message; fields beyond these go to the chat template as they are."""
+    """One message; its further fields go to the chat template as they are."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | list[TextPart | RefusalPart], Field(union_mode="left_to_right")] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as transformers' own server shows it to a template.
+        """Return the message as transformers' own server shows it to a template.
 
-        Parts are joined to one text, no content is an empty text, and a tool call's arguments are an object. Clients
-        send back what they got with null for each field that it had not, of which templates ask whether it is there.
+        Parts are joined, missing content is an empty text, and a tool call's arguments are an object. Clients return
+        answers with null for every unset field, while templates ask whether a field is there.
         """
         given = {name: value for name, value in self.model_dump(exclude_unset=True).items() if value is not None}
         given["content"] = self._text()
@@ -232,7 +225,7 @@ class ChatMessage(Body):
             del given["tool_calls"]
         elif isinstance(calls, list):
             given["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
-        if "reasoning" in given:  # vLLM's word, which templates do not know
+        if "reasoning" in given:  # vLLM's word, unknown to templates
             given.setdefault("reasoning_content", given["reasoning"])
         return given
 
@@ -242,9 +235,7 @@ class ChatMessage(Body):
         return self.content or ""
 
 
-class ChatRequest(GenerationRequest):
-    """``POST /v1/chat/completions``."""
-
+class ChatRequest(GenerationBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     add_generation_prompt: bool | None = None
@@ -260,12 +251,11 @@ class ChatRequest(GenerationRequest):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the template gets besides the messages; tools that must not be called are shown too, for the cache."""
+        """The template's input besides the messages; tools that must not be called are in it too, for the cache."""
         return template_variables(self.tools, self.reasoning_effort, self.chat_template_kwargs)
 
     @property
     def num_logprobs(self) -> int | None:
-        """``top_logprobs`` where ``logprobs`` asks for any."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -284,31 +274,40 @@ class TokenizeRequest(Body):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template gets besides the messages."""
         return template_variables(self.tools, self.reasoning_effort, self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Body):
-    """``POST /detokenize``."""
-
     model: str | None = None
     tokens: list[int]
+
+
+class TargetRequest(Body):
+    """``POST /admin/...``: one replica, or without a name what the route says."""
+
+    model_config = _STRICT
+    replica: str | None = None
+
+
+class PinRequest(TargetRequest, SaltedBody):
+    """``POST /admin/pin``: a prompt as text or token ids; for one replica, or without a name for all."""
+
+    model_config = _STRICT
+    expected: ClassVar[Mapping[str, str]] = {"prompt": "a string, or a list of token ids; neither may be empty"}
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
 
 
 def template_variables(
     tools: list[Tool] | None, effort: Effort | None, others: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What a chat template gets besides the messages; tools as the client wrote them."""
+    """Return a chat template's input besides the messages; tools as the client wrote them."""
     written = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
     thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
     return ({"tools": written} if written else {}) | thinking | (others or {})
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call whose arguments, a string in OpenAI's API, are what the string says; others as they are.
-
-    No text at all, as clients keep it of a call without arguments, says that there are none.
-    """
+    """Parse a tool call's arguments, a JSON string in OpenAI's API; an empty one means none."""
     match call:
         case {"function": {"arguments": str(text)} as function}:
             with suppress(msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""The chat request that has the same answer as one to ``/v1/responses``; it is what replicas are asked."""
+"""From a body of ``/v1/responses`` to the chat request with the same answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_usage": True}, {"include_obfuscation": False}, {"include_obfuscation": True}),
     "truncation": ("disabled",),
 }
-"""By undeclared field, the values besides null that ask for nothing."""
+"""By undeclared field, the values besides null that change nothing."""
 
 _OWN_WORDS = (
     ("messages", "input"),
@@ -50,16 +50,16 @@ _OWN_WORDS = (
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
 )
-"""How the fields of chat are called here."""
+"""Fields of chat, and their names here."""
 
 _ADDITIONS = (
     ChatRequest.model_fields.keys() - ResponseRequest.model_fields.keys() - _HARMLESS.keys() - dict(_OWN_WORDS).keys()
 )
-"""Fields of chat that OpenAI's API does not have here: they mean the same."""
+"""Fields of chat that OpenAI's API does not have here; they have the same meaning."""
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
-    """What this asks of a chat.
+    """Return the chat request.
 
     Raises:
         ApiError: 400 that names a field which would change the answer and is not supported.
@@ -85,14 +85,14 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     }
     additions = {name: body.others[name] for name in _ADDITIONS if name in body.others}
     try:
-        # As JSON, where the keys of an object that stand for numbers are strings.
+        # As JSON, in which numbers as keys are strings.
         return ChatRequest.model_validate_json(to_json(fields | additions, inf_nan_mode="constants"))
     except ValidationError as error:
         raise in_own_words(problem_of(error.errors(include_url=False)[0])) from None
 
 
 def in_own_words(error: ApiError) -> ApiError:
-    """The same error of a chat request, about the field that this API has in its place."""
+    """Rewrite an error of a chat request to name this API's field."""
     if error.param is None:
         return error
     param = error.param.replace(".function.", ".")
@@ -102,7 +102,7 @@ def in_own_words(error: ApiError) -> ApiError:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """The conversation; thoughts, text and calls that follow each other are one message of the assistant."""
+    """Return the conversation; consecutive thoughts, text and calls are one message of the assistant."""
     given = body.input if isinstance(body.input, list) else [InputMessage(role="user", content=body.input)]
     messages: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     thoughts = ""

@@ -1,4 +1,4 @@
-"""The items of one answer of ``/v1/responses`` as they grow (thoughts, messages, calls), and the events of that."""
+"""The growing items of one answer of ``/v1/responses`` (thoughts, messages, calls), and their events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from router.api.response_objects import (
     OutputThoughts,
     ReasoningText,
 )
+from router.api.response_request import sealed
 from router.api.responses import ChosenLogprob
-from router.api.sealed_thoughts import sealed
 from router.message import MessageEvent, Thought, new_call_id
 from router.tool_calls.events import Argued, CallBegun, Said
 
@@ -26,25 +26,27 @@ Event = tuple[str, dict[str, Any]]
 
 
 class OutputItems:
-    """What was said so far. One item grows at a time; what belongs to another one ends it."""
+    """The items so far. One grows at a time; what belongs to another one ends it."""
 
     def __init__(self, request_id: str, *, seals_thoughts: bool = False) -> None:
-        """With ``seals_thoughts`` they end in a form for clients that keep no others, too."""
+        """
+        Args:
+            seals_thoughts: thoughts also end in a form for clients that keep no other.
+        """
         self._request_id = request_id
         self._seals_thoughts = seals_thoughts
         self._ended: list[OutputItem] = []
         self._growing: _Growing | None = None
-        self._untold: list[ChosenLogprob] = []
-        """Of tokens whose text has not come."""
+        self._pending: list[ChosenLogprob] = []
+        """Log-probabilities of tokens whose text has not come."""
 
     @property
     def is_thinking(self) -> bool:
-        """Thoughts came last."""
         return isinstance(self._growing, _Thoughts)
 
     def push(self, read: Sequence[MessageEvent], logprobs: Sequence[ChosenLogprob] = ()) -> list[Event]:
-        """What follows in the message, and the log-probabilities of its tokens."""
-        self._untold += logprobs
+        """Take what follows in the message, and the log-probabilities of its tokens."""
+        self._pending += logprobs
         events: list[Event] = []
         for event in read:
             match event:
@@ -59,9 +61,9 @@ class OutputItems:
         return events
 
     def end(self, status: ItemStatus) -> tuple[list[OutputItem], list[Event]]:
-        """Every item, at least one, and the events of the last one's end."""
+        """Return every item, at least one, and the events of the last one's end."""
         is_message = isinstance(self._growing, _Message)
-        events = self._grow(_Message, "") if self._growing is None or (is_message and self._untold) else []
+        events = self._grow(_Message, "") if self._growing is None or (is_message and self._pending) else []
         events += self._end(status)
         return self._ended, events
 
@@ -71,8 +73,8 @@ class OutputItems:
             assert not issubclass(kind, _Call), "arguments follow their call"
             events += self._begin(kind)
         assert self._growing is not None
-        told, self._untold = self._untold, []
-        return events + self._growing.grow(text, told)
+        logprobs, self._pending = self._pending, []
+        return events + self._growing.grow(text, logprobs)
 
     def _begin(self, make: "Callable[[str, int], _Growing]") -> list[Event]:
         events = self._end("completed")
@@ -92,8 +94,6 @@ class OutputItems:
 
 
 class _Growing(ABC):
-    """An item that is not whole."""
-
     def __init__(self, item_id: str, index: int) -> None:
         self.item_id = item_id
         self._index = index
@@ -105,11 +105,11 @@ class _Growing(ABC):
 
     @abstractmethod
     def item(self, status: ItemStatus) -> OutputItem:
-        """As it stands."""
+        """Return the item as it stands."""
 
     @abstractmethod
     def grow(self, text: str, logprobs: list[ChosenLogprob]) -> list[Event]:
-        """More text, with the log-probabilities of its tokens where they are asked for."""
+        """Add text, with the log-probabilities of its tokens where requested."""
         self._texts.append(text)
         return []
 

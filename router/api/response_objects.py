@@ -1,4 +1,4 @@
-"""What clients of ``/v1/responses`` get, as OpenAI's API has it."""
+"""Bodies of answers of ``/v1/responses``, in OpenAI's form."""
 
 from typing import Any, Literal
 
@@ -10,22 +10,16 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag="output_text"):
-    """What the model said."""
-
     text: str
     annotations: list[Any] = []
     logprobs: list[ChosenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning_text"):
-    """What the model thought."""
-
     text: str
 
 
 class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
-    """One message of the answer."""
-
     id: str
     status: ItemStatus
     role: Literal["assistant"] = "assistant"
@@ -43,8 +37,6 @@ class OutputThoughts(msgspec.Struct, frozen=True, kw_only=True, tag="reasoning")
 
 
 class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag="function_call"):
-    """A call that the client is to make."""
-
     id: str
     status: ItemStatus
     call_id: str
@@ -56,24 +48,20 @@ OutputItem = OutputMessage | OutputThoughts | OutputCall
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the prompt's KV came from; ``PromptTokensDetails`` says the same."""
+    """Where the prompt's KV came from; see ``PromptTokensDetails``."""
 
     cached_tokens: int
     cache_write_tokens: int
-    """OpenAI's word for what is charged for, which is nothing here."""
+    """Tokens that OpenAI charges for; always 0 here."""
     host_tokens: int = 0
     storage_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer consists of."""
-
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -82,21 +70,15 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the answer is not whole."""
-
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there is no answer."""
-
     code: str
     message: str
 
 
 class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as it stands."""
-
     id: str
     object: Literal["response"] = "response"
     created_at: int

@@ -1,15 +1,19 @@
-"""What clients may send to ``/v1/responses``."""
+"""Bodies of requests to ``/v1/responses``."""
 
+import base64
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from router.api.constraint_fields import FunctionName, SchemaObject
-from router.api.requests import Body, Effort, NumLogprobs, Positive, RefusalPart, Temperature, TopP
-from router.api.sealed_thoughts import unsealed
+from router.api.requests import Body, Effort, NumLogprobs, Positive, RefusalPart
+from router.sampling_defaults import Temperature, TopP
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_THOUGHTS = "reasoning.encrypted_content"
+_SEAL = b"baton\0"
+"""Begins what we call encrypted; nobody else's begins so."""
 Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -20,12 +24,10 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""What OpenAI's API may add: log-probabilities, thoughts, and parts of items that no answer here has."""
+"""What OpenAI's API may add: log-probabilities, thoughts, and parts of items that answers here do not have."""
 
 
 class InputPart(Body):
-    """A part of a message."""
-
     type: Literal["input_text", "output_text", "text"]
     text: str
 
@@ -34,16 +36,12 @@ Texts = Annotated[str | list[InputPart | RefusalPart], Field(union_mode="left_to
 
 
 class InputMessage(Body):
-    """One message of the conversation so far."""
-
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
 
 
 class InputCall(Body):
-    """A call that the model made."""
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -51,22 +49,18 @@ class InputCall(Body):
 
 
 class InputCallOutput(Body):
-    """What a call gave."""
-
     type: Literal["function_call_output"]
     call_id: str
     output: Texts
 
 
 class InputThought(Body):
-    """The text of a thought."""
-
     type: Literal["reasoning_text"]
     text: str
 
 
 class InputThoughts(Body):
-    """What the model thought before its next message or call."""
+    """Thoughts before the model's next message or call."""
 
     type: Literal["reasoning"]
     content: list[InputThought] | None = None
@@ -74,10 +68,10 @@ class InputThoughts(Body):
 
     @property
     def text(self) -> str:
-        """What it thought; nothing where only others can read it."""
+        """The thoughts; empty where only others can read them."""
         if self.content:
             return "\n".join(thought.text for thought in self.content)
-        return unsealed(self.encrypted_content or "")
+        return _unsealed(self.encrypted_content or "")
 
 
 class InputReference(Body):
@@ -103,8 +97,6 @@ InputItem = Annotated[
 
 
 class FunctionTool(Body):
-    """A function that the model may call."""
-
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -113,8 +105,6 @@ class FunctionTool(Body):
 
 
 class ChosenTool(FunctionName):
-    """The function that must be called."""
-
     type: Literal["function"]
 
 
@@ -127,8 +117,6 @@ class AllowedTools(Body):
 
 
 class TextFormat(Body):
-    """What the answer's text is."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: SchemaObject | None = Field(default=None, alias="schema")
@@ -136,8 +124,6 @@ class TextFormat(Body):
 
 
 class TextSettings(Body):
-    """How the text is written."""
-
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
@@ -147,7 +133,7 @@ class Reasoning(Body):
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Thoughts come whole and have no summary, as those of models that make none."""
+    """Ignored: thoughts are given in full, as by models without summaries."""
 
 
 class ResponseRequest(Body):
@@ -177,5 +163,18 @@ class ResponseRequest(Body):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Log-probabilities are asked for in one of the two ways that the API has."""
+        """Whether log-probabilities are requested in one of the API's two ways."""
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+
+def sealed(text: str) -> str:
+    """Return thoughts as ``encrypted_content``, which clients return unread; nothing here is secret."""
+    return base64.b64encode(_SEAL + text.encode()).decode()
+
+
+def _unsealed(content: str) -> str:
+    with suppress(ValueError):
+        raw = base64.b64decode(content, validate=True)
+        if raw.startswith(_SEAL):
+            return raw.removeprefix(_SEAL).decode()
+    return ""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from cluster.spec.sampling import FinishReason
+from router.api.intake import given_or
 from router.api.logprobs import chat_logprobs
 from router.api.response_items import Event, OutputItems
 from router.api.response_objects import (
@@ -20,16 +21,15 @@ from router.api.response_objects import (
 )
 from router.api.response_request import SEALED_THOUGHTS, Reasoning, ResponseRequest
 from router.api.responses import Usage
-from router.api.sampling import given_or
 from router.message import MessageReader
+from router.request import OutputChunk
 from router.service import Service
-from router.text import Piece
 
 _encoder = msgspec.json.Encoder()
 
 
 class ResponseWriter:
-    """One response: ``opening``, every token's piece, ``closing``; events are numbered in the order of the calls."""
+    """One response: ``opening``, ``push`` for every token, ``closing``; events are numbered in the order of calls."""
 
     def __init__(self, request_id: str, service: Service, body: ResponseRequest, reader: MessageReader) -> None:
         self._tokenizer = service.tokenizer
@@ -39,40 +39,39 @@ class ResponseWriter:
         self._finish: FinishReason | None = None
         self._num_thought_tokens = 0
         self.num_tokens = 0
-        """Of the answer so far."""
+        """Tokens of the answer so far."""
         self._begun = _begun(request_id, service, body)
 
     def opening(self) -> bytes:
-        """The events before any text."""
+        """Return the events before any text."""
         kinds = ("response.created", "response.in_progress")
         return self._write([(kind, {"response": self._begun}) for kind in kinds])
 
-    def push(self, piece: Piece) -> bytes:
-        """The events of the next token."""
-        return self._write(self.take(piece))
+    def push(self, chunk: OutputChunk) -> bytes:
+        return self._write(self.take(chunk))
 
-    def take(self, piece: Piece) -> list[Event]:
-        """The next token, for ``whole``."""
-        read = self._reader.read(piece.text, is_end=piece.finish is not None)
-        told = chat_logprobs(self._tokenizer, piece)
-        events = self._items.push(read, told.content if told else ())
-        self._finish = piece.finish
-        self.num_tokens += len(piece.token_ids)
+    def take(self, chunk: OutputChunk) -> list[Event]:
+        """Take the next token; return its events."""
+        read = self._reader.read(chunk.text, is_end=chunk.finish is not None)
+        logprobs = chat_logprobs(self._tokenizer, chunk).content if chunk.logprobs else ()
+        events = self._items.push(read, logprobs)
+        self._finish = chunk.finish
+        self.num_tokens += len(chunk.token_ids)
         if self._items.is_thinking:
             self._num_thought_tokens = self.num_tokens
         return events
 
     def closing(self, usage: Usage) -> bytes:
-        """The events after all text."""
+        """Return the events after all text."""
         ended, events = self._ended(usage)
         return self._write([*events, (f"response.{ended.status}", {"response": ended})])
 
     def whole(self, usage: Usage) -> bytes:
-        """The response at its end, instead of ``closing``."""
+        """Return the response at its end, instead of ``closing``."""
         return _encoder.encode(self._ended(usage)[0])
 
     def failed(self, code: str, message: str) -> bytes:
-        """The event that there will be no more."""
+        """Return the event that the answer failed."""
         error = ResponseError(code=code, message=message)
         failed = msgspec.structs.replace(self._begun, status="failed", error=error)
         return self._write([("response.failed", {"response": failed})])
@@ -111,7 +110,7 @@ class ResponseWriter:
 
 
 def _begun(request_id: str, service: Service, body: ResponseRequest) -> ResponseObject:
-    """The response before its first token, with what was asked."""
+    """Return the response before its first token, with the request's fields."""
     written = body.text.format if body.text is not None else None
     return ResponseObject(
         id=f"resp_{request_id}",
@@ -120,13 +119,13 @@ def _begun(request_id: str, service: Service, body: ResponseRequest) -> Response
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
-        model=service.model,
+        model=service.model.name,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=(body.reasoning or Reasoning()).model_dump(),
-        temperature=given_or(body.temperature, service.sampling_defaults.temperature),
+        temperature=given_or(body.temperature, service.model.sampling_defaults.temperature),
         text={"format": {"type": "text"} if written is None else written.model_dump(by_alias=True, exclude_unset=True)},
         tool_choice=body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
         tools=[tool.model_dump() for tool in body.tools or ()],
-        top_p=given_or(body.top_p, service.sampling_defaults.top_p),
+        top_p=given_or(body.top_p, service.model.sampling_defaults.top_p),
         user=body.user,
     )

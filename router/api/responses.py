@@ -1,5 +1,6 @@
-"""What clients get, as OpenAI's API has it. msgspec, because the streaming path encodes one of these per token."""
+"""Bodies of answers in OpenAI's API. msgspec structs, since a stream encodes one per token."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -10,11 +11,11 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     """Where the prompt's KV came from."""
 
     cached_tokens: int
-    """Not computed: an earlier request had the same beginning."""
+    """Not computed, since an earlier request had the same prefix."""
     host_tokens: int = 0
-    """Those of them that came from host memory; left out if none did."""
+    """Cached tokens from host memory; left out if none."""
     storage_tokens: int = 0
-    """Those of them that came from storage; left out if none did."""
+    """Cached tokens from storage; left out if none."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a choice of ``/v1/completions``: lists with one entry a token."""
+    """Log-probabilities of a choice of ``/v1/completions``: lists with one entry per token."""
 
     text_offset: tuple[int, ...]
     token_logprobs: list[float | None]
@@ -37,46 +38,38 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token that might have stood in the prompt."""
-
     logprob: float
     rank: int
-    """1 for the likeliest."""
+    """1 is the likeliest."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""By token id, as vLLM has it: each token of the prompt, and the likeliest in its place; None for the first."""
+"""vLLM's form: for each prompt token itself and the likeliest in its place, by token id; None for the first."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token that the model might have said."""
-
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ChosenLogprob(TokenLogprob, frozen=True, kw_only=True):
-    """The token that it said."""
-
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a choice of ``/v1/chat/completions``, one entry a token."""
+    """Log-probabilities of a choice of ``/v1/chat/completions``, one entry per token."""
 
     content: list[ChosenLogprob]
     refusal: None = None
 
 
 StopReason = str | int | None | UnsetType
-"""As vLLM tells it: the stop string or the token named by the request that ended an answer, or nothing; at its end."""
+"""vLLM's field: the stop string or requested stop token that ended an answer, or null; only at its end."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt's text, or the next part of it."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -84,8 +77,8 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     stop_reason: StopReason = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In the first part."""
-    token_ids: tuple[int, ...] | UnsetType = UNSET
+    """In the choice's first chunk."""
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +93,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What is called, or the next part of it."""
+    """A called function, or the next part of the call."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
@@ -108,8 +101,6 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that the client is to make."""
-
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -125,11 +116,9 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said."""
-
     role: Literal["assistant"] = "assistant"
     content: str | None
-    """None where there are only calls."""
+    """None if there are only calls."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -137,14 +126,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole message."""
-
     index: int
     message: Message
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: StopReason = UNSET
-    token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,8 +148,6 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """The next part of a message."""
-
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -171,14 +156,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The next part of a choice."""
-
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: StopReason = UNSET
-    token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):

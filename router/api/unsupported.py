@@ -56,47 +56,50 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
-"""By field, the values besides null that ask for nothing. Only where a request does not declare the field."""
+"""By undeclared field, the values besides null that change nothing."""
 
 ELSEWHERE: Mapping[str, str] = {
     "input_ids": "/generate calls it prompt_ids",
-    "logprob_start_len": "prompt_logprobs tells of a prompt",
+    "logprob_start_len": "prompt_logprobs is for prompts",
     "max_new_tokens": "is called max_tokens",
     "min_new_tokens": "is called min_tokens",
     "reasoning": "a chat calls it reasoning_effort",
     "return_logprob": "is called logprobs",
-    "sampling_params": "its fields stand beside the prompt",
+    "sampling_params": "its fields are given next to the prompt",
     "sampling_seed": "is called seed",
     "text": "/v1/completions takes it as prompt",
     "top_logprobs_num": "is called logprobs",
 }
-"""How what these ask for is asked for here. Only where a request does not declare the field."""
+"""By undeclared field, its name here."""
 
 _SWITCHED_OFF_BY = {"tools": "tool_choice", "functions": "function_call"}
-"""Any value of these is harmless beside "none" for that."""
+"""Any value of a field changes nothing if this other one is "none"."""
 
 
 def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]] = HARMLESS) -> None:
-    """Check the undeclared fields of a request; ``table`` has, by field, the values besides null that ask for nothing.
+    """Check the undeclared fields of a request.
+
+    Args:
+        table: by field, the values besides null that change nothing.
 
     Raises:
-        ApiError: 400 that names the first one that would change the answer.
+        ApiError: 400 that names the first field that would change the answer.
     """
     for name, value in fields.items():
         if name in ELSEWHERE and value is not None:
-            raise bad_request(f"{name}: not known here; {ELSEWHERE[name]}", name, "unsupported")
+            raise bad_request(f"{name}: unknown here; {ELSEWHERE[name]}", name, "unsupported")
         harmless, switch = table.get(name), _SWITCHED_OFF_BY.get(name, "")
         if harmless is None or value is None or any(_same(value, allowed) for allowed in harmless):
             continue
         if fields.get(switch) == "none":
             continue
         allowed = " or ".join(["null", *(_json(value) for value in harmless)])
-        allowed += f', or anything beside "{switch}": "none"' if switch else ""
+        allowed += f', or anything with "{switch}": "none"' if switch else ""
         raise bad_request(f"{name}: not supported, got {_json(value)}; allowed: {allowed}", name, "unsupported")
 
 
 def _same(given: Any, allowed: Any) -> bool:
-    """Equal, where true is not 1 and false is not 0."""
+    """Compare, where true is not 1 and false is not 0."""
     return bool(given == allowed) and isinstance(given, bool) == isinstance(allowed, bool)
 
 

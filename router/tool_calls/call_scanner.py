@@ -1,4 +1,4 @@
-"""One call, a JSON object with the name of a function and its arguments, read while it comes."""
+"""Incremental reader of one call: a JSON object with the name of a function and its arguments."""
 
 import json
 from collections.abc import Collection
@@ -7,33 +7,36 @@ from router.tool_calls.events import Argued, CallBegun, Event
 
 _ARGUMENTS = ("arguments", "parameters")
 KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
-"""Members that a call may have."""
+"""Allowed members of a call."""
 
 
 class CallScanner:
-    """Follows the object character by character; its members' values are taken as they are written."""
+    """Follows the object character by character; values are taken as they are written."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """With ``names``, an object that calls none of them, or has other members than calls have, is no call."""
+        """
+        Args:
+            names: known functions; an object that calls another one, or has unknown members, is no call. None for any.
+        """
         self._names = names
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._key: str | None = None
         self._written = ""
-        """Of the member's key or value at hand."""
+        """The current key or value."""
         self._values: dict[str, str] = {}
-        self._num_told = 0
-        """Characters of the arguments that were told."""
+        self._num_passed = 0
+        """Characters of the arguments that were passed on."""
         self.raw = ""
-        """All that was taken."""
+        """All text that was taken."""
         self.has_begun = False
-        """It is a call."""
+        """Whether it is a call."""
         self.is_over = False
-        """Nothing more is taken: the object is whole, or it is none."""
+        """Whether the object is complete, or is no call."""
 
     def push(self, text: str) -> tuple[list[Event], str]:
-        """What this text completes, and the part of it that was not taken."""
+        """Return the events that this text completes, and its part that was not taken."""
         events: list[Event] = []
         num_taken = 0
         while num_taken < len(text) and not self.is_over:
@@ -60,7 +63,7 @@ class CallScanner:
             self._written += char
 
     def _divide(self, char: str, events: list[Event]) -> None:
-        """A key or a value of the object is whole."""
+        """End a key or a value of the object."""
         written, self._written = self._written.strip(), ""
         if char == ":":
             key = _string(written)
@@ -86,16 +89,16 @@ class CallScanner:
             events.append(CallBegun(name))
 
     def _argue(self) -> list[Event]:
-        """The arguments as far as they are new; a call without any has none."""
+        """Return the new part of the arguments; a call without any has none."""
         known = next((self._values[key] for key in _ARGUMENTS if key in self._values), None)
         if known is None:
             known = self._written.strip() if self._key in _ARGUMENTS else "{}" if self.is_over else ""
-        new, self._num_told = known[self._num_told :], max(self._num_told, len(known))
+        new, self._num_passed = known[self._num_passed :], max(self._num_passed, len(known))
         return [Argued(new)] if new else []
 
 
 def _string(written: str) -> str | None:
-    """The string that this JSON writes; None if it writes none."""
+    """Return the string that this JSON denotes; None if it is no string."""
     try:
         value = json.loads(written)
     except ValueError:

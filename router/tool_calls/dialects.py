@@ -1,4 +1,4 @@
-"""How models write tool calls: what tells it from their chat template, reads their answers, and makes them call."""
+"""How models write tool calls: detection in the chat template, parsing of answers, and grammars that enforce calls."""
 
 import json
 import re
@@ -16,7 +16,7 @@ class Dialect:
     """One way of writing calls."""
 
     parser: Callable[[Collection[str]], ToolParser]
-    """Of one answer, given the names of the functions."""
+    """Makes the parser of one answer from the names of the functions."""
     opening: str
     """Text of a call up to its name."""
     arguments: str
@@ -25,32 +25,33 @@ class Dialect:
     between: str
     """Text between calls."""
     text: str
-    """Lark's terminal of a text that holds no call."""
+    """Lark terminal of a text without calls."""
     marker: str
-    """What of the opening may stand behind text; empty where calls only begin an answer."""
+    """The part of the opening that may follow text; empty where calls only begin an answer."""
     markers: tuple[str, ...]
     """Texts that the parser must see, even if they are special tokens."""
     fits: Callable[[str], bool]
-    """Whether a model with this chat template writes calls so."""
+    """Returns whether a model with this chat template uses this dialect."""
 
     def lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
-        """Lark rules for ``calls``; the arguments of function i are the grammar ``arguments_i``.
+        """Return Lark rules for ``calls``; the arguments of function i are the grammar ``arguments_i``.
 
-        special_texts: how special tokens are written; a marker that is one must come as one.
+        Args:
+            special_texts: how special tokens are written; a marker that is one must come as one.
         """
         special = special_texts.intersection(self.markers)
         call = self._call(self.opening, names, special)
         return [f"calls: call{self._more(special, several=several)}", f"call: {call}"]
 
     def text_lark(self, names: Sequence[str], special_texts: frozenset[str], *, several: bool) -> list[str]:
-        """Lark rules for ``free`` beside those: calls, if any, after any text, if any, that holds no other calls."""
+        """Return further Lark rules for ``free``: optional text without calls, then optional calls."""
         special = special_texts.intersection(self.markers)
         text = f"TEXT: {self.text}"
         if not self.marker:
             return ["free: TEXT? | calls", text]
         if self.marker in special:
             return ["free: TEXT? calls?", text]
-        # Text is read as far as it goes: the marker of the first call has to end it.
+        # Text is matched greedily: the marker of the first call has to end it.
         rest = self._call(self.opening.removeprefix(self.marker), names, special)
         return [
             f"free: TEXT? | lead rest{self._more(special, several=several)}",
@@ -60,7 +61,6 @@ class Dialect:
         ]
 
     def _call(self, opening: str, names: Sequence[str], special: frozenset[str]) -> str:
-        """One call of any of these, begun like this."""
         return " | ".join(
             f"{_literal(opening + json.dumps(name) + self.arguments, special)} @arguments_{index} "
             f"{_literal(self.closing, special)}"
@@ -68,12 +68,11 @@ class Dialect:
         )
 
     def _more(self, special: frozenset[str], *, several: bool) -> str:
-        """What may follow a call."""
         return f" ({_literal(self.between, special)} call)*" if several else ""
 
 
 _MEMBERS = "|".join(f'"{key}"' for key in sorted(KEYS))
-"""How an object that is a call may begin."""
+"""First keys of an object that is a call."""
 
 DIALECTS: dict[str, Dialect] = {
     "hermes": Dialect(
@@ -85,7 +84,7 @@ DIALECTS: dict[str, Dialect] = {
         text=f"/(?s:.+)/ & ~/(?s:.*){hermes.OPENING}(?s:.*)/",
         marker=hermes.OPENING,
         markers=(hermes.OPENING, hermes.CLOSING),
-        # Others mark calls alike, but write no JSON between the marks.
+        # Other models use the same markers, but no JSON between them.
         fits=lambda template: (
             hermes.OPENING in template and not any(other in template for other in ("<function=", "<arg_key>"))
         ),
@@ -105,13 +104,13 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def find_dialect(setting: ToolParserName, template: str | None) -> Dialect | None:
-    """The one of this name, or with ``auto`` the first that fits the template; None where no tools can be called."""
+    """Return the dialect of this name, or with ``auto`` the first that fits the template; None for no tools."""
     if setting != "auto":
         return DIALECTS.get(setting)
     return next((dialect for dialect in DIALECTS.values() if template is not None and dialect.fits(template)), None)
 
 
 def _literal(text: str, special: frozenset[str]) -> str:
-    """A text in Lark's syntax, the special tokens in it by their names."""
+    """Write a text in Lark's syntax, with special tokens by their names."""
     pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
     return " ".join(piece if piece in special else json.dumps(piece, ensure_ascii=False) for piece in pieces if piece)

@@ -1,4 +1,4 @@
-"""What a tool parser finds in a text, in order."""
+"""Events that a tool parser finds in a text, in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,12 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Text for the reader."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call of this function; what follows belongs to it until the next one."""
+    """A call of this function; what follows belongs to it until the next call."""
 
     name: str
 
@@ -30,12 +28,12 @@ Event = Said | CallBegun | Argued
 
 
 class ToolParser(Protocol):
-    """Called with the text of one answer in pieces; how it is cut makes no difference."""
+    """Takes the text of one answer in arbitrary pieces."""
 
     def push(self, text: str) -> Sequence[Event]:
-        """What this text completes. No part of a marker is ever said."""
+        """Return the events that this text completes. No part of a marker is ever said."""
         ...
 
     def flush(self) -> Sequence[Event]:
-        """What is held back, now that nothing more comes."""
+        """Return the events held back."""
         ...

@@ -1,4 +1,4 @@
-"""Calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` beside any text."""
+"""Calls of Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, amid any text."""
 
 from collections.abc import Collection
 
@@ -10,10 +10,10 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """White space around calls is dropped; marked text that is no call is said as it is."""
+    """Drops white space around calls; passes on marked text that is no call."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """Marked calls of unknown functions are calls too, for the client to answer; ``names`` do not matter."""
+        """Ignore ``names``: calls of unknown functions are calls too, for the client to answer."""
         del names
         self._opening, self._closing = MarkerScanner(OPENING), MarkerScanner(CLOSING)
         self._text = Trimmer(keeps_start=True)
@@ -21,7 +21,6 @@ class HermesParser:
         self._has_called = False
 
     def push(self, text: str) -> list[Event]:
-        """See ``ToolParser``."""
         events: list[Event] = []
         rest: str | None = text
         while rest:
@@ -29,7 +28,6 @@ class HermesParser:
         return events
 
     def flush(self) -> list[Event]:
-        """See ``ToolParser``."""
         if self._call is not None:
             return [] if self._call.has_begun else self._unread(self._call)
         said = self._text.push(self._opening.flush())
@@ -37,7 +35,7 @@ class HermesParser:
         return [Said(said + end)] if said or (end and not self._has_called) else []
 
     def _say(self, text: str, events: list[Event]) -> str | None:
-        """Text up to the next call; what follows its marker."""
+        """Pass on text up to the next call; return the text after its marker."""
         before, after = self._opening.push(text)
         if said := self._text.push(before):
             events.append(Said(said))
@@ -46,7 +44,7 @@ class HermesParser:
         return after
 
     def _follow(self, call: CallScanner, text: str, events: list[Event]) -> str | None:
-        """The call at hand; what follows it."""
+        """Read the current call; return the text after it."""
         if call.has_begun and call.is_over:
             _, after = self._closing.push(text)
             if after is not None:
@@ -63,6 +61,5 @@ class HermesParser:
         return rest
 
     def _unread(self, call: CallScanner) -> list[Event]:
-        """What looked like a call."""
         said = self._text.push(OPENING + call.raw)
         return [Said(said)] if said else []

@@ -1,4 +1,4 @@
-"""Calls as Llama 3.1 and later write them: ``{"name": ..., "parameters": {...}}``, or several with ";" between."""
+"""Calls of Llama 3.1 and later: ``{"name": ..., "parameters": {...}}``, or several with ";" between."""
 
 from collections.abc import Collection
 
@@ -6,25 +6,24 @@ from router.tool_calls.call_scanner import CallScanner
 from router.tool_calls.events import Event, Said
 
 TAG = "<|python_tag|>"
-"""May stand before a call."""
+"""May precede a call."""
 
 _BETWEEN = " \t\r\n;"
 
 
 class Llama3Parser:
-    """An answer that begins with something else has no calls; a JSON object that is no call is said as it is."""
+    """An answer that begins with something else has no calls; a JSON object that is no call is passed on."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held = ""
-        """Text before a call, if one comes."""
+        """Text that may precede a call."""
         self._call: CallScanner | None = None
         self._has_called = False
         self._is_text = False
-        """No call can come any more."""
+        """Whether no call can come any more."""
 
     def push(self, text: str) -> list[Event]:
-        """See ``ToolParser``."""
         events: list[Event] = []
         rest = text
         while rest:
@@ -38,7 +37,6 @@ class Llama3Parser:
         return events
 
     def flush(self) -> list[Event]:
-        """See ``ToolParser``."""
         unread = self._held + self._call.raw if self._call is not None else self._held
         is_call = self._call is not None and self._call.has_begun
         if is_call or (self._has_called and not unread.strip(_BETWEEN)):
@@ -46,7 +44,7 @@ class Llama3Parser:
         return [Said(unread)] if unread else []
 
     def _look(self, text: str) -> str:
-        """What begins here; text that goes on with it."""
+        """Decide what begins here; return the text that continues it."""
         whole, self._held = self._held + text, ""
         start = whole.lstrip(_BETWEEN if self._has_called else None)
         body = start.removeprefix(TAG).lstrip() if start.startswith(TAG) else start
@@ -61,7 +59,7 @@ class Llama3Parser:
         return ""
 
     def _follow(self, call: CallScanner, text: str, events: list[Event]) -> str:
-        """The call at hand; what follows it."""
+        """Read the current call; return the text after it."""
         found, rest = call.push(text)
         events += found
         if call.has_begun:

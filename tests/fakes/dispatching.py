@@ -9,41 +9,39 @@ from cluster.spec.messages import Cancel, Failure, Output
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.token_ids import TokenIds
-from router.actions import Action, Send
-from router.breaker import Breakers
-from router.dispatch import Dispatch
-from router.flight import Ask, Pair
-from router.load import LoadBook
+from router.attempts import Breakers, LoadBook
+from router.dispatch import RequestTable
+from router.request import Action, GenerateRequest, RequestId, Send, Targets
 from tests.fakes.bootstrap import peer_of
 
 PREFILL, DECODE = peer_of("prefill-0"), peer_of("decode-0")
 ME = Peer(replica=ROUTER, incarnation=Incarnation(1), address="tcp://router:1")
 NOW = 5.0
-ASK = Ask(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
+ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
 
 
-def make(*pairs: Pair | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> Dispatch:
+def make(*pairs: Targets | None, max_retries: int = 0, avoided: list[frozenset[Peer]] | None = None) -> RequestTable:
     """The attempts run on these pairs, and then always on the same; ``avoided`` is told whom each should not get."""
     rooms, coming = itertools.count(1), iter(pairs)
 
-    def pick(_ask: Ask, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Pair | None:
+    def pick(_ask: GenerateRequest, _room: Room, shunned: frozenset[Peer], _now_s: float) -> Targets | None:
         if avoided is not None:
             avoided.append(shunned)
-        return next(coming, Pair(prefill=PREFILL, decode=DECODE))
+        return next(coming, Targets(prefill=PREFILL, decode=DECODE))
 
     config = RouterConfig(max_retries=max_retries, retry_backoff_s=2.0, breaker_failures=2)
     breakers = Breakers(config.breaker_failures, config.breaker_s)
-    return Dispatch(ME, config, LoadBook(), breakers, pick, draw=lambda: Room(next(rooms)))
+    return RequestTable(ME, config, LoadBook(), breakers, pick, draw=lambda: Room(next(rooms)))
 
 
-def opened(dispatch: Dispatch, deadline_s: float = 100.0) -> Room:
-    room, _ = dispatch.open(ASK, deadline_s, NOW)
-    return room
+def opened(dispatch: RequestTable, deadline_s: float = 100.0) -> RequestId:
+    request_id, _ = dispatch.open(ASK, deadline_s, NOW)
+    return request_id
 
 
-def output(room: Room, first: int, *tokens: int, peer: Peer = DECODE, finish: FinishReason | None = None) -> Output:
+def output(room: int, first: int, *tokens: int, peer: Peer = DECODE, finish: FinishReason | None = None) -> Output:
     return Output(
-        room=room,
+        room=Room(room),
         replica=peer.replica,
         incarnation=peer.incarnation,
         first_index=first,
@@ -52,21 +50,21 @@ def output(room: Room, first: int, *tokens: int, peer: Peer = DECODE, finish: Fi
     )
 
 
-def failure(room: Room, peer: Peer, retryable: bool = True) -> Failure:
+def failure(room: int, peer: Peer, retryable: bool = True) -> Failure:
     return Failure(
-        room=room, replica=peer.replica, incarnation=peer.incarnation, reason="no memory", retryable=retryable
+        room=Room(room), replica=peer.replica, incarnation=peer.incarnation, reason="no memory", retryable=retryable
     )
 
 
-def cancel(room: Room, peer: Peer) -> Send:
-    return Send(address=peer.address, message=Cancel(room=room, incarnation=peer.incarnation))
+def cancel(room: int, peer: Peer) -> Send:
+    return Send(address=peer.address, message=Cancel(room=Room(room), incarnation=peer.incarnation))
 
 
 def sends_of(actions: Sequence[Action]) -> list[Send]:
     return [action for action in actions if isinstance(action, Send)]
 
 
-def assert_empty(dispatch: Dispatch) -> None:
+def assert_empty(dispatch: RequestTable) -> None:
     dispatch.check_integrity()
     assert dispatch.num_open == 0
     assert dispatch.load.lines() == {}

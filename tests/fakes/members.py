@@ -13,7 +13,7 @@ from cluster.spec.ids import Incarnation
 from cluster.spec.messages import Drain, Message
 from cluster.spec.registry import RankRow, ReplicaLoad
 from cluster.spec.step_messages import Shutdown
-from cluster.spec.worker_spec import Rendezvous, RouterPlace, WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 from tests.fakes.rows import make_row
 
 
@@ -63,14 +63,15 @@ class QuietWorker:
 class QuietRouter:
     """See RouterActor. Every request has always ended."""
 
-    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, place: RouterPlace) -> None:
-        del incarnation, place
+    def __init__(self, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
+        del incarnation, share
         os.environ.update(environ)
 
-    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
         del model, rendezvous
         self._inbox = Inbox(host)
-        return f"http://{config.router.host}:{config.router.port}", self._inbox.address
+        url = f"http://{config.router.host}:{config.router.port}"
+        return url, url, self._inbox.address
 
     def run(self) -> bool:
         _wait(self._inbox, Drain)

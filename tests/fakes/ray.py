@@ -25,7 +25,7 @@ from cluster.spec.errors import PeerLostError, PeerUnreachableError
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.messages import Drain, Message, Resume
 from cluster.spec.registry import Heartbeat, RankRow, ReplicaLoad, TableSnapshot
-from cluster.spec.worker_spec import Rendezvous, RouterPlace, WorkerSpec
+from cluster.spec.worker_spec import Rendezvous, RouterShare, WorkerSpec
 from tests.fakes.rows import make_row
 
 HOME = Machine(node_id="home", address="10.0.0.1", cpus=64.0, gpus=0.0)
@@ -256,13 +256,14 @@ class FakeWorker:
 class FakeRouter:
     """See RouterActor."""
 
-    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, place: RouterPlace) -> None:
+    def __init__(self, world: World, environ: Mapping[str, str], incarnation: Incarnation, share: RouterShare) -> None:
         self._world = world
-        self._control = f"{place.name}-control"
+        self._control = f"{share.name}-control"
 
-    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str]:
+    def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
         self._world.rendezvous.append(rendezvous)
-        return f"http://{host}:{config.router.port or 4000}", self._control
+        url = f"http://{host}:{config.router.port or 4000}"
+        return url, url, self._control
 
     def run(self) -> bool:
         self._world.end_of(self._control).wait()

@@ -8,15 +8,15 @@ from pathlib import Path
 from cluster.spec.config import DeployConfig
 from cluster.spec.ids import Incarnation
 from cluster.spec.registry import TableSnapshot
-from cluster.spec.worker_spec import Rendezvous, RouterPlace
-from router.server import ALONE, RouterServer, spare_requests_collections
+from cluster.spec.worker_spec import ALONE, Rendezvous, RouterShare
+from router.server import RouterServer, freeze_loaded_objects
 
 
 class RouterHost:
     """Serves until ``close``."""
 
     def __init__(
-        self, config: DeployConfig, model_folder: Path, table: TableSnapshot, place: RouterPlace = ALONE
+        self, config: DeployConfig, model_folder: Path, table: TableSnapshot, share: RouterShare = ALONE
     ) -> None:
         async def watch(url: str, token: str) -> AsyncIterator[TableSnapshot]:
             del url, token
@@ -25,14 +25,18 @@ class RouterHost:
 
         nowhere = Rendezvous(bootstrap_url="", token="")
         self._server = RouterServer(
-            config, model_folder, nowhere, "127.0.0.1", Incarnation(1), watch=watch, place=place
+            config, model_folder, nowhere, "127.0.0.1", Incarnation(1), watch=watch, share=share
         )
 
     def start(self) -> str:
         """Start serving; return the base URL."""
         url = self._server.start()
-        spare_requests_collections()
+        freeze_loaded_objects()
         return url
+
+    def own_url(self) -> str:
+        """Return where this process alone answers."""
+        return self._server.own_url
 
     def cpu_s(self) -> float:
         """Return the CPU time of this process so far."""

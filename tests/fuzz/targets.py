@@ -6,7 +6,6 @@ A target returns, or raises only what its decoder promises; anything else, a han
 import atexit
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -36,17 +35,13 @@ from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.transfer_messages import CheckPages, Done, PageDigests
-from cluster.spec.worker_spec import RouterPlace
 from cluster.supervisor.events import Tick
 from cluster.supervisor.orders import DrainOrder, RestartOrder, ResumeOrder, ScaleOrder, TellOrder
 from router.api.body import parse
 from router.api.errors import ApiError
 from router.api.requests import Body, ChatRequest, CompletionRequest, TokensRequest
 from router.api.response_request import ResponseRequest
-from router.board import PAGE_BYTES, Board
 from router.key_ring import read_keys
-from router.policies.candidate import Load
-from router.siblings import Account, Figures, Now, Siblings
 from tests.fakes.page_stores import page_of, rows_of
 from tests.fakes.page_stores import sizes as model_sizes
 from tests.fakes.rows import make_row, make_rows, sizes
@@ -124,44 +119,6 @@ def _feed_frame(data: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
         frame = encode(decode(data))
         assert encode(decode(frame)) == frame, "read again it is another message"
-
-
-# ---- what router processes write for each other
-
-
-class _Shared:
-    """The memory of two router processes, as the first of them reads it."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create("baton-fuzz")
-        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.board = Board(path, 4)
-        self.siblings = Siblings(RouterPlace(name=ReplicaId("router"), index=0, num_processes=2, board=path))
-
-    def feed(self, data: bytes) -> None:
-        """As the content of both pages of the other process, and over whatever it writes."""
-        self.board.write(1, data)
-        self.board.write(3, data)
-        self._look()
-        os.pwrite(self._descriptor, data, PAGE_BYTES)
-        self._look()
-
-    def _look(self) -> None:
-        assert all(load.num_requests is not None for load in self.siblings.loads.values())
-        assert len(list(self.siblings.figures())) <= 1
-        self.siblings.account("a")
-
-
-@cache
-def _shared() -> _Shared:
-    return _Shared()
-
-
-def _pages() -> list[bytes]:
-    key = (ReplicaId("decode-0"), Incarnation(1))
-    now = Now(num_open=2, loads={key: Load(num_requests=1, num_tokens=9)}, accounts={"a": Account(num_open=1)})
-    figures = Figures(told={"requests": {("a",): [1.0, 2.0]}}, recent=[{"ended": 1.0}])
-    return [msgspec.msgpack.encode(now), msgspec.msgpack.encode(figures)]
 
 
 # ---- stored pages
@@ -342,7 +299,6 @@ def _feed_sse(data: bytes) -> None:
 
 TARGETS: dict[str, Target] = {
     "frames": Target(lambda: [encode(message) for message in _messages()], _feed_frame, MSGPACK),
-    "board": Target(_pages, lambda data: _shared().feed(data), MSGPACK),
     "stored": Target(lambda: [_stored_page()], _feed_stored),
     "rows": Target(lambda: [msgspec.json.encode(row) for row in make_rows("prefill-0", sizes(cp=2))], _feed_row, JSON),
     "heartbeats": Target(_heartbeats, _feed_heartbeat, JSON),

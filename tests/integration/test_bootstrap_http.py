@@ -396,5 +396,5 @@ def test_the_router_is_seen_while_it_answers() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        follow_router(url, on_seen, timeout_s=1.0, interval_s=0.05)
+        follow_router(lambda: url, on_seen, timeout_s=1.0, interval_s=0.05)
     assert seen == [True, False, False]

@@ -11,35 +11,33 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room
 from cluster.spec.messages import PageNews, Submit
 from cluster.spec.peer import Peer
-from router.actions import Action
-from router.attempts import Attempts
-from router.breaker import Breakers
-from router.dispatch import Dispatch
-from router.flight import Attempt, Flight, Pair, Pick
-from router.inquiries import Inquiries
-from router.load import LoadBook
+from router.attempts import Attempts, Breakers, LoadBook
+from router.dispatch import RequestTable
 from router.page_index import PageIndex
+from router.request import Action, Attempt, Pick, RequestId, RequestState, Targets
 
 Patch = pytest.MonkeyPatch
 
 
 def reuse_a_room(patch: Patch) -> None:
     """The router numbers its open requests, and gives the numbers of those that have ended to others."""
-    make = Dispatch.__init__
+    make = RequestTable.__init__
 
     def make_with_numbers(
-        self: Dispatch, me: Peer, config: RouterConfig, load: LoadBook, breakers: Breakers, pick: Pick, _: object
+        self: RequestTable, me: Peer, config: RouterConfig, load: LoadBook, breakers: Breakers, pick: Pick, _: object
     ) -> None:
         def draw() -> Room:
-            return next(room for room in map(Room, count(1)) if not (self.is_open(room) or self.is_under_way(room)))
+            return next(
+                room for room in map(Room, count(1)) if not (self.is_open(RequestId(room)) or self.is_under_way(room))
+            )
 
         make(self, me, config, load, breakers, pick, draw)
 
-    patch.setattr(Dispatch, "__init__", make_with_numbers)
+    patch.setattr(RequestTable, "__init__", make_with_numbers)
 
 
 def miss_no_news(patch: Patch) -> None:
-    """The router does not look at the numbers of what it is told of caches."""
+    """The router does not look at the numbers of page reports."""
     on_news = PageIndex.on_news
 
     def take(self: PageIndex, news: PageNews, now_s: float) -> bool:
@@ -53,63 +51,63 @@ def miss_no_news(patch: Patch) -> None:
 
 def continue_at_output_0(patch: Patch) -> None:
     """What the client has is sent as a longer prompt: output positions begin anew."""
-    submit = Flight.submit
+    submit = RequestState.submit
 
-    def submit_as_prompt(self: Flight, attempt: Attempt, router: Peer) -> Submit:
+    def submit_as_prompt(self: RequestState, attempt: Attempt, router: Peer) -> Submit:
         return replace(submit(self, attempt, router), num_given=0)
 
-    patch.setattr(Flight, "submit", submit_as_prompt)
+    patch.setattr(RequestState, "submit", submit_as_prompt)
 
 
 def begin_anew_behind_given_tokens(patch: Patch) -> None:
     """A request that goes on elsewhere is sent as it was at first."""
-    submit = Flight.submit
+    submit = RequestState.submit
 
-    def submit_first_prompt(self: Flight, attempt: Attempt, router: Peer) -> Submit:
-        return replace(submit(self, attempt, router), prompt_ids=self.ask.prompt_ids)
+    def submit_first_prompt(self: RequestState, attempt: Attempt, router: Peer) -> Submit:
+        return replace(submit(self, attempt, router), prompt_ids=self.request.prompt_ids)
 
-    patch.setattr(Flight, "submit", submit_first_prompt)
+    patch.setattr(RequestState, "submit", submit_first_prompt)
 
 
 def retry_in_the_same_room(patch: Patch) -> None:
     """All attempts of a request meet in one room."""
     begin = Attempts.begin
 
-    def begin_in_first_room(self: Attempts, flight: Flight, _room: Room, *others: Any) -> list[Action]:
-        return begin(self, flight, flight.room, *others)
+    def begin_in_first_room(self: Attempts, state: RequestState, _room: Room, *others: Any) -> list[Action]:
+        return begin(self, state, Room(state.request_id), *others)
 
     patch.setattr(Attempts, "begin", begin_in_first_room)
 
 
-def cancel_no_other_leg(patch: Patch) -> None:
-    """When one leg fails, the other is left to find out by itself."""
+def cancel_no_other_target(patch: Patch) -> None:
+    """When one target fails, the other is left to find out by itself."""
     leave = Attempts.leave
 
-    def leave_without_a_word(self: Attempts, flight: Flight, _cancelled: Sequence[Peer]) -> list[Action]:
-        return leave(self, flight, [])
+    def leave_without_a_word(self: Attempts, state: RequestState, _cancelled: Sequence[Peer]) -> list[Action]:
+        return leave(self, state, [])
 
     patch.setattr(Attempts, "leave", leave_without_a_word)
 
 
 def retry_where_it_failed(patch: Patch) -> None:
-    """A request takes the pair that it had, whatever has become of it."""
+    """A request takes the targets that it had, whatever has become of them."""
     begin = Attempts.begin
 
-    def begin_there(self: Attempts, flight: Flight, room: Room, now_s: float, *others: Any) -> list[Action]:
-        pairs[flight.room] = pairs.get(flight.room) or self._pick(flight.ask, room, frozenset(), now_s)
+    def begin_there(self: Attempts, state: RequestState, room: Room, now_s: float, *others: Any) -> list[Action]:
+        targets[state.request_id] = targets.get(state.request_id) or self._pick(state.request, room, frozenset(), now_s)
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "_pick", lambda *_: pairs[flight.room])
-            return begin(self, flight, room, now_s, *others)
+            inner.setattr(self, "_pick", lambda *_: targets[state.request_id])
+            return begin(self, state, room, now_s, *others)
 
-    pairs: dict[Room, Pair | None] = {}
+    targets: dict[RequestId, Targets | None] = {}
     patch.setattr(Attempts, "begin", begin_there)
 
 
 def never_inquire(patch: Patch) -> None:
     """The router waits for its deadline, whatever was lost."""
-    patch.setattr(Inquiries, "ask", lambda _self, _now_s: [])
+    patch.setattr(RequestTable, "_inquire", lambda _self, _now_s: [])
 
 
 def answer_no_inquiry(patch: Patch) -> None:
     """Nobody tells a leader a second time what is over."""
-    patch.setattr(Inquiries, "answer", lambda _self, _inquire: [])
+    patch.setattr(RequestTable, "on_inquire", lambda _self, _inquire: [])

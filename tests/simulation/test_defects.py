@@ -226,7 +226,7 @@ def cold_tiers_of_shared_heads(scenario: Scenario) -> Scenario:
         (router_defects.begin_anew_behind_given_tokens, dying_streams, EARLY_READ),
         (router_defects.retry_in_the_same_room, mild, FAILS_IN_MILD),
         (router_defects.retry_where_it_failed, mild, FAILS_IN_MILD),
-        (router_defects.cancel_no_other_leg, mild, NOT_TOLD),
+        (router_defects.cancel_no_other_target, mild, NOT_TOLD),
         (router_defects.never_inquire, lossy, DEADLINE),
         (router_defects.answer_no_inquiry, lossy, NEVER_ENDS),
         (defects.end_a_tier_job_with_the_first_result, cold_tiers, FOREIGN_PAGE),

@@ -13,7 +13,7 @@ from cluster.spec.env import API_KEYS
 from cluster.spec.ids import Incarnation
 from cluster.spec.log_config import LogConfig
 from cluster.spec.worker_spec import Rendezvous
-from router.access_log import trace_id
+from router.finished import trace_id
 from router.server import RouterServer
 from tests.fakes.bootstrap import FakeTable, entry_of, table_of
 from tests.fakes.replica import FakeReplica
@@ -60,7 +60,7 @@ def test_what_a_record_says(
     body = {"prompt": "very secret"} if path == "/v1/completions" else {"input": "very secret"}
     reply = http.post(path, json={"model": MODEL, "stream": stream, **body})
     assert reply.status_code == 200
-    (record,) = [record for record in caplog.records if record.name == "router.access_log"]
+    (record,) = [record for record in caplog.records if record.name == "router.finished"]
     text = JsonLines("router").format(record)
     line = json.loads(text)
     assert (line["message"], line["request_id"], line["trace_id"]) == ("request finished", "request-7", TRACE)
@@ -80,10 +80,10 @@ def test_a_failure_says_why(endpoint: tuple[httpx.Client, FakeReplica], caplog: 
     decode.fails = "no memory"
     assert http.post("/v1/completions", json={"model": MODEL, "prompt": "very secret"}).status_code == 503
     lines = [json.loads(JsonLines("router").format(record)) for record in caplog.records]
-    last = next(line for line in lines if line["logger"] == "router.access_log")
+    last = next(line for line in lines if line["logger"] == "router.finished")
     assert last["message"] == "request failed"
     assert "no memory" in last["error"]
-    (failed,) = [line for line in lines if line["message"].startswith("a leg failed")]
+    (failed,) = [line for line in lines if line["message"].startswith("a replica failed an attempt")]
     assert (failed["room"], failed["replica"], failed["level"]) == (last["room"], "decode-0", "warning")
     assert "secret" not in caplog.text
 

@@ -75,7 +75,7 @@ def test_replicas_are_told(guarded: RouterCluster) -> None:
     assert len(admin(guarded, "attach_storage")["attaching"]) == 2
     unknown = guarded.http.post("/admin/drain", json={"replica": "decode-7"}, headers=ADMIN)
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "replica")
-    assert "there are: " in unknown.json()["error"]["message"]
+    assert "allowed: " in unknown.json()["error"]["message"]
 
 
 def test_a_prompt_is_pinned_as_requests_name_it(guarded: RouterCluster) -> None:
@@ -130,7 +130,7 @@ def test_a_replica_is_told_again_until_it_answers(guarded: RouterCluster, monkey
     guarded.decode.deaf_to = 1000
     silent = guarded.http.post("/admin/detach_storage", json={}, headers=ADMIN)
     assert (silent.status_code, silent.json()["error"]["code"]) == (504, "no_answer")
-    assert silent.json()["error"]["message"].startswith("decode-0: no answer to UseStorage, told 10 times in ")
+    assert silent.json()["error"]["message"].startswith("decode-0: no answer to UseStorage, sent 10 times in ")
     assert len(guarded.prefill.wait_told(UseStorage)) == 1
 
 

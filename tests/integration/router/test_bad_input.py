@@ -34,7 +34,7 @@ WRONG_TOOL_CHOICE = (
 )
 NO_TOOLS = (
     "not supported here: the chat template of this model shows no way to call tools, or router.tool_parser is none; "
-    'allowed beside "tool_choice": "none"'
+    'allowed with "tool_choice": "none"'
 )
 NO_THOUGHTS = (
     "not supported here: the chat template of this model shows no thoughts, or router.reasoning_parser is none; "
@@ -62,7 +62,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("prompt", [-1], "there is no token -1; allowed: 0 to 257"),
     ("prompt", ["x"] * 1025, "at most 1024 prompts in one request, got 1025"),
     ("prompt", [1] * 512, f"{CONTEXT_IS} 512 tokens"),
-    ("max_tokens", 511, f"{CONTEXT_IS} 2 tokens and 511 more were asked for"),
+    ("max_tokens", 511, f"{CONTEXT_IS} 2 tokens and 511 more were requested"),
     ("max_tokens", -1, "Input should be greater than or equal to 0, got -1"),
     ("max_tokens", 0, "0 is only allowed together with echo or prompt_logprobs"),
     ("prompt_logprobs", 21, "Input should be less than or equal to 20, got 21"),
@@ -78,7 +78,7 @@ BAD_COMPLETIONS: list[tuple[str, Any, str]] = [
     ("stop", [""], WRONG_STOP),
     ("stop", ["x"] * 17, WRONG_STOP),
     ("stream", "yes", "Input should be a valid boolean, got 'yes'"),
-    ("stream_options", {}, "only allowed when stream is true"),
+    ("stream_options", {}, "only allowed with stream=true"),
     ("n", 0, "Input should be greater than or equal to 1, got 0"),
     ("n", 129, "Input should be less than or equal to 128, got 129"),
     ("n", True, "Input should be a valid integer, got True"),
@@ -146,7 +146,7 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("tool_choice", "any", WRONG_TOOL_CHOICE),
     ("echo", True, "not supported, got true; allowed: null or false"),
     ("verbosity", "low", 'not supported, got "low"; allowed: null or "medium"'),
-    ("top_logprobs", 2, "only allowed when logprobs is true"),
+    ("top_logprobs", 2, "only allowed with logprobs=true"),
     ("reasoning_effort", "low", NO_THOUGHTS),
     ("logprobs", 5, "Input should be a valid boolean, got 5"),
     ("response_format", {"type": "xml"}, WRONG_FORMAT),
@@ -240,7 +240,7 @@ class TestBadInput:
     def test_a_stream_tells_no_prompt_logprobs(self, shared: RouterCluster, path: str) -> None:
         body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
         error = shared.post(path, **body, stream=True, prompt_logprobs=1).json()["error"]
-        assert error["message"] == "prompt_logprobs: not told in a stream; leave one of both out"
+        assert error["message"] == "prompt_logprobs: not supported with stream=true"
 
     def test_a_model_without_chat_template(self, tmp_path: Path) -> None:
         folder = write_model_folder(tmp_path / "plain", template=None)

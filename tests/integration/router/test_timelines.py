@@ -2,7 +2,7 @@
 
 import pytest
 
-from router import timelines
+from router import request_trace
 from tests.fakes.router_cluster import RouterCluster
 from tests.fakes.trace_events import check_trace, complete_events, process_names
 
@@ -35,18 +35,18 @@ def test_nothing_is_kept_of_other_requests(shared: RouterCluster) -> None:
 def test_a_timeline_that_nobody_knows(shared: RouterCluster) -> None:
     reply = shared.http.get("/timelines/7")
     assert reply.status_code == 404
-    assert reply.json()["error"]["message"] == "there is no timeline 7; the newest few are kept"
+    assert reply.json()["error"]["message"] == "there is no timeline 7; each router process keeps its newest few"
     assert shared.http.get("/timelines/x").status_code == 404
 
 
 def test_only_one_prompt_can_be_timed(shared: RouterCluster) -> None:
     reply = shared.post("/v1/completions", prompt=["one", "two"], timeline=True)
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == "timeline: only one prompt can be timed, got 2"
+    assert reply.json()["error"]["message"] == "timeline: at most one prompt can be timed, got 2"
 
 
 def test_a_rank_that_does_not_answer_is_named(cluster: RouterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timelines, "GATHER_S", 0.05)
+    monkeypatch.setattr(request_trace, "GATHER_S", 0.05)
     cluster.prefill.silent = True
     reply = cluster.post("/v1/completions", prompt="hello", max_tokens=3, timeline=True)
     trace = cluster.http.get(reply.headers["x-baton-timeline"]).json()

@@ -70,11 +70,11 @@ def test_prompts_that_cannot_be_used(shared: RouterCluster, prompt_ids: Any, mes
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"input_ids": [1]}, "input_ids: not known here; /generate calls it prompt_ids"),
-        ({"text": "abc"}, "text: not known here; /v1/completions takes it as prompt"),
+        ({"input_ids": [1]}, "input_ids: unknown here; /generate calls it prompt_ids"),
+        ({"text": "abc"}, "text: unknown here; /v1/completions takes it as prompt"),
         (
             {"prompt_ids": [1], "sampling_params": {"max_new_tokens": 1}},
-            "sampling_params: not known here; its fields stand beside the prompt",
+            "sampling_params: unknown here; its fields are given next to the prompt",
         ),
     ],
 )

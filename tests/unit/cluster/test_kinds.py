@@ -7,7 +7,7 @@ from cluster.launch.kinds import RouterActor
 from cluster.spec.config import DeployConfig
 from cluster.spec.errors import UserError
 from cluster.spec.ids import Incarnation
-from cluster.spec.worker_spec import Rendezvous, RouterPlace
+from cluster.spec.worker_spec import Rendezvous, RouterShare
 
 MEETING = Rendezvous(bootstrap_url="http://127.0.0.1:1", token="token", channel_key=None)
 
@@ -28,6 +28,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_router_fetches_no_weights(asked: list[str]) -> None:
     with pytest.raises(UserError, match="no owner/name"):
-        RouterActor({}, Incarnation(1), RouterPlace()).start(DeployConfig(), "owner/name", MEETING, "127.0.0.1")
+        RouterActor({}, Incarnation(1), RouterShare()).start(DeployConfig(), "owner/name", MEETING, "127.0.0.1")
     assert "*.json" in asked
     assert not any("safetensors" in pattern for pattern in asked)

@@ -15,7 +15,6 @@ from cluster.supervisor.events import (
     Tick,
 )
 from cluster.supervisor.orders import RestartOrder
-from cluster.supervisor.router_watch import follow_routers
 from cluster.supervisor.silence import MAX_LATE_S
 from cluster.supervisor.state import LOOK_S, Phase
 from tests.fakes.supervised import NAMES, PATIENCE_S, Run
@@ -163,14 +162,6 @@ def test_a_router_that_does_not_answer_is_ended_whatever_the_table_shows() -> No
     assert at(run, PATIENCE_S) == [End("router", incarnation)]
     run.step(RouterSeen(answers=False))
     assert run.cluster.silent == {}, "it is being ended"
-
-
-def test_of_several_router_processes_the_silent_one_is_ended() -> None:
-    beats = iter([{"router": 1, "router-1": 1}, {"router": 3, "router-1": 1}])
-    seen: list[tuple[str, bool]] = []
-    with pytest.raises(StopIteration):
-        follow_routers(lambda: next(beats), lambda answers, name: seen.append((name, answers)), 0.0)
-    assert seen == [("router", True), ("router-1", True), ("router", True), ("router-1", False)]
 
 
 def test_a_router_that_answers_again_stays_and_excuses_nobody_else() -> None:

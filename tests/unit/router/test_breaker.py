@@ -1,7 +1,7 @@
 """A breaker opens after failures in a row, lets one request try, and is closed by the first success."""
 
 from cluster.spec.ids import Room
-from router.breaker import Breakers, BreakerState
+from router.attempts import Breakers, BreakerState
 from tests.fakes.bootstrap import peer_of
 
 PEER, OTHER = peer_of("decode-0"), peer_of("decode-1")

@@ -46,7 +46,7 @@ async def test_only_who_does_not_answer_is_told_again(monkeypatch: pytest.Monkey
 
 async def test_who_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas = Replicas(monkeypatch, prefill=1, decode=1000)
-    with pytest.raises(NoAnswerError, match=r"^decode-0: no answer to Drain, told 10 times"):
+    with pytest.raises(NoAnswerError, match=r"^decode-0: no answer to Drain, sent 10 times"):
         await replicas.commands.give([PREFILL, DECODE], Drain())
     assert replicas.count(DECODE) == MAX_TIMES
     replicas.commands.on_taken(CommandTaken(number=1, replica=DECODE.replica, incarnation=DECODE.incarnation))

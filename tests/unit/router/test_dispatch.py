@@ -9,9 +9,8 @@ from cluster.spec.lifecycle import move
 from cluster.spec.messages import Output, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason, Sampling, TokenLogprobs
-from router.actions import Cause, Emit, Fail, Send
-from router.flight import ENDS, MOVES, Pair, Stage
-from router.policies.candidate import Load
+from router.policies import Load
+from router.request import ENDS, MOVES, Cause, Fail, OutputChunk, RequestPhase, Send, Targets
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
     ASK,
@@ -37,7 +36,7 @@ def test_open_sends_the_same_submit_to_both_leaders() -> None:
     submit = sends[0].message
     assert sends[1].message == submit
     assert isinstance(submit, Submit)
-    assert (submit.room, submit.router, [*submit.prompt_ids]) == (room, ME, [1, 2, 3])
+    assert (submit.room, submit.router, [*submit.prompt_ids]) == (Room(room), ME, [1, 2, 3])
     assert submit.dp_rank is None
 
 
@@ -60,7 +59,7 @@ def test_load_is_counted_until_it_is_done() -> None:
 
 
 def test_what_prefill_has_cached_is_no_load() -> None:
-    dispatch = make(Pair(prefill=PREFILL, decode=DECODE, cached_tokens=2))
+    dispatch = make(Targets(prefill=PREFILL, decode=DECODE, cached_tokens=2))
     room, _ = dispatch.open(ASK, 1.0, NOW)
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=1)
     dispatch.check_integrity()
@@ -75,7 +74,7 @@ def test_a_further_choice_goes_to_decode_alone_and_counts_its_answer_there() -> 
     room, actions = dispatch.open(ASK, 1.0, NOW, prompt_of=first)
     (send,) = [action for action in actions if isinstance(action, Send)]
     assert isinstance(send.message, Submit)
-    assert (send.address, send.message.prefill, send.message.prompt_of) == (DECODE.address, None, first)
+    assert (send.address, send.message.prefill, send.message.prompt_of) == (DECODE.address, None, Room(first))
     assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=3)
     assert dispatch.load.of(DECODE) == Load(num_requests=2, num_tokens=7 + 4)
     dispatch.check_integrity()
@@ -100,11 +99,11 @@ def test_a_further_choice_is_tried_again_with_a_prefill_of_its_own() -> None:
 def test_tokens_come_out_in_order_and_the_last_ends_it() -> None:
     dispatch = make()
     room = opened(dispatch)
-    assert dispatch.on_output(output(room, 0, 9), NOW) == [Emit(room=room, token_ids=[9], finish=None)]
+    assert dispatch.on_output(output(room, 0, 9), NOW) == [OutputChunk(request_id=room, token_ids=[9], finish=None)]
     last = output(room, 1, 8, 7, finish=FinishReason.LENGTH)
-    assert dispatch.on_output(last, NOW) == [Emit(room=room, token_ids=[8, 7], finish=FinishReason.LENGTH)]
+    assert dispatch.on_output(last, NOW) == [OutputChunk(request_id=room, token_ids=[8, 7], finish=FinishReason.LENGTH)]
     assert_empty(dispatch)
-    assert dispatch.ended[Stage.FINISHED] == 1
+    assert dispatch.ended[RequestPhase.FINISHED] == 1
 
 
 def test_an_end_without_tokens() -> None:
@@ -112,7 +111,7 @@ def test_an_end_without_tokens() -> None:
     room = opened(dispatch)
     dispatch.on_output(output(room, 0, 9), NOW)
     last = output(room, 1, finish=FinishReason.STOP)
-    assert dispatch.on_output(last, NOW) == [Emit(room=room, token_ids=[], finish=FinishReason.STOP)]
+    assert dispatch.on_output(last, NOW) == [OutputChunk(request_id=room, token_ids=[], finish=FinishReason.STOP)]
 
 
 class TestWrongOutputs:
@@ -127,14 +126,16 @@ class TestWrongOutputs:
         dispatch = make()
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9, 8), NOW)
-        assert dispatch.on_output(output(room, 1, 8, 7), NOW) == [Emit(room=room, token_ids=[7], finish=None)]
+        assert dispatch.on_output(output(room, 1, 8, 7), NOW) == [
+            OutputChunk(request_id=room, token_ids=[7], finish=None)
+        ]
 
     @pytest.mark.parametrize(
         ("message", "reason"),
         [
             (output(Room(1), 2, 7), "decode-0: output 1 is missing; 2 came next"),
-            (output(Room(1), 0, 6, 7), "decode-0: output 0 came again with other tokens"),
-            (output(Room(1), 1, 1, 2, 3, 4), "decode-0: 5 tokens came, 4 were asked for"),
+            (output(Room(1), 0, 6, 7), "decode-0: output 0 was sent again with other tokens"),
+            (output(Room(1), 1, 1, 2, 3, 4), "decode-0: 5 tokens came, at most 4 were requested"),
             (output(Room(1), 0, finish=FinishReason.STOP), "decode-0: the answer ended at 0 tokens, but 1 came before"),
         ],
     )
@@ -145,7 +146,7 @@ class TestWrongOutputs:
         assert dispatch.on_output(message, NOW) == [
             cancel(room, PREFILL),
             cancel(room, DECODE),
-            Fail(room=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
+            Fail(request_id=room, cause=Cause.BROKEN_OUTPUT, reason=reason),
         ]
         assert_empty(dispatch)
 
@@ -155,7 +156,7 @@ class TestWrongOutputs:
         told = [TokenLogprobs(logprob=-place, top_ids=[], top_logprobs=[]) for place in range(3)]
         dispatch.on_output(msgspec.structs.replace(output(room, 0, 9, 8), logprobs=told[:2]), NOW)
         (emit,) = dispatch.on_output(msgspec.structs.replace(output(room, 1, 8, 7), logprobs=told[1:]), NOW)
-        assert emit == Emit(room=room, token_ids=[7], finish=None, logprobs=[told[2]])
+        assert emit == OutputChunk(request_id=room, token_ids=[7], finish=None, logprobs=[told[2]])
         fail = dispatch.on_output(output(room, 3, 6), NOW)[-1]
         assert isinstance(fail, Fail)
         assert fail.reason == "decode-0: 1 tokens came with log-probabilities of 0"
@@ -183,13 +184,13 @@ def test_client_left_and_stop_string_cancel_both_legs() -> None:
     dispatch.on_output(output(enough, 0, 9), NOW)
     assert dispatch.on_client_left(left) == [cancel(left, PREFILL), cancel(left, DECODE)]
     assert dispatch.on_enough(enough) == [cancel(enough, PREFILL), cancel(enough, DECODE)]
-    assert (dispatch.ended[Stage.CANCELLED], dispatch.ended[Stage.FINISHED]) == (1, 1)
+    assert (dispatch.ended[RequestPhase.CANCELLED], dispatch.ended[RequestPhase.FINISHED]) == (1, 1)
     assert_empty(dispatch)
 
 
 def test_no_move_leaves_an_end() -> None:
-    assert set(MOVES) == set(Stage)
+    assert set(MOVES) == set(RequestPhase)
     for end in ENDS:
-        for stage in Stage:
-            with pytest.raises(IllegalTransitionError, match=f"room 5: late would move {end.name}"):
-                move(MOVES, end, stage, "late", "room 5")
+        for stage in RequestPhase:
+            with pytest.raises(IllegalTransitionError, match=f"request 5: late would move {end.name}"):
+                move(MOVES, end, stage, "late", "request 5")

@@ -8,10 +8,9 @@ from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Submit
 from cluster.spec.peer import Peer
 from cluster.spec.sampling import FinishReason
 from cluster.spec.tiers import CachedTokens
-from router.actions import Action, Cause, Emit, Fail, Place, Wait
-from router.breaker import BreakerState
-from router.flight import Pair
-from router.policies.candidate import Load
+from router.attempts import BreakerState
+from router.policies import Load
+from router.request import Action, AttemptStarted, Cause, Fail, OutputChunk, Targets, Wait
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
     ASK,
@@ -35,7 +34,7 @@ class TestFailures:
         dispatch = make()
         room = opened(dispatch)
         reason = f"{failed.replica}: no memory"
-        expected: list[Action] = [cancel(room, other), Fail(room=room, cause=Cause.REPLICA_FAILED, reason=reason)]
+        expected: list[Action] = [cancel(room, other), Fail(request_id=room, cause=Cause.REPLICA_FAILED, reason=reason)]
         assert dispatch.on_failure(failure(room, failed), NOW) == expected
         assert_empty(dispatch)
 
@@ -67,17 +66,17 @@ class TestFailures:
         assert dispatch.on_lost(peer_of(lost.replica, 7), NOW) == []
         actions = dispatch.on_lost(lost, NOW)
         assert actions[:2] == [cancel(room, PREFILL), cancel(room, DECODE)]
-        reason = f"{lost.replica} was lost before the answer was whole"
-        assert actions[2] == Fail(room=room, cause=Cause.REPLICA_LOST, reason=reason)
+        reason = f"{lost.replica} was lost before the answer was complete"
+        assert actions[2] == Fail(request_id=room, cause=Cause.REPLICA_LOST, reason=reason)
         assert_empty(dispatch)
 
     def test_a_submit_that_cannot_be_sent(self) -> None:
         dispatch = make()
         room = opened(dispatch)
-        assert dispatch.on_unreachable(room, DECODE.address, "queue full", NOW)[-1] == Fail(
-            room=room, cause=Cause.REPLICA_LOST, reason="queue full"
+        assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW)[-1] == Fail(
+            request_id=room, cause=Cause.REPLICA_LOST, reason="queue full"
         )
-        assert dispatch.on_unreachable(room, DECODE.address, "queue full", NOW) == []
+        assert dispatch.on_unreachable(Room(room), DECODE.address, "queue full", NOW) == []
         assert_empty(dispatch)
 
     def test_deadlines(self) -> None:
@@ -87,14 +86,14 @@ class TestFailures:
         assert dispatch.expire(8.9) == []
         fail = dispatch.expire(9.0)[-1]
         assert isinstance(fail, Fail)
-        assert (fail.room, fail.cause) == (early, Cause.TIMED_OUT)
+        assert (fail.request_id, fail.cause) == (early, Cause.TIMED_OUT)
         assert dispatch.is_open(late)
         assert dispatch.next_deadline_s == NOW + INQUIRE_EVERY_S
 
     def test_stop_fails_all(self) -> None:
         dispatch = make()
         rooms = {opened(dispatch), opened(dispatch)}
-        failed = {action.room for action in dispatch.stop() if isinstance(action, Fail)}
+        failed = {action.request_id for action in dispatch.stop() if isinstance(action, Fail)}
         assert failed == rooms
         assert_empty(dispatch)
 
@@ -106,7 +105,7 @@ class TestAnotherAttempt:
         room = opened(dispatch)
         first, place, *submits = dispatch.on_failure(failure(room, PREFILL), NOW)
         assert first == cancel(room, DECODE)
-        assert place == Place(room=room, attempt=Room(2), pair=Pair(prefill=PREFILL, decode=DECODE))
+        assert place == AttemptStarted(request_id=room, room=Room(2), targets=Targets(prefill=PREFILL, decode=DECODE))
         messages = all_of(Submit, [send.message for send in sends_of(submits)])
         assert [(message.room, message.num_given) for message in messages] == [(2, 0), (2, 0)]
         assert avoided == [frozenset(), {PREFILL}]
@@ -115,7 +114,7 @@ class TestAnotherAttempt:
 
     def test_it_goes_on_behind_the_tokens_that_the_client_has(self) -> None:
         other = peer_of("decode-1")
-        dispatch = make(Pair(prefill=PREFILL, decode=DECODE), Pair(prefill=PREFILL, decode=other), max_retries=1)
+        dispatch = make(Targets(prefill=PREFILL, decode=DECODE), Targets(prefill=PREFILL, decode=other), max_retries=1)
         room = opened(dispatch)
         dispatch.on_output(output(room, 0, 9, 8), NOW)
         actions = dispatch.on_lost(DECODE, NOW)
@@ -126,9 +125,9 @@ class TestAnotherAttempt:
         assert (submit.sampling, submit.stopping, submit.decode) == (ASK.sampling, ASK.stopping, other)
         assert dispatch.load.of(PREFILL) == Load(num_requests=1, num_tokens=5)
         last = msgspec.structs.replace(output(Room(2), 2, 7, peer=other), cached=CachedTokens(total=4))
-        assert dispatch.on_output(last, NOW) == [Emit(room=room, token_ids=[7], finish=None)]
+        assert dispatch.on_output(last, NOW) == [OutputChunk(request_id=room, token_ids=[7], finish=None)]
         end = output(Room(2), 3, 6, peer=other, finish=FinishReason.LENGTH)
-        assert dispatch.on_output(end, NOW) == [Emit(room=room, token_ids=[6], finish=FinishReason.LENGTH)]
+        assert dispatch.on_output(end, NOW) == [OutputChunk(request_id=room, token_ids=[6], finish=FinishReason.LENGTH)]
         assert (dispatch.num_retries, dispatch.num_continuations) == (0, 1)
         assert_empty(dispatch)
 
@@ -140,9 +139,9 @@ class TestAnotherAttempt:
         assert dispatch.on_failure(failure(room, DECODE), NOW) == []
         assert dispatch.dropped == {"late": 2}
         assert dispatch.is_open(room)
-        assert not dispatch.is_under_way(room)
+        assert not dispatch.is_under_way(Room(room))
 
-    def test_a_fault_of_either_leg_speaks_against_both(self) -> None:
+    def test_a_fault_of_either_target_speaks_against_both(self) -> None:
         dispatch = make(max_retries=3)
         room = opened(dispatch)
         dispatch.on_failure(msgspec.structs.replace(failure(room, DECODE), blame=Blame.BOTH), NOW)
@@ -168,11 +167,13 @@ class TestAnotherAttempt:
         dispatch.check_integrity()
         assert dispatch.load.lines() == {}
         assert dispatch.expire(11.9) == []
-        assert dispatch.expire(12.0)[0] == Place(room=room, attempt=Room(3), pair=Pair(prefill=PREFILL, decode=DECODE))
+        assert dispatch.expire(12.0)[0] == AttemptStarted(
+            request_id=room, room=Room(3), targets=Targets(prefill=PREFILL, decode=DECODE)
+        )
         assert dispatch.on_failure(failure(Room(3), DECODE), 20.0)[-1] == Wait(until_s=24.0)
         dispatch.expire(24.0)
         (*_, fail) = dispatch.on_failure(failure(Room(4), DECODE), 30.0)
-        assert fail == Fail(room=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
+        assert fail == Fail(request_id=room, cause=Cause.REPLICA_FAILED, reason="decode-0: no memory")
         assert_empty(dispatch)
 
     def test_what_ends_while_it_waits_has_nobody_to_cancel(self) -> None:
@@ -187,10 +188,10 @@ class TestAnotherAttempt:
         assert_empty(dispatch)
 
     def test_the_last_replica_of_a_role_takes_the_request_with_it(self) -> None:
-        dispatch = make(Pair(prefill=PREFILL, decode=DECODE), None, max_retries=3)
+        dispatch = make(Targets(prefill=PREFILL, decode=DECODE), None, max_retries=3)
         room = opened(dispatch)
-        reason = "no replica is ready to go on: decode-0 was lost before the answer was whole"
-        assert dispatch.on_lost(DECODE, NOW)[-1] == Fail(room=room, cause=Cause.NO_REPLICA, reason=reason)
+        reason = "no replica is ready for another attempt: decode-0 was lost before the answer was complete"
+        assert dispatch.on_lost(DECODE, NOW)[-1] == Fail(request_id=room, cause=Cause.NO_REPLICA, reason=reason)
         assert (dispatch.num_retries, dispatch.num_continuations) == (0, 0)
         assert_empty(dispatch)
 

@@ -11,11 +11,9 @@ from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Incarnation, ReplicaId, Room
 from cluster.spec.sampling import FinishReason, Sampling, Stopping
 from cluster.spec.token_ids import TokenIds
-from router.actions import Action, Emit, Fail, Place, Send
-from router.breaker import Breakers
-from router.dispatch import Dispatch
-from router.flight import Ask, Pair
-from router.load import LoadBook
+from router.attempts import Breakers, LoadBook
+from router.dispatch import RequestTable
+from router.request import Action, AttemptStarted, Fail, GenerateRequest, OutputChunk, RequestId, Send, Targets
 from tests.fakes.bootstrap import peer_of
 from tests.fakes.dispatching import (
     ASK,
@@ -47,14 +45,14 @@ class _RandomLife:
         self.peers = [peer_of(f"{role}-{i}") for role in ("prefill", "decode") for i in range(2)]
         rooms = itertools.count(1)
         config = RouterConfig(max_retries=max_retries, breaker_failures=2)
-        self.dispatch = Dispatch(
-            ME, config, LoadBook(), Breakers(2, 10.0), lambda *_: self._pair(), draw=lambda: Room(next(rooms))
+        self.dispatch = RequestTable(
+            ME, config, LoadBook(), Breakers(2, 10.0), lambda *_: self._pick(), draw=lambda: Room(next(rooms))
         )
         self.duties = Duties()
-        self.attempts: dict[Room, Room] = {}
-        """Names of the requests by room."""
-        self.ends: dict[Room, int] = {}
-        self.received: dict[Room, list[int]] = {}
+        self.attempts: dict[Room, RequestId] = {}
+        """Requests by room."""
+        self.ends: dict[RequestId, int] = {}
+        self.received: dict[RequestId, list[int]] = {}
 
     def step(self) -> None:
         self.now_s += self.rng.uniform(0, 1)
@@ -76,37 +74,37 @@ class _RandomLife:
         for action in actions:
             if isinstance(action, Send):
                 self.duties.note_sent(action)
-            if isinstance(action, Place):
-                self.attempts[action.attempt] = action.room
-            if isinstance(action, Emit):
-                self.received[action.room] += action.token_ids
-                assert self.received[action.room] == list(range(len(self.received[action.room])))
-            if isinstance(action, Fail) or (isinstance(action, Emit) and action.finish):
-                self._count_end(action.room)
+            if isinstance(action, AttemptStarted):
+                self.attempts[action.room] = action.request_id
+            if isinstance(action, OutputChunk):
+                self.received[action.request_id] += action.token_ids
+                assert self.received[action.request_id] == list(range(len(self.received[action.request_id])))
+            if isinstance(action, Fail) or (isinstance(action, OutputChunk) and action.finish):
+                self._count_end(action.request_id)
 
-    def _pair(self) -> Pair | None:
-        pair = Pair(prefill=self.rng.choice(self.peers[:2]), decode=self.rng.choice(self.peers[2:]))
-        return pair if self.rng.random() < 0.9 else None
+    def _pick(self) -> Targets | None:
+        targets = Targets(prefill=self.rng.choice(self.peers[:2]), decode=self.rng.choice(self.peers[2:]))
+        return targets if self.rng.random() < 0.9 else None
 
-    def _count_end(self, room: Room) -> None:
-        self.ends[room] = self.ends.get(room, 0) + 1
+    def _count_end(self, request_id: RequestId) -> None:
+        self.ends[request_id] = self.ends.get(request_id, 0) + 1
 
     def _any_room(self) -> Room:
         """Of an attempt, mostly of one of the newest."""
         return self.rng.choice([*list(self.attempts)[-8:], *self.attempts, Room(10**6)])
 
     def _open(self) -> None:
-        ask = Ask(
+        request = GenerateRequest(
             prompt_ids=TokenIds.of([0] * self.rng.randint(1, 5)), sampling=Sampling(), stopping=Stopping(max_tokens=6)
         )
-        room, actions = self.dispatch.open(ask, self.now_s + self.rng.uniform(0, 100), self.now_s)
-        self.received[room] = []
+        request_id, actions = self.dispatch.open(request, self.now_s + self.rng.uniform(0, 100), self.now_s)
+        self.received[request_id] = []
         self.take(actions)
 
     def _output(self) -> None:
         first, length = self.rng.randint(0, 5), self.rng.randint(0, 3)
         room = self._any_room()
-        given = self.received.get(self.attempts.get(room, Room(0)), [])
+        given = self.received.get(self.attempts.get(room, RequestId(0)), [])
         first = len(given) if self.rng.random() < 0.7 else first
         finish = FinishReason.STOP if self.rng.random() < 0.2 else None
         message = output(room, first, *range(first, first + length), peer=self.rng.choice(self.peers), finish=finish)
@@ -122,10 +120,10 @@ class _RandomLife:
         self.take(self.dispatch.on_lost(self.rng.choice(self.peers), self.now_s))
 
     def _leave(self) -> None:
-        room = self.attempts.get(self._any_room(), Room(0))
-        if self.dispatch.is_open(room):
-            self.take(self.dispatch.on_client_left(room))
-            self._count_end(room)
+        request_id = self.attempts.get(self._any_room(), RequestId(0))
+        if self.dispatch.is_open(request_id):
+            self.take(self.dispatch.on_client_left(request_id))
+            self._count_end(request_id)
 
     def _expire(self) -> None:
         self.take(self.dispatch.expire(self.now_s))
@@ -133,7 +131,7 @@ class _RandomLife:
 
 def test_ids_are_not_confused_between_starts() -> None:
     old, new = peer_of("decode-0", 1), peer_of("decode-0", 2)
-    dispatch = make(*[Pair(prefill=PREFILL, decode=decode) for decode in (old, new)])
+    dispatch = make(*[Targets(prefill=PREFILL, decode=decode) for decode in (old, new)])
     dispatch.open(ASK, 1.0, NOW)
     dispatch.open(ASK, 1.0, NOW)
     lines = dispatch.load.lines()

@@ -4,8 +4,8 @@ import pytest
 from starlette.requests import Request
 
 from cluster.spec.config import DeployConfig
-from router.api.dp_rank import dp_rank_of
 from router.api.errors import ApiError
+from router.api.front import dp_rank_of
 from router.api.requests import TokensRequest
 
 CONFIG = DeployConfig.model_validate({"prefill": {"parallel": {"dp": 2}}, "decode": {"parallel": {"dp": 4}}})

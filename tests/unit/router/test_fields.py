@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.api.errors import ApiError
-from router.api.requests import Body, ChatRequest, CompletionRequest, GenerationRequest, TokensRequest
+from router.api.requests import Body, ChatRequest, CompletionRequest, GenerationBody, TokensRequest
 from router.api.response_chat import chat_of
 from router.api.response_request import ResponseRequest
 from router.api.unsupported import refuse_unsupported
@@ -165,7 +165,7 @@ OF_SGLANG = (
 )
 """Fields that all its routes have."""
 
-OF_OTHERS: dict[type[GenerationRequest], str] = {
+OF_OTHERS: dict[type[GenerationBody], str] = {
     CompletionRequest: f"{OF_SGLANG} best_of early_stopping length_penalty logits_processors logprob_token_ids "
     "prompt_embeds repetition_detection request_id return_tokens_as_token_ids suffix thinking_token_budget "
     "truncate_prompt_tokens use_beam_search user vllm_xargs guided_whitespace_pattern tools",

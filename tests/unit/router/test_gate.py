@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from router.admission import Gate
 from router.answer import Answer
 from router.errors import NotReadyError, QueueFullError
-from router.gate import Gate
 
 
 class Replicas:

@@ -4,14 +4,14 @@ import msgspec
 
 from cluster.spec.ids import Incarnation, Room
 from cluster.spec.messages import INQUIRE_EVERY_S, Blame, Inquire, Submit
-from router.actions import Action, Send, Wait
+from router.request import Action, Send, Wait
 from tests.fakes.dispatching import ASK, DECODE, ME, NOW, PREFILL, cancel, failure, make, opened, output, sends_of
 
 DUE = NOW + INQUIRE_EVERY_S
 
 
-def asked(*rooms: Room) -> list[Action]:
-    inquire = Inquire(rooms=list(rooms), sender=ME, incarnation=DECODE.incarnation)
+def asked(*rooms: int) -> list[Action]:
+    inquire = Inquire(rooms=[*map(Room, rooms)], sender=ME, incarnation=DECODE.incarnation)
     return [Send(address=DECODE.address, message=inquire)]
 
 
@@ -58,7 +58,7 @@ def test_a_leader_is_told_again_what_is_over() -> None:
     dispatch = make()
     left, open_ = opened(dispatch), opened(dispatch)
     dispatch.on_client_left(left)
-    inquire = Inquire(rooms=[left, open_, Room(77)], sender=PREFILL, incarnation=ME.incarnation)
+    inquire = Inquire(rooms=[Room(left), Room(open_), Room(77)], sender=PREFILL, incarnation=ME.incarnation)
     assert dispatch.on_inquire(inquire) == [cancel(left, PREFILL), cancel(Room(77), PREFILL)]
     assert dispatch.is_open(open_)
 

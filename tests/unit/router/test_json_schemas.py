@@ -8,7 +8,7 @@ import llguidance
 import pytest
 from pydantic import AnyUrl, Base64Bytes, BaseModel, FilePath, IPvAnyAddress, Json, SecretStr
 
-from router.json_schemas import mended
+from router.json_schemas import without_noops
 
 KNOWN = ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 UNKNOWN = ["password", "binary", "uri-reference", "json-string", "iri", "regex", "json-pointer", "x" * 100_000, ""]
@@ -23,7 +23,7 @@ def problem_of(schema: Any) -> str:
 @pytest.mark.parametrize("name", KNOWN)
 def test_formats_that_are_known_stay(name: str) -> None:
     schema = {"type": "string", "format": name}
-    assert mended(schema) == schema
+    assert without_noops(schema) == schema
     assert f"`{name}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -31,7 +31,7 @@ def test_formats_that_are_known_stay(name: str) -> None:
 def test_formats_that_are_not_are_annotations(name: str) -> None:
     schema = {"type": "string", "maxLength": 3, "format": name}
     assert problem_of(schema)
-    assert mended(schema) == {"type": "string", "maxLength": 3}
+    assert without_noops(schema) == {"type": "string", "maxLength": 3}
     assert "format" in schema
 
 
@@ -48,8 +48,8 @@ def test_formats_that_are_not_are_annotations(name: str) -> None:
     ],
 )
 def test_all_places_of_schemas_are_found(around: dict[str, Any]) -> None:
-    assert mended(around) == json.loads(json.dumps(around).replace(json.dumps(SECRET), json.dumps(TEXT)))
-    assert problem_of(mended(around)) == ""
+    assert without_noops(around) == json.loads(json.dumps(around).replace(json.dumps(SECRET), json.dumps(TEXT)))
+    assert problem_of(without_noops(around)) == ""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_all_places_of_schemas_are_found(around: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_no_schema_stays(schema: dict[str, Any]) -> None:
-    assert mended(schema) == schema
+    assert without_noops(schema) == schema
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_is_no_schema_stays(schema: dict[str, Any]) -> None:
 )
 def test_keywords_that_forbid_nothing_go(schema: dict[str, Any]) -> None:
     assert problem_of(schema)
-    assert mended({"anyOf": [{"type": "array"} | schema]}) == {"anyOf": [{"type": "array"}]}
+    assert without_noops({"anyOf": [{"type": "array"} | schema]}) == {"anyOf": [{"type": "array"}]}
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,17 @@ def test_keywords_that_forbid_nothing_go(schema: dict[str, Any]) -> None:
     ],
 )
 def test_keywords_that_constrain_are_refused(schema: dict[str, Any]) -> None:
-    assert mended(schema) == schema
+    assert without_noops(schema) == schema
     assert problem_of(schema)
 
 
 def test_what_goes_may_leave_something_that_forbids_nothing() -> None:
-    assert mended({"propertyNames": {"format": "regex", "not": False}}) == {}
+    assert without_noops({"propertyNames": {"format": "regex", "not": False}}) == {}
 
 
 def test_schemas_may_refer_to_themselves() -> None:
     schema = {"properties": {"next": {"$ref": "#/properties/next"}, "key": SECRET}}
-    assert mended(schema) == {"properties": {"next": {"$ref": "#/properties/next"}, "key": TEXT}}
+    assert without_noops(schema) == {"properties": {"next": {"$ref": "#/properties/next"}, "key": TEXT}}
 
 
 class Person(BaseModel):
@@ -140,4 +140,4 @@ class Person(BaseModel):
 
 
 def test_pydantics_formats_pass() -> None:
-    assert problem_of(mended(Person.model_json_schema())) == ""
+    assert problem_of(without_noops(Person.model_json_schema())) == ""

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.key_set import KeySet
+from router.page_index import KeySet
 
 _KEYS = st.lists(st.binary(min_size=2, max_size=2), max_size=40)
 

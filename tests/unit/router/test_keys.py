@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from cluster.spec.config import RouterConfig
 from cluster.spec.errors import UserError
+from cluster.spec.worker_spec import ALONE, router_shares
+from router.admission import ANYBODY, KeyLimits, Limit, limit_of
 from router.errors import KeyLimitError
-from router.key_limits import ANYBODY, KeyLimits, Limit, limit_of
 from router.key_ring import ApiKey, read_keys
 
 
@@ -45,7 +46,7 @@ def test_keys_come_from_file_and_environment(tmp_path: Path) -> None:
 
 def test_without_keys_it_is_open_and_has_no_administrator() -> None:
     ring = read_keys(RouterConfig(), {})
-    assert ring.is_open
+    assert not ring.keys
     assert not ring.is_admin("")
 
 
@@ -55,7 +56,7 @@ def test_without_keys_it_is_open_and_has_no_administrator() -> None:
         ("- {name: ann, key: short}", r"0\.key"),
         ("- {name: ann}", r"0\.key"),
         ("- {name: ann, key: long-enough, colour: red}", r"0\.colour"),
-        ("name: ann", "the whole"),
+        ("name: ann", "the file"),
         ("- {name: [", "is not YAML"),
         ("- {name: a, key: same-same}\n- {name: b, key: same-same}", "the same key"),
         ("- {name: a, key: one-one-1}\n- {name: a, key: two-two-2}", "the same name"),
@@ -70,8 +71,15 @@ def test_a_bad_file_is_refused_without_quoting_a_key(tmp_path: Path, text: str, 
 
 def test_limits_are_the_keys_own_or_the_routers() -> None:
     config = RouterConfig(key_max_requests=3, key_tokens_per_minute=70)
-    assert limit_of(config, None) == (ANYBODY, Limit(3, 70))
-    assert limit_of(config, ApiKey(name="ann", key="long-enough", max_requests=9)) == ("ann", Limit(9, 70))
+    assert limit_of(config, None, ALONE) == (ANYBODY, Limit(3, 70))
+    assert limit_of(config, ApiKey(name="ann", key="long-enough", max_requests=9), ALONE) == ("ann", Limit(9, 70))
+
+
+def test_router_processes_share_the_limits() -> None:
+    config = RouterConfig(key_max_requests=3, key_tokens_per_minute=70)
+    limits = [limit_of(config, None, share)[1] for share in router_shares(4)]
+    assert limits == [Limit(1, 18), Limit(1, 18), Limit(1, 17), Limit(1, 17)]
+    assert [share.of(0) for share in router_shares(2)] == [0, 0]
 
 
 def test_requests_at_once() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from router.measures import Measures
+from router.metrics import Measures
 
 _BOUNDS = (0.5, 1, 10)
 _VALUES = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from([0, 0.5, 0.75, 1, 2.25, 10, 11, 1e9])))
@@ -21,9 +21,9 @@ def test_as_prometheus_has_it(values: Sequence[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     measures = Measures()
     ours.register(measures)
-    count, spread = measures.count("sums", "Help.", "name"), measures.spread("spans", "More help.", _BOUNDS, "name")
-    their_count = Counter("sums", "Help.", ["name"], registry=theirs)
-    their_spread = Histogram("spans", "More help.", ["name"], buckets=_BOUNDS, registry=theirs)
+    count, spread = measures.count("sums", "Help.", "name"), measures.histogram("spans", "More help.", _BOUNDS, "name")
+    their_count = Counter("baton_sums", "Help.", ["name"], registry=theirs)
+    their_spread = Histogram("baton_spans", "More help.", ["name"], buckets=_BOUNDS, registry=theirs)
     for name, value in values:
         count.add(value, name)
         spread.note(value, name)
@@ -37,7 +37,7 @@ def test_without_labels_there_is_a_line_before_anything_happens() -> None:
     measures = Measures()
     ours.register(measures)
     measures.count("sums", "Help.")
-    measures.spread("spans", "More help.", _BOUNDS)
-    Counter("sums", "Help.", registry=theirs)
-    Histogram("spans", "More help.", buckets=_BOUNDS, registry=theirs)
+    measures.histogram("spans", "More help.", _BOUNDS)
+    Counter("baton_sums", "Help.", registry=theirs)
+    Histogram("baton_spans", "More help.", buckets=_BOUNDS, registry=theirs)
     assert _lines(ours) == _lines(theirs)

@@ -7,10 +7,11 @@ from typing import cast
 
 from cluster.channel import AsyncInbox
 from cluster.spec.clock import SystemClock
+from router.admission import Gate
 from router.directory import Directory
-from router.gate import Gate
-from router.metrics import Metrics, Watched
+from router.metrics import Metrics
 from router.page_index import PageIndex
+from router.state_metrics import StateMetrics
 from tests import readme
 from tests.fakes import dispatching
 
@@ -22,7 +23,7 @@ def exposed() -> dict[str, str]:
     metrics = Metrics()
     inbox = cast("AsyncInbox", SimpleNamespace(dropped=Counter()))
     parts = (dispatching.make(), Directory(grace_s=1.0), Gate(1, 1.0), PageIndex(1), SystemClock(), inbox)
-    metrics.watch(Watched(*parts))
+    metrics.registry.register(StateMetrics(*parts))
     return {
         family.name.removeprefix("baton_") + ("_total" if family.type == "counter" else ""): family.type
         for family in metrics.registry.collect()

@@ -5,8 +5,7 @@ from msgspec.structs import replace
 from cluster.spec.messages import PageNews
 from cluster.spec.peer import Peer
 from cluster.spec.tiers import Tier
-from router.lower_tiers import Weights
-from router.page_index import PageIndex
+from router.page_index import PageIndex, Weights
 from tests.fakes.bootstrap import peer_of
 
 ONE, OTHER = peer_of("prefill-0"), peer_of("prefill-1")

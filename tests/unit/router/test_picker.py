@@ -14,15 +14,15 @@ from cluster.spec.peer import Peer
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import Tier
 from cluster.spec.token_ids import TokenIds
-from router.breaker import Breakers
+from cluster.spec.worker_spec import router_shares
+from router.attempts import Breakers, LoadBook
 from router.directory import Directory
-from router.flight import Ask, Pair
-from router.load import LoadBook
+from router.page_index import PromptKeys
 from router.picker import Picker
-from router.prefix_keys import PromptKeys
+from router.request import GenerateRequest, Targets
 from tests.fakes.bootstrap import entry_of, peer_of, table_of
 
-ASK = Ask(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
+ASK = GenerateRequest(prompt_ids=TokenIds.of([1, 2, 3]), sampling=Sampling(), stopping=Stopping(max_tokens=4))
 PEERS = [peer_of(f"{role}-{index}") for role in ("prefill", "decode") for index in range(2)]
 
 
@@ -38,15 +38,15 @@ class Choices:
         )
         self._picker = Picker(config, directory, LoadBook(), self.breakers, random.Random(0))
 
-    def pairs(self, *avoided: Peer, now_s: float = 0.0) -> list[Pair | None]:
-        return [self._picker.pair(ASK, Room(1), frozenset(avoided), now_s) for _ in range(6)]
+    def picks(self, *avoided: Peer, now_s: float = 0.0) -> list[Targets | None]:
+        return [self._picker.pick(ASK, Room(1), frozenset(avoided), now_s) for _ in range(6)]
 
     def names(self, *avoided: Peer, now_s: float = 0.0) -> set[str]:
-        pairs = self.pairs(*avoided, now_s=now_s)
-        return {leg.replica for pair in pairs if pair is not None for leg in pair.legs}
+        picks = self.picks(*avoided, now_s=now_s)
+        return {peer.replica for targets in picks if targets is not None for peer in targets.peers}
 
 
-def test_all_have_their_turn() -> None:
+def test_all_are_picked() -> None:
     assert Choices(*PEERS).names() == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
 
 
@@ -77,8 +77,8 @@ def test_a_breaker_gives_way_to_what_failed_the_request_already() -> None:
 
 
 @pytest.mark.parametrize("ready", [PEERS[:2], PEERS[2:], []])
-def test_without_a_replica_of_a_role_there_is_no_pair(ready: list[Peer]) -> None:
-    assert set(Choices(*ready).pairs()) == {None}
+def test_without_a_replica_of_a_role_nothing_is_picked(ready: list[Peer]) -> None:
+    assert set(Choices(*ready).picks()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, i
     directory.update(table_of(*map(entry_of, PEERS)), 0.0)
     picker = Picker(config, directory, LoadBook(), Breakers(max_failures=1, open_s=10.0), random.Random(0))
     prompt = TokenIds.of(range(16_384))
-    ask = Ask(
+    ask = GenerateRequest(
         prompt_ids=prompt, sampling=Sampling(), stopping=Stopping(max_tokens=4), page_keys=PromptKeys(prompt, 64, "")
     )
     picker.pages.update(PEERS, 0.0)
@@ -116,6 +116,21 @@ def test_decode_computes_alone_what_little_its_own_memory_lacks(tier: Tier, *, i
         picker.pages.on_news(news, 0.0)
         news = msgspec.structs.replace(news, number=1, stored=page_keys(prompt, 64, ""), tier=tier)
         picker.pages.on_news(news, 0.0)
-    pair = picker.pair(ask, Room(1), frozenset(), 0.0)
-    assert pair is not None
-    assert (pair.prefill is None) == is_skipped
+    targets = picker.pick(ask, Room(1), frozenset(), 0.0)
+    assert targets is not None
+    assert (targets.prefill is None) == is_skipped
+
+
+def test_several_router_processes_share_the_room_at_each_replica() -> None:
+    config = DeployConfig.model_validate({"prefill": {"max_queued_tokens": 10}})
+    directory = Directory(grace_s=3.0)
+    directory.update(table_of(*map(entry_of, PEERS)), 0.0)
+    for share, limit in zip(router_shares(3), (4, 3, 3), strict=True):
+        load = LoadBook()
+        picker = Picker(config, directory, load, Breakers(max_failures=1, open_s=10.0), share=share)
+        for peer in PEERS[:2]:
+            load.add(peer, limit - 1)
+        assert picker.why_full([ASK], 0.0) is None
+        for peer in PEERS[:2]:
+            load.add(peer, 1)
+        assert f"{limit} prompt tokens or more" in (picker.why_full([ASK], 0.0) or "")

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.config import RouterConfig
 from cluster.spec.ids import Room
-from router.policies.candidate import Candidate, Chance, Load
-from router.policies.registry import POLICIES, find_policy
+from router.policies import POLICIES, Candidate, Load, PickInputs, find_policy
 from tests.fakes.bootstrap import peer_of
 
 
@@ -20,13 +19,13 @@ def candidates_of(*tokens: int, requests: int = 1) -> list[Candidate]:
     ]
 
 
-def chance_of(turn: int = 0, unit: float = 0.0, room: int = 1, session: str = "") -> Chance:
-    return Chance(turn=turn, unit=unit, room=Room(room), session=session)
+def inputs_of(number: int = 0, unit: float = 0.0, room: int = 1, session: str = "") -> PickInputs:
+    return PickInputs(number=number, unit=unit, room=Room(room), session=session)
 
 
 def picks(name: str, candidates: list[Candidate], count: int) -> list[int]:
     policy = find_policy(name)
-    chosen = [policy(candidates, chance_of(turn, turn / count)) for turn in range(count)]
+    chosen = [policy(candidates, inputs_of(number, number / count)) for number in range(count)]
     return [candidates.index(candidate) for candidate in chosen]
 
 
@@ -38,7 +37,7 @@ def test_random_is_uniform() -> None:
     assert Counter(picks("random", candidates_of(5, 0, 9), 30)) == {0: 10, 1: 10, 2: 10}
 
 
-def test_least_tokens_takes_the_least_and_equals_take_turns() -> None:
+def test_least_tokens_takes_the_least_and_equals_alternate() -> None:
     assert picks("least_tokens", candidates_of(5, 2, 9), 3) == [1, 1, 1]
     assert picks("least_tokens", candidates_of(2, 9, 2), 3) == [0, 2, 2]
 
@@ -71,23 +70,23 @@ def loaded(loads: list[tuple[int, int]], cached: list[int]) -> list[Candidate]:
     ]
 
 
-@given(loads=LOADS, turn=st.integers(0, 100), cached=st.integers(0, 10**6))
+@given(loads=LOADS, number=st.integers(0, 100), cached=st.integers(0, 10**6))
 def test_where_no_replica_has_more_cached_prefix_aware_is_least_tokens(
-    loads: list[tuple[int, int]], turn: int, cached: int
+    loads: list[tuple[int, int]], number: int, cached: int
 ) -> None:
     for everywhere in (0, cached):
-        candidates, chance = loaded(loads, [everywhere] * len(loads)), chance_of(turn)
-        assert find_policy("prefix_aware")(candidates, chance) is find_policy("least_tokens")(candidates, chance)
+        candidates, inputs = loaded(loads, [everywhere] * len(loads)), inputs_of(number)
+        assert find_policy("prefix_aware")(candidates, inputs) is find_policy("least_tokens")(candidates, inputs)
 
 
-@given(loads=LOADS, turn=st.integers(0, 100), data=st.data())
+@given(loads=LOADS, number=st.integers(0, 100), data=st.data())
 def test_prefix_aware_never_waits_longer_than_least_tokens(
-    loads: list[tuple[int, int]], turn: int, data: st.DataObject
+    loads: list[tuple[int, int]], number: int, data: st.DataObject
 ) -> None:
     """Tokens to be computed before the prompt's last one are no more; no luck with caches makes it worse."""
     cached = data.draw(st.lists(st.integers(0, 10**6), min_size=len(loads), max_size=len(loads)))
-    candidates, chance = loaded(loads, cached), chance_of(turn)
-    by_prefix, by_load = (find_policy(name)(candidates, chance) for name in ("prefix_aware", "least_tokens"))
+    candidates, inputs = loaded(loads, cached), inputs_of(number)
+    by_prefix, by_load = (find_policy(name)(candidates, inputs) for name in ("prefix_aware", "least_tokens"))
     wait, wait_by_load = (chosen.load.num_tokens - chosen.cached_tokens for chosen in (by_prefix, by_load))
     assert wait <= wait_by_load
 
@@ -96,61 +95,61 @@ def test_a_cached_prefix_is_worth_a_queue_of_its_length() -> None:
     policy = find_policy("prefix_aware")
     for num_tokens, chosen in ((999, 0), (1001, 1), (5000, 1)):
         candidates = loaded([(1, num_tokens), (1, 2000)], [0, 1000])
-        assert policy(candidates, chance_of()) is candidates[chosen]
+        assert policy(candidates, inputs_of()) is candidates[chosen]
 
 
 def test_beyond_the_bounds_load_alone_decides() -> None:
     policy = find_policy("prefix_aware")
     for requests, chosen in ((33, 1), (34, 0), (80, 0)):
         candidates = loaded([(1, 500), (requests, 600)], [0, 1000])
-        assert policy(candidates, chance_of()) is candidates[chosen]
+        assert policy(candidates, inputs_of()) is candidates[chosen]
     candidates = loaded([(100, 500), (190, 600)], [0, 1000])
-    assert policy(candidates, chance_of()) is candidates[1]
+    assert policy(candidates, inputs_of()) is candidates[1]
 
 
 def test_follow_room_is_the_rooms_remainder() -> None:
     candidates = candidates_of(5, 0, 9)
     policy = find_policy("follow_room")
-    assert [candidates.index(policy(candidates, chance_of(room=room))) for room in (7, 8, 9)] == [1, 2, 0]
+    assert [candidates.index(policy(candidates, inputs_of(room=room))) for room in (7, 8, 9)] == [1, 2, 0]
 
 
 @given(session=st.text(min_size=1), gone=st.integers(0, 4), tokens=st.lists(st.integers(0, 9), min_size=5, max_size=5))
 def test_a_replica_that_leaves_moves_only_its_own_sessions(session: str, gone: int, tokens: list[int]) -> None:
     candidates, policy = candidates_of(*tokens), find_policy("session")
-    before = policy(candidates, chance_of(session=session))
-    rest = [candidate for place, candidate in enumerate(candidates) if place != gone]
-    after = policy(rest, chance_of(turn=3, unit=0.5, room=9, session=session))
+    before = policy(candidates, inputs_of(session=session))
+    rest = [candidate for index, candidate in enumerate(candidates) if index != gone]
+    after = policy(rest, inputs_of(number=3, unit=0.5, room=9, session=session))
     assert after == before or before == candidates[gone]
 
 
 def test_sessions_are_spread_and_requests_without_one_go_by_load() -> None:
     candidates, policy = candidates_of(5, 2, 9), find_policy("session")
-    homes = Counter(policy(candidates, chance_of(session=str(i))).peer.replica for i in range(300))
+    homes = Counter(policy(candidates, inputs_of(session=str(i))).peer.replica for i in range(300))
     assert all(70 < count < 130 for count in homes.values()), homes
-    assert policy(candidates, chance_of()) == candidates[1]
+    assert policy(candidates, inputs_of()) == candidates[1]
 
 
 def test_a_session_stays_when_its_replica_starts_again() -> None:
     policy = find_policy("session")
     old, new = ([Candidate(peer=peer_of(f"decode-{i}", start), load=Load()) for i in range(4)] for start in (1, 2))
     for session in map(str, range(20)):
-        chosen = (policy(candidates, chance_of(session=session)).peer.replica for candidates in (old, new))
+        chosen = (policy(candidates, inputs_of(session=session)).peer.replica for candidates in (old, new))
         assert len(set(chosen)) == 1
 
 
 @given(
     name=st.sampled_from(sorted(POLICIES)),
     tokens=st.lists(st.integers(0, 9), min_size=1, max_size=5),
-    turn=st.integers(0, 100),
+    number=st.integers(0, 100),
     unit=st.floats(0, 1, exclude_max=True),
     room=st.integers(1, 2**63 - 1),
     session=st.text(max_size=3),
 )
 def test_any_choice_is_a_candidate(
-    name: str, tokens: list[int], turn: int, unit: float, room: int, session: str
+    name: str, tokens: list[int], number: int, unit: float, room: int, session: str
 ) -> None:
     candidates = candidates_of(*tokens)
-    assert find_policy(name)(candidates, chance_of(turn, unit, room, session)) in candidates
+    assert find_policy(name)(candidates, inputs_of(number, unit, room, session)) in candidates
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

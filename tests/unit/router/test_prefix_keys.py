@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.spec.page_key import page_keys
-from router.prefix_keys import PromptKeys
+from router.page_index import PromptKeys
 
 _PAGE_SIZE = 2
 

@@ -21,7 +21,9 @@ from router.service import Service
 def test_tokens_of_lower_tiers_are_told_and_left_out_where_there_are_none(
     tiers: dict[str, int], is_streamed: bool
 ) -> None:
-    service = cast(Service, SimpleNamespace(tokenizer=None, model="m", sampling_defaults=SamplingDefaults()))
+    service = cast(
+        Service, SimpleNamespace(tokenizer=None, model=SimpleNamespace(name="m", sampling_defaults=SamplingDefaults()))
+    )
     body = ResponseRequest.model_validate({"model": "m", "input": "a"})
     writer = ResponseWriter("x", service, body, MessageReader())
     details = PromptTokensDetails(cached_tokens=32, **tiers)

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from cluster.spec.sampling import Sampling
+from router.api.intake import make_sampling
 from router.api.requests import CompletionRequest
-from router.api.sampling import make_sampling
 from router.sampling_defaults import SamplingDefaults, defaults_of
 from router.service import Service
 
@@ -15,7 +15,10 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos
 
 
 def sampling_of(defaults: SamplingDefaults, **fields: Any) -> Sampling:
-    service = cast("Service", SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=100), sampling_defaults=defaults))
+    service = cast(
+        "Service",
+        SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=100), model=SimpleNamespace(sampling_defaults=defaults)),
+    )
     return make_sampling(service, CompletionRequest(model="m", prompt="a", **fields), frozenset())
 
 

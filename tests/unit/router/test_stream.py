@@ -4,45 +4,61 @@ import asyncio
 
 import pytest
 
-from cluster.spec.ids import Room
 from cluster.spec.sampling import FinishReason
-from router.actions import Cause, Fail
+from router.answer import Answer
 from router.errors import RequestFailedError
-from router.stream import Part, Stream
+from router.request import Cause, Fail, OutputChunk, RequestId
+
+
+def answer_of(num_choices: int) -> Answer:
+    answer = Answer(num_choices, lambda _: None, lambda _: None)
+    for index in range(num_choices):
+        answer.add(RequestId(index))
+    return answer
+
+
+def push(answer: Answer, index: int, token_ids: list[int], finish: FinishReason | None = None) -> None:
+    answer.push(chunk(index, token_ids, finish))
+
+
+def chunk(index: int, token_ids: list[int], finish: FinishReason | None = None) -> OutputChunk:
+    return OutputChunk(index=index, token_ids=token_ids, finish=finish)
 
 
 async def test_what_a_slow_reader_leaves_is_joined() -> None:
-    stream = Stream(2)
-    stream.push(0, [1], None)
-    stream.push(1, [7], FinishReason.STOP)
-    stream.push(0, [2, 3], None)
-    assert await stream.receive() == [Part(0, [1, 2, 3], None), Part(1, [7], FinishReason.STOP)]
-    stream.push(0, [], FinishReason.LENGTH)
-    assert await stream.receive() == [Part(0, [], FinishReason.LENGTH)]
-    assert await stream.receive() == []
+    answer = answer_of(2)
+    push(answer, 0, [1])
+    push(answer, 1, [7], FinishReason.STOP)
+    push(answer, 0, [2, 3])
+    assert answer.num_unread(0) == 3
+    assert await answer.receive() == [chunk(0, [1, 2, 3]), chunk(1, [7], FinishReason.STOP)]
+    push(answer, 0, [], FinishReason.LENGTH)
+    assert await answer.receive() == [chunk(0, [], FinishReason.LENGTH)]
+    assert await answer.receive() == []
+    assert answer.num_tokens == 4
 
 
-async def test_a_reader_waits_for_news() -> None:
-    stream = Stream(1)
-    waiting = asyncio.create_task(stream.receive())
+async def test_a_reader_waits_for_chunks() -> None:
+    answer = answer_of(1)
+    waiting = asyncio.create_task(answer.receive())
     await asyncio.sleep(0)
     assert not waiting.done()
-    stream.push(0, [1], None)
-    assert await waiting == [Part(0, [1], None)]
+    push(answer, 0, [1])
+    assert await waiting == [chunk(0, [1])]
 
 
 async def test_a_choice_that_the_reader_finished() -> None:
-    stream = Stream(1)
-    stream.push(0, [1], None)
-    await stream.receive()
-    stream.push(0, [2], FinishReason.LENGTH)
-    stream.finish(0)
-    assert await stream.receive() == []
+    answer = answer_of(1)
+    push(answer, 0, [1])
+    await answer.receive()
+    push(answer, 0, [2], FinishReason.LENGTH)
+    answer.enough(0)
+    assert await answer.receive() == []
 
 
 async def test_failure() -> None:
-    stream = Stream(1)
-    stream.fail(Fail(room=Room(1), cause=Cause.REPLICA_LOST, reason="decode-0 is gone"))
+    answer = answer_of(1)
+    answer.fail(Fail(request_id=RequestId(1), cause=Cause.REPLICA_LOST, reason="decode-0 is gone"))
     with pytest.raises(RequestFailedError, match="decode-0 is gone") as caught:
-        await stream.receive()
+        await answer.receive()
     assert caught.value.cause is Cause.REPLICA_LOST

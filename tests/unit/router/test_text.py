@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.spec.sampling import FinishReason
 from cluster.tokenizer import Tokenizer
-from router.text import AnswerText, Piece, StopScanner, TextRules, join
+from router.request import OutputChunk
+from router.text import AnswerText, StopScanner, TextRules, join
 from tests.fakes.model_folder import EOS, write_model_folder
 from tests.fakes.replica import logprobs_of
 
@@ -72,7 +73,7 @@ def test_stop_strings_count_from_the_minimum_on(
     tokenizer: Tokenizer, text: str, stops: list[str], min_tokens: int, cuts: list[int]
 ) -> None:
     start = max(min_tokens - 1, 0)
-    shown: list[Piece] = []
+    shown: list[OutputChunk] = []
     made = AnswerText(tokenizer, TextRules(stops=stops, min_tokens=min_tokens))
     for part in pieces_of(text, cuts):
         shown += made.push(list(part.encode()), None)
@@ -95,7 +96,7 @@ def test_characters_and_stop_strings_may_be_split_over_tokens_in_any_way(
     """Each token is a byte."""
     tokens = list(text.encode())
     edges = sorted({0, len(tokens), *[point % (len(tokens) + 1) for point in cuts]})
-    made, shown = AnswerText(tokenizer, TextRules(stops=stops, include_stop=include)), list[Piece]()
+    made, shown = AnswerText(tokenizer, TextRules(stops=stops, include_stop=include)), list[OutputChunk]()
     for start, end in pairwise(edges):
         shown += made.push(tokens[start:end], None)
         if shown[-1].finish:
@@ -148,7 +149,7 @@ def test_offsets_beside_broken_characters(
     assert (whole.text, whole.offsets) == (text, offsets)
 
 
-def joined(pieces: list[Piece]) -> tuple[str, FinishReason | None]:
+def joined(pieces: list[OutputChunk]) -> tuple[str, FinishReason | None]:
     """The text of all, and how the last one ends; the others do not."""
     assert not any(piece.finish for piece in pieces[:-1])
     return "".join(piece.text for piece in pieces), pieces[-1].finish
@@ -168,7 +169,9 @@ def test_a_stop_token_in_the_middle_or_at_the_length_limit_is_shown(tokenizer: T
 def test_tokens_after_a_stop_string_are_dropped(tokenizer: Tokenizer) -> None:
     text = answer(tokenizer, "cd")
     assert joined(text.push(list(b"abc"), None)) == ("ab", None)
-    assert text.push(list(b"defg"), None) == [Piece("", FinishReason.STOP, (100,), offsets=(3,), stopped_by="cd")]
+    assert text.push(list(b"defg"), None) == [
+        OutputChunk(token_ids=(100,), finish=FinishReason.STOP, offsets=(3,), stopped_by="cd")
+    ]
 
 
 def test_half_a_stop_string_and_half_a_character_come_out_at_the_end(tokenizer: Tokenizer) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, normalizers
 
 from cluster.tokenizer import Tokenizer
-from router.token_text import token_bytes, token_text
+from router.text import token_bytes, token_text
 from tests.fakes.model_folder import BOS, write_model_folder
 
 

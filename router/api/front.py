@@ -1,0 +1,204 @@
+"""What happens to an HTTP request before its handler reads the body: its id, its key, and what its headers ask for."""
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Depends
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.spec.config import DeployConfig
+from router.api.errors import EXPECTED_ERRORS, ApiError, answer_error, bad_request
+from router.api.requests import GenerationBody
+from router.key_ring import ApiKey
+from router.service import Service
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+REQUEST_ID = "x-request-id"
+_ID_HEADER = REQUEST_ID.encode()
+_SOUND_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ID_KEY, _HEADERS_KEY, _CALLER_KEY = "baton.request_id", "baton.headers", "baton.caller"
+_SESSION_HEADER = b"x-session-id"
+_SESSION_FIELDS = ("prompt_cache_key", "session_id", "user")
+_MAX_SESSION_CHARS = 256
+_DP_RANK_HEADER = "X-data-parallel-rank"
+
+
+class RequestIds:
+    """ASGI middleware that gives every request an id: the client's ``X-Request-Id`` if it is sound, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and add the header to the response."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, _ID_HEADER) or ""
+        chosen = given if _SOUND_ID.fullmatch(given) else secrets.token_hex(16)
+        scope[_ID_KEY] = chosen
+
+        # Plain, not async: it is called for every token.
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, chosen.encode())]
+            return send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Direct:
+    """ASGI application that calls the handlers of busy POST routes without FastAPI, which takes longer than they do.
+
+    Everything else goes to another application.
+    """
+
+    def __init__(self, app: ASGIApp, handlers: Mapping[str, Handler], service: Service) -> None:
+        self._app = app
+        self._handlers = handlers
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        handler = self._handlers.get(scope["path"]) if is_post else None
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        # Plain, not async: it is called for every token.
+        def send_noting(message: Message) -> Awaitable[None]:
+            nonlocal has_begun
+            has_begun = True
+            return send(message)
+
+        scope["app"] = self._app
+        request = Request(scope, receive)
+        try:
+            check_key(self._service, request)
+            response = await handler(request)
+            await response(scope, receive, send_noting)
+        except Exception as error:
+            if not has_begun:
+                await answer_error(self._service.metrics, request, error)(scope, receive, send)
+            if has_begun or not isinstance(error, EXPECTED_ERRORS):
+                raise  # for the log
+
+
+def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
+    """Return the first header of this name, which is given in lower case."""
+    known: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
+    if known is None:  # several are looked up in each request
+        known = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
+    value = known.get(name)
+    return None if value is None else value.decode("latin-1")
+
+
+def request_id(request: Request) -> str:
+    """Return the id that the middleware gave."""
+    chosen: str = request.scope[_ID_KEY]
+    return chosen
+
+
+def check_key(service: Service, request: Request) -> None:
+    """Admit a request with a known key, and remember its owner.
+
+    Raises:
+        ApiError: 401, which does not repeat the key.
+    """
+    if not service.keys.keys:
+        return
+    caller = service.keys.find(_given_key(request))
+    if caller is None:
+        raise _unauthorized("a known API key is needed, as `Authorization: Bearer KEY`")
+    request.scope[_CALLER_KEY] = caller
+
+
+def key_needed(service: Service) -> Any:
+    """Return ``check_key`` for a route's ``dependencies``."""
+
+    async def known(request: Request) -> None:
+        check_key(service, request)
+
+    return Depends(known)
+
+
+def admin_key_needed(service: Service) -> Any:
+    """Return a check of the administrator's key for a route's ``dependencies``; it raises a 401, or 403 without one."""
+
+    async def authorized(request: Request) -> None:
+        if service.keys.admin_key is None:
+            message = "no administrator's key is set; start the cluster with BATON_ADMIN_KEY"
+            raise ApiError(HTTPStatus.FORBIDDEN, message, code="no_admin_key")
+        if not service.keys.is_admin(_given_key(request)):
+            raise _unauthorized("the administrator's key is needed, as `Authorization: Bearer KEY`")
+
+    return Depends(authorized)
+
+
+def caller_of(request: Request) -> ApiKey | None:
+    """Return the owner of the request's key; None where no key is needed."""
+    caller: ApiKey | None = request.scope.get(_CALLER_KEY)
+    return caller
+
+
+def priority_of(request: Request, asked: int | None) -> int:
+    """Return the requested priority, at best that of the key."""
+    caller = caller_of(request)
+    if caller is None or caller.priority is None:
+        return asked or 0
+    return caller.priority if asked is None else max(asked, caller.priority)
+
+
+def session_of(request: Request, fields: Mapping[str, Any]) -> str:
+    """Return ``X-Session-Id``, else ``prompt_cache_key``, ``session_id`` or ``user``; empty where none is given.
+
+    Args:
+        fields: undeclared fields of the body; values that are no strings are ignored.
+    """
+    named = header(request.scope, _SESSION_HEADER)
+    if named is None and not fields:
+        return ""
+    given = (named, *(fields.get(field) for field in _SESSION_FIELDS))
+    return next((text[:_MAX_SESSION_CHARS] for text in given if isinstance(text, str) and text), "")
+
+
+def dp_rank_of(request: Request, config: DeployConfig, body: GenerationBody) -> int | None:
+    """Return ``X-data-parallel-rank``, else SGLang's field, or that of its earlier releases; None where none is given.
+
+    The rank is meant for both roles. Where one has no DP rank of this number, its ``dp_policy`` chooses there.
+
+    Raises:
+        ApiError: 400 for a rank that neither role has.
+    """
+    named = header(request.scope, _DP_RANK_HEADER.lower().encode())
+    if named is None and body.routed_dp_rank is None and body.data_parallel_rank is None:
+        return None
+    candidates = {
+        _DP_RANK_HEADER: named,
+        "routed_dp_rank": body.routed_dp_rank,
+        "data_parallel_rank": body.data_parallel_rank,
+    }
+    name, given = next((name, given) for name, given in candidates.items() if given is not None)
+    most = max(config.prefill.parallel.dp, config.decode.parallel.dp)
+    text = str(given)
+    if not text.isascii() or not text.isdigit() or int(text) >= most:
+        raise bad_request(f"{name}: got {given!r}; allowed: 0 to {most - 1}", name)
+    return int(text)
+
+
+def _given_key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _unauthorized(message: str) -> ApiError:
+    headers = {"www-authenticate": "Bearer"}
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=headers)

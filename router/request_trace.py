@@ -1,0 +1,150 @@
+"""Traces of timed requests: collected from every rank at the end, and written in the Trace Event Format.
+
+Perfetto and chrome://tracing read it: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.spec.ids import Room
+from cluster.spec.messages import Message, Timeline
+from cluster.spec.registry import RankRow
+from cluster.spec.step_messages import GiveTimeline
+from cluster.spec.timeline import ClockReading, Interval
+from router.request import RequestId
+
+MAX_KEPT = 8
+"""Timed requests known at once; the oldest makes room."""
+GATHER_S = 30.0
+"""Longest wait for ranks, which answer between two steps."""
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """What is known of one timed request."""
+
+    attempt: Room
+    """Room of its last attempt, the one that is shown."""
+    ranks: Sequence[RankRow]
+    """All ranks of its targets."""
+    parts: list[Timeline] = field(default_factory=list)
+    router: list[Interval] | None = None
+    """The router's own part; None until the request has ended."""
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def missing(self) -> list[str]:
+        answered = {(part.replica, part.global_rank) for part in self.parts}
+        return [
+            _rank_name(rank.replica, rank.global_rank)
+            for rank in self.ranks
+            if (rank.replica, rank.global_rank) not in answered
+        ]
+
+    def events(self, clock: ClockReading) -> dict[str, Any]:
+        """Return the JSON object: a process for the router and each rank, a thread a lane, microseconds since arrival.
+
+        Args:
+            clock: the router's; processes of another machine are shifted by the difference of their Unix times.
+        """
+        assert self.router is not None, "a trace is written when its request has ended"
+        origin_s = min((interval.start_s for interval in self.router), default=0.0)
+        events = list(_process(1, "router", self.router, origin_s))
+        parts = sorted(self.parts, key=lambda part: (part.replica.startswith("decode"), part.global_rank))
+        for pid, part in enumerate(parts, start=2):
+            is_local = part.clock.machine == clock.machine
+            shift_s = 0.0 if is_local else part.clock.unix_offset_s - clock.unix_offset_s
+            events += _process(pid, _rank_name(part.replica, part.global_rank), part.intervals, origin_s - shift_s)
+        left_out = {
+            _rank_name(part.replica, part.global_rank): part.num_left_out for part in parts if part.num_left_out
+        }
+        return {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"ranks that did not answer": self.missing, "intervals left out": left_out},
+        }
+
+
+class RequestTraces:
+    """The newest traces of this process. Belongs to one event loop."""
+
+    def __init__(self, reply_to: str, send: Callable[[str, Message], None]) -> None:
+        """
+        Args:
+            reply_to: address of this process's inbox.
+        """
+        self._reply_to = reply_to
+        self._send = send
+        self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
+
+    def begin(self, request_id: RequestId, attempt: Room, ranks: Sequence[RankRow]) -> None:
+        """Take note that an attempt of a timed request starts on these ranks."""
+        self._traces[request_id] = RequestTrace(attempt, ranks)
+        if len(self._traces) > MAX_KEPT:
+            self._traces.popitem(last=False)
+
+    def end(self, request_id: RequestId, router: list[Interval]) -> None:
+        """Store the router's part of a request that has ended, if it is timed, and ask its ranks for theirs."""
+        if (trace := self._traces.get(request_id)) is None:
+            return
+        trace.router = router
+        for rank in trace.ranks:
+            self._send(rank.address, GiveTimeline(room=trace.attempt, reply_to=self._reply_to))
+
+    def on_part(self, part: Timeline) -> None:
+        """Take a rank's part; one that was not asked for is ignored."""
+        trace = next((trace for trace in self._traces.values() if trace.attempt == part.room), None)
+        if trace is None or _rank_name(part.replica, part.global_rank) not in trace.missing:
+            return
+        trace.parts.append(part)
+        if not trace.missing:
+            trace.complete.set()
+
+    async def gather(self, name: str) -> RequestTrace | None:
+        """Return a trace once every rank has answered, or after ``GATHER_S``; None where there is none.
+
+        Args:
+            name: the request id in decimal.
+        """
+        trace = next((trace for request_id, trace in self._traces.items() if str(request_id) == name), None)
+        if trace is not None and trace.ranks:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(trace.complete.wait(), GATHER_S)
+        return trace
+
+
+def _rank_name(replica: str, global_rank: int) -> str:
+    return f"{replica} rank {global_rank}"
+
+
+def _process(pid: int, name: str, intervals: Sequence[Interval], origin_s: float) -> Iterator[dict[str, Any]]:
+    yield _label(pid, 0, "process_name", name=name)
+    yield _label(pid, 0, "process_sort_index", sort_index=pid)
+    by_start = sorted(intervals, key=lambda interval: interval.start_s)
+    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(interval.lane for interval in by_start), start=1)}
+    for lane, tid in lanes.items():
+        yield _label(pid, tid, "thread_name", name=lane)
+    for interval in intervals:
+        start_us, end_us = (_micros(time_s - origin_s) for time_s in (interval.start_s, interval.end_s))
+        yield {
+            "name": interval.name,
+            "cat": interval.lane,
+            "ph": "X",
+            "ts": start_us,
+            "dur": round(end_us - start_us, 3),
+            "pid": pid,
+            "tid": lanes[interval.lane],
+            "args": interval.facts,
+        }
+
+
+def _label(pid: int, tid: int, what: str, **args: str | int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _micros(time_s: float) -> float:
+    return round(time_s * 1e6, 3)

@@ -1,0 +1,108 @@
+"""Traces as Trace Event JSON: what Perfetto needs is there, and no time is moved except between machines."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.spec.ids import Incarnation, Room, replica_id
+from cluster.spec.lifecycle import Role
+from cluster.spec.messages import Message, Timeline
+from cluster.spec.step_messages import GiveTimeline
+from cluster.spec.timeline import ClockReading, Interval
+from router import request_trace
+from router.request import RequestId
+from router.request_trace import MAX_KEPT, RequestTrace, RequestTraces
+from tests.fakes.bootstrap import entry_of, peer_of
+from tests.fakes.trace_events import check_trace, complete_events, process_names
+
+HERE = ClockReading(machine="here", unix_offset_s=1000.0)
+ELSEWHERE = ClockReading(machine="elsewhere", unix_offset_s=400.0)
+RANKS = entry_of(peer_of("prefill-0")).rows
+SECONDS = st.floats(0, 1e6, allow_nan=False)
+
+
+@st.composite
+def nested(draw: st.DrawFn) -> list[Interval]:
+    """Intervals of one lane, each after or inside another."""
+    times_s = sorted(draw(st.lists(SECONDS, min_size=2, max_size=12)))
+    outer = Interval("compute", "outer", times_s[0], times_s[-1])
+    pairs = zip(times_s[::2], times_s[1::2], strict=False)
+    return [*(Interval("compute", "inner", start_s, end_s) for start_s, end_s in pairs), outer]
+
+
+@given(nested(), nested())
+def test_every_trace_is_valid_and_keeps_every_interval(router: list[Interval], rank: list[Interval]) -> None:
+    trace = json.loads(json.dumps(_trace(router, _timeline(rank, HERE)).events(HERE)))
+    check_trace(trace)
+    assert len(complete_events(trace)) == len(router) + len(rank)
+    assert set(process_names(trace).values()) == {"router", "prefill-0 rank 0"}
+
+
+def test_times_are_microseconds_since_the_request_arrived() -> None:
+    router = [Interval("request", "read and tokenize", 5.0, 5.25)]
+    rank = [Interval("compute", "step 1", 5.5, 5.75, {"tokens": 3})]
+    trace = _trace(router, _timeline(rank, HERE)).events(HERE)
+    assert [(event["ts"], event["dur"], event["args"]) for event in complete_events(trace)] == [
+        (0.0, 250_000.0, {}),
+        (500_000.0, 250_000.0, {"tokens": 3}),
+    ]
+
+
+def test_another_machine_is_shifted_by_the_difference_of_unix_times() -> None:
+    router = [Interval("request", "stream", 5.0, 6.0)]
+    # At Unix time 1005.5, half a second after the arrival at 1005.0.
+    trace = _trace(router, _timeline([Interval("compute", "step 1", 605.5, 606.0)], ELSEWHERE)).events(HERE)
+    assert complete_events(trace)[-1]["ts"] == 500_000.0
+
+
+def test_what_is_missing_is_named() -> None:
+    trace = _trace([Interval("request", "stream", 1.0, 2.0)])
+    assert trace.events(HERE)["otherData"]["ranks that did not answer"] == ["prefill-0 rank 0"]
+
+
+def _trace(router: list[Interval], *parts: Timeline) -> RequestTrace:
+    return RequestTrace(Room(1), RANKS, list(parts), router)
+
+
+def _timeline(intervals: list[Interval], clock: ClockReading) -> Timeline:
+    return Timeline(
+        room=Room(1),
+        replica=replica_id(Role.PREFILL, 0),
+        incarnation=Incarnation(1),
+        global_rank=0,
+        clock=clock,
+        intervals=intervals,
+        num_left_out=0,
+    )
+
+
+async def test_a_trace_waits_for_its_ranks_and_names_those_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_trace, "GATHER_S", 0.01)
+    sent: list[tuple[str, Message]] = []
+    traces = RequestTraces("here", lambda address, message: sent.append((address, message)))
+    traces.begin(RequestId(7), Room(1), RANKS)
+    traces.end(RequestId(7), [])
+    assert sent == [(RANKS[0].address, GiveTimeline(room=Room(1), reply_to="here"))]
+    incomplete = await traces.gather("7")
+    assert incomplete is not None
+    assert incomplete.missing == ["prefill-0 rank 0"]
+    monkeypatch.setattr(request_trace, "GATHER_S", 60.0)
+    waiting = asyncio.create_task(traces.gather("7"))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        traces.on_part(_timeline([], HERE))
+    complete = await waiting
+    assert complete is not None
+    assert (complete.missing, len(complete.parts)) == ([], 1)
+
+
+async def test_only_the_newest_traces_are_kept() -> None:
+    traces = RequestTraces("here", lambda *_: None)
+    for number in range(MAX_KEPT + 1):
+        traces.begin(RequestId(number), Room(number), [])
+    traces.end(RequestId(0), [])
+    assert await traces.gather("0") is None
+    assert await traces.gather(str(MAX_KEPT)) is not None
