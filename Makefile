@@ -16,10 +16,11 @@ EXTRAS_dev = dev,$(EXTRAS_serve)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help serve venv test test-full chaos lint bench clean
+.PHONY: help serve venv unit test test-full chaos lint bench clean
 
 help:
 	@echo "make serve      start a local cluster on http://127.0.0.1:8000; Ctrl-C stops it"
+	@echo "make unit       the unit tests, but not those of GPU kernels, in two minutes on two cores"
 	@echo "make test       all tests but the full matrix, in 15 to 20 minutes on two cores"
 	@echo "make test-full  all tests, with every combination of the matrices"
 	@echo "make chaos      every fault in a real cluster, and the table of what became of its clients"
@@ -32,6 +33,10 @@ serve: $(VENV)/.serve
 	@exec $(VENV)/bin/python -m cluster.cli.foreground $(VENV)/bin/baton up $(DEPLOY)
 
 venv: $(VENV)/.dev
+
+# Kernels are interpreted, and compiled for GPUs that are not there: as long as all other unit tests together.
+unit: $(VENV)/.dev
+	@$(PYTEST) -m "not full" --ignore=tests/unit/workers/kernels tests/unit tests/simulation/test_network.py
 
 test: $(VENV)/.dev
 	@$(PYTEST) -m "not full"

@@ -72,7 +72,7 @@ def members_alike(ranks: list[Fields], alike: tuple[str, ...]) -> list[list[int]
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(legal_parallels)
 def test_positions_equal_counting(parallel: ParallelConfig) -> None:
     expected = brute_force_ranks(parallel)
@@ -82,7 +82,7 @@ def test_positions_equal_counting(parallel: ParallelConfig) -> None:
         assert {axis: getattr(rank, axis) for axis in fields} == fields
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(legal_parallels)
 def test_groups_equal_brute_force(parallel: ParallelConfig) -> None:
     ranks = brute_force_ranks(parallel)
@@ -99,7 +99,7 @@ def test_groups_equal_brute_force(parallel: ParallelConfig) -> None:
     }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(legal_parallels)
 def test_experts_are_fed_by_whole_attention_shards(parallel: ParallelConfig) -> None:
     """dp * cp / moe_dp of them, of which each tp_rank meets the others of its own."""
