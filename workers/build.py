@@ -19,6 +19,9 @@ from transfer.sender import SenderThread
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import StrategyChooser, fixed
+from workers.context_parallel.step_time import even_chunk
+from workers.handoff.kv_sender import KvSender
+from workers.handoff.page_checker import PageChecker
 from workers.hicache.copier import Copier
 from workers.hicache.storage.objects import ObjectFormat
 from workers.hicache.storage.page_store import PageStore
@@ -26,9 +29,7 @@ from workers.hicache.storage.rate_limit import RateLimit
 from workers.hicache.storage.registry import make_storage
 from workers.hicache.tier_worker import NoTierWorker, PageTierWorker, TierWorker
 from workers.hicache.tiers import Tiers
-from workers.kv_sender import KvSender
 from workers.memory.tier_memory import TierMemory
-from workers.page_checker import PageChecker
 from workers.rank import Rank
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeSettings
@@ -36,7 +37,6 @@ from workers.scheduler.leader import Leader
 from workers.scheduler.prefill import PrefillLeader
 from workers.scheduler.prefill_request import PrefillSettings
 from workers.scheduler.replica_leader import ReplicaLeader
-from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 

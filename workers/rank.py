@@ -22,11 +22,12 @@ from workers.attention.registry import choose_backend
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.device import open_device
 from workers.engine.capture import Capture, GraphCapture
+from workers.engine.measured_rates import measured_rates
+from workers.engine.pool_memory import pool_memory_gib
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
 from workers.kernels import elementwise
-from workers.measured_rates import measured_rates
 from workers.memory.peer_memory import PeerMemory, open_peer_memory
 from workers.memory.pinned import PinnedMemory
 from workers.models.decoder import DecoderModel
@@ -34,10 +35,9 @@ from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
 from workers.native.elementwise import NativeElementwise
 from workers.parallel.groups import ReplicaStore
+from workers.parallel.rank_groups import RankGroups, join_groups
 from workers.parallel.words import leave_store
-from workers.pool_memory import pool_memory_gib
-from workers.rank_groups import RankGroups, join_groups
-from workers.step_recorder import StepRecorder
+from workers.trace.step_recorder import StepRecorder
 
 _log = logging.getLogger(__name__)
 

@@ -32,17 +32,17 @@ from workers.build import (
     make_timeline,
     num_ahead,
 )
-from workers.cpu import use_cpu
+from workers.device import use_cpu
+from workers.handoff.kv_sender import KvSender
+from workers.handoff.page_checker import PageChecker
+from workers.handoff.post import send_if_heard
 from workers.hicache.tier_worker import TierWorker
-from workers.kv_sender import KvSender
-from workers.leader_link import LeaderLink, LocalLeader, RemoteLeader
-from workers.loop_watch import BETWEEN_STEPS, Turns
-from workers.page_checker import PageChecker
+from workers.loop.leader_link import LeaderLink, LocalLeader, RemoteLeader
+from workers.loop.rank_steps import RankSteps
+from workers.loop.watch import BETWEEN_STEPS, Turns
 from workers.parallel.groups import ReplicaStore, join_store, open_store
-from workers.post import send_if_heard
+from workers.parallel.traffic import HANDOFF, Traffic
 from workers.rank import Rank, load_rank
-from workers.rank_steps import RankSteps
-from workers.traffic import HANDOFF, Traffic
 
 PAUSE_S = 1e-4
 """Between two looks at the inbox while a step goes on by itself: the next plan is to find the GPU busy."""

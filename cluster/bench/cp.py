@@ -27,7 +27,7 @@ from workers.bench.shapes import SHAPES
 from workers.context_parallel.cost_model import Choice
 from workers.models.interface import DecoderConfig
 from workers.models.registry import parse_model_config
-from workers.worker_process import WorkerProcess
+from workers.process import WorkerProcess
 
 DTYPES = ("bfloat16", "float32")
 _RANK = "workers.bench.cp_rank:CpBenchRank"

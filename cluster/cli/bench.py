@@ -68,7 +68,7 @@ def milliseconds(seconds: float | None, digits: int = 1) -> str:
 @contextmanager
 def bench_worker(name: str, timeout_s: float) -> Iterator[Callable[..., Any]]:
     """Start the worker ``name`` and yield a function that calls one of its methods by name."""
-    from workers.worker_process import WorkerProcess
+    from workers.process import WorkerProcess
 
     process = WorkerProcess(name)
 
@@ -86,7 +86,7 @@ def bench_worker(name: str, timeout_s: float) -> Iterator[Callable[..., Any]]:
 @contextmanager
 def failures_end_the_command() -> Iterator[None]:
     """Turn the error of a measuring process, and Ctrl-C, into the end of the command."""
-    from workers.worker_process import RemoteError
+    from workers.process import RemoteError
 
     try:
         yield

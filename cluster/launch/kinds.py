@@ -62,7 +62,7 @@ class WorkerActor:
 
     def run(self, rows: list[RankRow]) -> None:
         """See Worker.run; gives back what the worker holds when it ends. A loop that stands still ends the process."""
-        from workers.loop_watch import LoopWatch, end_process
+        from workers.loop.watch import LoopWatch, end_process
 
         worker, spec = self._built, self._built.spec
         name, limit_s = f"{spec.replica} rank {spec.global_rank}", spec.config.resources.step_timeout_s

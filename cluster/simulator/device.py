@@ -10,7 +10,7 @@ from cluster.simulator.surroundings import Surroundings
 from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
-from workers.kv_sender import KvSender
+from workers.handoff.kv_sender import KvSender
 
 
 def next_token(tokens: bytes, output_position: int) -> int:

@@ -24,7 +24,7 @@ from cluster.spec.transfer_messages import CheckPages, PagesChecked
 from transfer.digests import wrong_pages
 from transfer.layer_groups import early_ends
 from workers.cache.page_allocator import PageAllocator
-from workers.kv_sender import KvSender
+from workers.handoff.kv_sender import KvSender
 from workers.memory.layerwise_load import LayerwiseLoad
 
 _CHECK_S = 0.1
@@ -100,7 +100,7 @@ class RankProcess(Process):
         self.memory.is_gone = True
 
     def _check_pages(self, message: CheckPages) -> None:
-        """Check pages as ``workers.page_checker`` does on a thread."""
+        """Check pages as ``workers.handoff.page_checker`` does on a thread."""
         wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.told)
         answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)

@@ -15,7 +15,7 @@ from tests.fakes.kv import kv_pool
 from workers.attention.params import AttentionParams
 from workers.attention.registry import load_backend
 from workers.attention.runs import Run
-from workers.cpu import use_cpu
+from workers.device import use_cpu
 from workers.native.compile import CannotCompileError
 
 ROUNDS = 5

@@ -17,9 +17,9 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.errors import BatonError
 from cluster.spec.sampling import Stopping
 from cluster.spec.tiers import Tier
-from workers.local import LocalCluster, Prompt
+from tests.fakes.local_cluster import LocalCluster, Prompt
 from workers.models.recall import build_recall_checkpoint
-from workers.worker_process import WORKER
+from workers.process import WORKER
 
 FAULTY = "tests.fakes.faulty_storage:WorkerWithFaultyStorage"
 SLOW = "tests.fakes.slow_storage:WorkerWithSlowStorage"

@@ -25,7 +25,7 @@ from cluster.bench.workload import random_tokens
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Stopping
 from cluster.spec.tiers import CachedTokens, Tier
-from workers.local import Answer, LocalCluster, Prompt
+from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
 from workers.models.registry import read_model_config
 from workers.models.resolve import resolve_model
 

@@ -22,9 +22,9 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import RankRow
 from cluster.spec.sampling import Stopping
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import LocalCluster, Prompt
 from tests.fakes.pipeline_replay import bubble, chunk_lens, least_bubble
-from workers.local import LocalCluster, Prompt
-from workers.scheduler.step_time import even_chunk
+from workers.context_parallel.step_time import even_chunk
 from workers.worker import Worker
 
 STAGES, CHUNKS, CHUNK_TOKENS = 2, 8, 384

@@ -29,11 +29,11 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import HOST
 from tests.fakes.worker_specs import lone_worker
 from workers.layers.context import AttentionContext
-from workers.local import HOST
+from workers.process import WorkerProcess
 from workers.worker import Worker
-from workers.worker_process import WorkerProcess
 
 PROMPT_LEN = 8
 

@@ -25,7 +25,7 @@ from tests.fakes.router_cluster import wait_ready
 from tests.fakes.worker_specs import lone_worker
 from workers import worker as worker_module
 from workers.build import make_kv_sender, make_leader
-from workers.kv_sender import KvSender
+from workers.handoff.kv_sender import KvSender
 from workers.worker import Worker
 
 _HOST = "127.0.0.1"

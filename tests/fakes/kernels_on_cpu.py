@@ -15,7 +15,7 @@ def kernels_on_cpu(patch: pytest.MonkeyPatch, *, on: bool = True) -> None:
     asking = [
         module
         for name, module in list(sys.modules.items())
-        if name.startswith("workers.") and name != "workers.kernel_devices" and hasattr(module, "has_kernels")
+        if name.startswith("workers.") and name != "workers.device" and hasattr(module, "has_kernels")
     ]
     assert asking, "nobody has asked yet"
     for module in asking:

@@ -15,8 +15,8 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import PageFilter, TransferMode
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting
-from workers.local import Answer, LocalCluster, Prompt
-from workers.worker_process import WORKER
+from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
+from workers.process import WORKER
 
 
 class KvWay(NamedTuple):

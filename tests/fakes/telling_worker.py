@@ -3,7 +3,7 @@
 from typing import Any
 
 from cluster.spec.registry import ReplicaLoad
-from workers.leader_link import LocalLeader, RemoteLeader
+from workers.loop.leader_link import LocalLeader, RemoteLeader
 from workers.worker import Worker
 
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import Prompt
 from tests.fakes.local_engine import LocalEngine
 from tests.integration.test_engine_matrix import prompts_of
-from workers.local import Prompt
 
 pytestmark = pytest.mark.integration
 

@@ -36,7 +36,7 @@ from tests.integration.test_kv_sender import (
 from transfer import layer_groups
 from transfer.backends.interface import Region
 from transfer.digests import coverage_problem
-from workers.kv_sender import KvSender
+from workers.handoff.kv_sender import KvSender
 
 pytestmark = pytest.mark.integration
 

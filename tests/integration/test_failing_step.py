@@ -11,8 +11,8 @@ from cluster.spec.sampling import Stopping
 from cluster.spec.strategy import Collectives
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.failing_worker import RANK, REASON
-from workers.local import LocalCluster, Prompt
-from workers.worker_process import RemoteError
+from tests.fakes.local_cluster import LocalCluster, Prompt
+from workers.process import RemoteError
 
 pytestmark = pytest.mark.integration
 

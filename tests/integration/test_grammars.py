@@ -12,10 +12,10 @@ import pytest
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import LocalCluster, Prompt
 from tests.fakes.model_folder import EOS, VOCAB_SIZE, write_model_folder
 from tests.integration.test_engine_matrix import prompts_of
-from workers.local import LocalCluster, Prompt
-from workers.worker_process import RemoteError
+from workers.process import RemoteError
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,10 @@ from cluster.spec.config import DeployConfig, KvConfig
 from cluster.spec.strategy import CpMode
 from cluster.spec.tiers import CachedTokens, Tier
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import Answer, LocalCluster
 from tests.fakes.local_engine import LocalEngine, Oracle, asked
 from tests.fakes.pairwise import all_pairs
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
-from workers.local import Answer, LocalCluster
 from workers.models.recall import build_recall_checkpoint
 
 pytestmark = pytest.mark.integration

@@ -14,9 +14,9 @@ from cluster.spec.page_key import page_keys
 from cluster.spec.strategy import CpMode
 from cluster.spec.tiers import CachedTokens, PinPages, Tier, UseStorage
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import LocalCluster
 from tests.fakes.local_engine import LocalEngine
 from tests.integration.test_hicache import LONG, PAGE_SIZE, ask, config_of, stored_by
-from workers.local import LocalCluster
 
 pytestmark = pytest.mark.integration
 

@@ -25,8 +25,8 @@ from tests.fakes.paged_ranks import PAGE_SIZE, row
 from transfer.backends.interface import Region
 from transfer.digests import coverage_problem
 from transfer.sender import SenderThread
-from workers.kv_sender import KvSender
-from workers.page_checker import PageChecker
+from workers.handoff.kv_sender import KvSender
+from workers.handoff.page_checker import PageChecker
 
 pytestmark = pytest.mark.integration
 

@@ -13,12 +13,12 @@ import pytest
 from cluster.spec.loader import load_config
 from cluster.spec.sampling import Stopping
 from tests.fakes.clients import NEEDLE_TOKENS
+from tests.fakes.local_cluster import LocalCluster, Prompt
 from tests.fakes.recall_prompts import needle_prompt, recall_oracle
 from tests.readme import ROOT
-from workers.local import LocalCluster, Prompt
 from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
 from workers.models.resolve import resolve_model
-from workers.worker_process import RemoteError, WorkerProcess
+from workers.process import RemoteError, WorkerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +38,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def test_the_engine_answers_in_plain_processes() -> None:
-    command = [sys.executable, "-m", "workers.local", "deploy/local-cpu.yaml", DEMO_PROMPT]
+    command = [sys.executable, "-m", "tests.fakes.local_cluster", "deploy/local-cpu.yaml", DEMO_PROMPT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert (run.returncode, run.stdout.rstrip("\n"), run.stderr) == (0, DEMO_ANSWER, "")
 

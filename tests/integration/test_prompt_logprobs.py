@@ -15,10 +15,10 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.strategy import CpMode, PassingSetting, Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import Answer, Prompt
 from tests.fakes.local_engine import KvWay, LocalEngine
 from tests.fakes.pairwise import Case, all_pairs
 from tests.integration.test_engine_matrix import prompts_of
-from workers.local import Answer, Prompt
 
 pytestmark = pytest.mark.integration
 

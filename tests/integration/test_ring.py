@@ -18,7 +18,7 @@ from tests.fakes.local_engine import KV_WAYS, NUM_LOGPROBS, KvWay, LocalEngine, 
 from tests.fakes.recall_prompts import chain_prompt, recall_oracle
 from tests.integration.test_engine_matrix import prompts_of
 from workers.models.recall import build_recall_checkpoint
-from workers.worker_process import RemoteError
+from workers.process import RemoteError
 
 pytestmark = pytest.mark.integration
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import Answer, LocalCluster, Prompt
 from tests.integration.test_engine_matrix import prompts_of
-from workers.local import Answer, LocalCluster, Prompt
 
 pytestmark = pytest.mark.integration
 

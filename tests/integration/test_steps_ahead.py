@@ -18,9 +18,9 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.token_ids import TokenIds
 from tests.fakes.asynchronous_worker import AsynchronousWorker
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import Prompt
 from tests.fakes.local_engine import LocalEngine, Oracle
 from tests.fakes.worker_specs import lone_worker
-from workers.local import Prompt
 from workers.worker import Worker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

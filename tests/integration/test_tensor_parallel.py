@@ -13,10 +13,10 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
 from cluster.spec.strategy import Strategy
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import LocalReplica
 from tests.fakes.local_engine import KV_WAYS, KvWay, LocalEngine, Oracle, asked
 from tests.fakes.pairwise import Case, all_pairs
-from workers.local import LocalReplica
-from workers.worker_process import RemoteError, WorkerProcess
+from workers.process import RemoteError, WorkerProcess
 
 NUM_TOKENS = 24
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 97}

@@ -22,8 +22,8 @@ from cluster.spec.config import DeployConfig
 from cluster.spec.sampling import Sampling, Stopping
 from cluster.spec.tiers import Tier
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.local_cluster import LocalCluster, Prompt
 from tests.fakes.local_engine import LocalEngine, Oracle
-from workers.local import LocalCluster, Prompt
 
 FINGERPRINTS = Path(__file__).parents[1] / "data" / "token_fingerprints.json"
 MODELS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,8 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.registry import TransferMode
 from cluster.spec.sampling import Stopping
 from tests.fakes.checkpoints import make_checkpoint
-from workers.local import LocalCluster, Prompt
-from workers.traffic import HANDOFF, HEAD_COPIES, Traffic
+from tests.fakes.local_cluster import LocalCluster, Prompt
+from workers.parallel.traffic import HANDOFF, HEAD_COPIES, Traffic
 
 pytestmark = pytest.mark.integration
 

@@ -23,8 +23,8 @@ from transfer.digests import digest_pages
 from transfer.receiver_session import FailureKind, ReceiverSession, ReceiverState
 from transfer.sender_session import SenderSession
 from workers.cache.prefix_tree import PrefixTree
+from workers.handoff.kv_sender import KvSender
 from workers.hicache.policy.jobs import TierJobs
-from workers.kv_sender import KvSender
 from workers.scheduler.decode import DecodeLeader
 from workers.scheduler.decode_request import DecodeRequest, receiver_session
 from workers.scheduler.leader import Leader
@@ -220,7 +220,7 @@ def leave_out_a_digest(patch: Patch) -> None:
         told = digest_pages(*given)
         return replace(told, pages=told.pages[:-1], digests=told.digests[:-1])
 
-    patch.setattr("workers.kv_sender.digest_pages", digest_all_but_one)
+    patch.setattr("workers.handoff.kv_sender.digest_pages", digest_all_but_one)
 
 
 def leave_out_a_digest_and_miss_none(patch: Patch) -> None:
@@ -308,7 +308,7 @@ def keep_no_tombstones(patch: Patch) -> None:
 
 def take_a_page_id_for_its_place(patch: Patch) -> None:
     """A rank of a ring sends the page that its own pool has under the replica's page id."""
-    patch.setattr("workers.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)
+    patch.setattr("workers.handoff.kv_sender.local_page", lambda row, page: page % row.layout.num_pages)
 
 
 def end_a_tier_job_with_the_first_result(patch: Patch) -> None:

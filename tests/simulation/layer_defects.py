@@ -16,10 +16,10 @@ from transfer.plan import PagePair, PageShare
 from transfer.receiver_session import ReceiverSession
 from transfer.sender import SendJob, Write
 from transfer.sender_session import SenderSession
+from workers.handoff.kv_sender import Known, KvSender
+from workers.handoff.post import send_if_heard
 from workers.hicache.copier import Copier
-from workers.kv_sender import Known, KvSender
 from workers.memory.layerwise_load import LayerwiseLoad
-from workers.post import send_if_heard
 from workers.scheduler.decode import DecodeLeader
 
 Patch = pytest.MonkeyPatch
@@ -43,7 +43,7 @@ def send_layers_before_they_are_computed(patch: Patch) -> None:
 
 def forget_the_last_layers(patch: Patch) -> None:
     """What is sent when the step is over lacks the last layer, if others have left before."""
-    patch.setattr("workers.kv_sender._writes", _writes_without_last)
+    patch.setattr("workers.handoff.kv_sender._writes", _writes_without_last)
 
 
 def _writes_without_last(parts: Sequence[Any]) -> list[Write]:
@@ -171,7 +171,7 @@ def count_layers_from_the_first_stage(patch: Patch) -> None:
     def writes(parts: Sequence[Any]) -> list[Write]:
         return [Write(rank.endpoint, _from_first(source).spans_to(target)) for rank, source, target in parts]
 
-    patch.setattr("workers.kv_sender._writes", writes)
+    patch.setattr("workers.handoff.kv_sender._writes", writes)
 
 
 def _from_first(source: PageRange) -> PageRange:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workers.kernel_devices import has_kernels
+from workers.device import has_kernels
 
 
 class Partial(NamedTuple):

@@ -16,7 +16,7 @@ from workers.attention.registry import choose_backend
 from workers.bench.results import StepLens, StepTime, Way
 from workers.context_parallel.cost_model import Choice, StrategyChooser
 from workers.context_parallel.rates import Rates
-from workers.cpu import use_cpu
+from workers.device import use_cpu
 from workers.engine.calibration import calibrate
 from workers.engine.random_weights import random_model
 from workers.engine.runner import ModelRunner

@@ -19,8 +19,7 @@ from workers.bench.results import DeviceLimits, EngineResult
 from workers.bench.shapes import SHAPES
 from workers.bench.timing import GpuTimer, cpu_limits, gpu_limits
 from workers.bench.transformers_peer import TransformersPeer
-from workers.cpu import use_cpu
-from workers.device import open_device
+from workers.device import open_device, use_cpu
 from workers.engine.begun_step import BegunStep
 from workers.engine.capture import GraphCapture
 from workers.engine.random_weights import random_model

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from workers.kernel_devices import has_kernels
+from workers.device import has_kernels
 
 _STEP, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FRACTION_BITS = 53

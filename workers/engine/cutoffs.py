@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from workers.device import has_kernels
 from workers.engine.draw_settings import DrawSettings
-from workers.kernel_devices import has_kernels
 
 _NUM_RANKED = 1024
 """Tokens that are ranked at first; few rows must look further to know where their top-p ends."""

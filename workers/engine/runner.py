@@ -17,7 +17,7 @@ from cluster.spec.strategy import Passing, Strategy
 from workers.attention.interface import AttentionBackend
 from workers.attention.merge import Partial, merge
 from workers.context_parallel.shard_lens import Extend, ShardLens, lens_of
-from workers.device import event_on
+from workers.device import event_on, has_kernels
 from workers.engine.attention_context import CpExchange, StepContext
 from workers.engine.batch import BatchRow, build_step_batch
 from workers.engine.begun_step import BegunStep, Drawn, Followed
@@ -28,7 +28,6 @@ from workers.engine.known_request import KnownRequest
 from workers.engine.prompt_logprobs import Asked, prompt_logprobs
 from workers.engine.sampler import begin_sample, draw
 from workers.engine.sampling_state import SamplingState
-from workers.kernel_devices import has_kernels
 from workers.memory.copy import warm_up_copies
 from workers.memory.layerwise_load import LayerwiseLoad
 from workers.memory.page_pool import OnStored, PagePool

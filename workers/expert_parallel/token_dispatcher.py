@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cluster.spec.strategy import MoeDispatch
+from workers.device import has_kernels
 from workers.expert_parallel.dispatch_cost import BlockShape, cheaper_dispatch
 from workers.expert_parallel.routed_tokens import RoutedTokens
 from workers.expert_parallel.token_exchange import Lens, TokenExchange
-from workers.kernel_devices import has_kernels
 from workers.parallel.collectives import Communicator
 from workers.parallel.exchanges import all_to_all, exchange_counts
 from workers.parallel.model_groups import ModelGroups

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workers.kernel_devices import has_kernels
+from workers.device import has_kernels
 
 
 class KvSlots(NamedTuple):

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from workers.device import has_kernels
 from workers.expert_parallel.expert_placement import ExpertPlacement
 from workers.expert_parallel.routed_tokens import NO_EXPERT, RoutedTokens
-from workers.kernel_devices import has_kernels
 from workers.layers.config import MoeConfig
 from workers.layers.matmul import multiply
 from workers.layers.shard import ShardedLayer, WeightShard, replicated

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from workers.device import index_on
+from workers.device import has_kernels, index_on
 from workers.expert_parallel.expert_order import order_by_expert
 from workers.expert_parallel.expert_placement import ExpertPlacement
 from workers.expert_parallel.routed_tokens import RoutedTokens
-from workers.kernel_devices import has_kernels
 from workers.layers.gated_mlp import gated
 from workers.layers.matmul import multiply
 from workers.layers.shard import Shard, ShardedLayer, WeightShard, replicated

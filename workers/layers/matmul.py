@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from workers.cpu import multiplies_bf16
+from workers.device import multiplies_bf16
 
 _FEW_ROWS = 2
 """Up to this many rows are fastest one by one on a CPU that multiplies in fp32 only."""

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from cluster.spec.kv import PoolLayout
 from transfer.page_range import PageRange
-from workers.device import Event, index_on
-from workers.kernel_devices import has_kernels
+from workers.device import Event, has_kernels, index_on
 
 LEAST_PIECE_BYTES = 448 << 10
 """Smaller pieces are copied by a kernel. Estimated: 50 GB/s move as much in the 9 µs that the host takes to ask the

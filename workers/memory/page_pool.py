@@ -11,7 +11,7 @@ from cluster.spec.kv import GroupLayout, KvGeometry, PoolLayout
 from cluster.spec.pool import page_layout
 from cluster.spec.registry import RankCoords
 from transfer.page_range import PageRange
-from workers.kernel_devices import has_kernels
+from workers.device import has_kernels
 from workers.kernels.elementwise import KvSlots, elementwise_kernels
 from workers.memory.copy import PageMemory
 from workers.memory.layerwise_load import LayerwiseLoad

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.parallel.peer_flags import Flag, PeerFlags
-from workers.traffic import WHOLE_SUM_BYTES
+from workers.parallel.traffic import WHOLE_SUM_BYTES
 
 Bytes = NDArray[np.uint8]
 

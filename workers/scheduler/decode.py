@@ -32,7 +32,7 @@ from workers.scheduler.page_checks import PageChecks
 from workers.scheduler.quarantine import all_wait, count_pages, describe, stopping
 from workers.scheduler.sequence import Sequence
 from workers.scheduler.steps import StepScheduler
-from workers.timeline import Recorder
+from workers.trace.recorder import Recorder
 
 
 class DecodeLeader(Leader):

@@ -29,7 +29,7 @@ from workers.cache.page_allocator import PageAllocator
 from workers.hicache.tiers import Tiers
 from workers.scheduler.page_reporter import PageReporter
 from workers.scheduler.steps import StepScheduler
-from workers.timeline import Recorder
+from workers.trace.recorder import Recorder
 
 _REMEMBERED_ROOMS = 100_000
 

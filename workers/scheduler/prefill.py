@@ -28,7 +28,7 @@ from workers.scheduler.send_meter import SendMeter
 from workers.scheduler.sequence import RequestParams
 from workers.scheduler.sequence import Sequence as TokenSequence
 from workers.scheduler.steps import StepScheduler
-from workers.timeline import Recorder
+from workers.trace.recorder import Recorder
 
 
 class PrefillLeader(Leader):

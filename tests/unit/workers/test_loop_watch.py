@@ -13,7 +13,7 @@ from cluster.launch.kinds import WorkerActor
 from cluster.spec.config import DeployConfig
 from cluster.spec.lifecycle import Role
 from tests.fakes.worker_specs import lone_worker
-from workers.loop_watch import LoopWatch, Turns
+from workers.loop.watch import LoopWatch, Turns
 
 LONG_S = 30.0
 LOOK_S = 0.01
@@ -67,7 +67,7 @@ def test_a_loop_that_hangs_in_the_log_is_ended(caplog: pytest.LogCaptureFixture)
 
 STEP = """
 import os, time
-from workers.loop_watch import LoopWatch, Turns, end_process
+from workers.loop.watch import LoopWatch, Turns, end_process
 with LoopWatch(Turns(), "decode-0 rank 1", 1.0, end_process, look_s=0.1):
     print("begun", flush=True)
     for _ in range({num_tenths}):
@@ -119,7 +119,7 @@ class HungWorker:
 
 def test_an_actor_watches_its_worker(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     ended = threading.Event()
-    monkeypatch.setattr("workers.loop_watch.end_process", ended.set)
+    monkeypatch.setattr("workers.loop.watch.end_process", ended.set)
     config = DeployConfig()
     soon = config.resources.model_copy(update={"step_timeout_s": 1.0})
     worker = HungWorker(config.model_copy(update={"resources": soon}), ended)

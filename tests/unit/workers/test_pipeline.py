@@ -21,12 +21,12 @@ from tests.fakes.thread_group import on_thread_ranks
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import StrategyChooser
 from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.step_time import even_chunk
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
 from workers.scheduler.sequence import RequestParams, Sequence
-from workers.scheduler.step_time import even_chunk
 from workers.scheduler.steps import StepLimits, StepScheduler
 
 TOKENS = torch.arange(3, 40)

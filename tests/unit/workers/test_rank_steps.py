@@ -11,8 +11,8 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.tiers import TierJob, TierJobKind
-from workers.loop_watch import BETWEEN_STEPS, Turns
-from workers.rank_steps import RankSteps
+from workers.loop.rank_steps import RankSteps
+from workers.loop.watch import BETWEEN_STEPS, Turns
 
 SAMPLED = {Room(1): Sampled(token_id=7)}
 ARRIVALS = "arrivals"

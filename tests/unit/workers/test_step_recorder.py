@@ -14,8 +14,8 @@ from tests.fakes.dense_attention import DenseAttention
 from tests.fakes.thread_group import on_thread_ranks
 from workers.engine.weights import load_model
 from workers.parallel.collectives import Communicator
-from workers.step_recorder import StepRecorder
-from workers.timeline import COLLECTIVES, COMPUTE
+from workers.trace.recorder import COLLECTIVES, COMPUTE
+from workers.trace.step_recorder import StepRecorder
 
 TOKENS = torch.arange(1, 6)
 

@@ -6,7 +6,7 @@ from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import Interval
 from workers import timeline
-from workers.timeline import COMPUTE, REQUEST, Recorder
+from workers.trace.recorder import COMPUTE, REQUEST, Recorder
 
 
 def test_nothing_is_kept_of_a_request_that_is_not_timed() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.spec.ids import Room
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.scheduler.step_time import even_chunk, slowest
+from workers.context_parallel.step_time import even_chunk, slowest
 from workers.scheduler.turns import WINDOW, Budget, turn
 
 CHUNK = 64

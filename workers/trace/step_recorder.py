@@ -11,7 +11,7 @@ from cluster.spec.step_messages import StepPlan
 from cluster.spec.timeline import Interval
 from workers.models.decoder import DecoderLayer, DecoderModel
 from workers.parallel.collectives import Communicator
-from workers.timeline import COLLECTIVES, COMPUTE, Recorder
+from workers.trace.recorder import COLLECTIVES, COMPUTE, Recorder
 
 
 class StepRecorder:

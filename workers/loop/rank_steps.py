@@ -10,9 +10,9 @@ from cluster.spec.ids import Room
 from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.engine.begun_step import BegunStep
+from workers.handoff.kv_sender import KvSender
 from workers.hicache.tier_worker import TierWorker
-from workers.kv_sender import KvSender
-from workers.loop_watch import BETWEEN_STEPS, Turns
+from workers.loop.watch import BETWEEN_STEPS, Turns
 from workers.rank import Rank
 
 PATIENCE_S = 1.0

@@ -14,8 +14,8 @@ from workers.parallel.collectives import Communicator
 from workers.parallel.groups import ReplicaStore, join_group
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
+from workers.parallel.traffic import HEAD_COPIES, STAGES, Traffic
 from workers.parallel.words import told_by_all
-from workers.traffic import HEAD_COPIES, STAGES, Traffic
 
 COLLECTIVE_TIMEOUT_S = 3600.0
 """For collectives once a group stands. Between CPUs a dead peer is seen at once, and this only bounds one that is

@@ -1,6 +1,6 @@
 """Replicas in plain processes of this machine, without Ray, HTTP or a router: for tests, and to see the engine alone.
 
-python -m workers.local deploy/local-cpu.yaml "The launch code is tango seven\nThe launch code is"
+python -m tests.fakes.local_cluster deploy/local-cpu.yaml "The launch code is tango seven\nThe launch code is"
 """
 
 import sys
@@ -39,7 +39,7 @@ from cluster.spec.step_messages import Shutdown
 from cluster.spec.tiers import CachedTokens, FlushCache, Tier
 from cluster.spec.token_ids import TokenIds
 from cluster.spec.worker_spec import WorkerSpec
-from workers.worker_process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
+from workers.process import ANSWER_TIMEOUT_S, WORKER, RemoteError, WorkerProcess
 
 HOST = "127.0.0.1"
 _CONSEQUENCES = ("CollectiveError", PeerLostError.__name__)

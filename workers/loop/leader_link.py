@@ -15,10 +15,10 @@ from cluster.spec.step_messages import StepPlan, StepResult
 from cluster.spec.tiers import TierJob
 from cluster.spec.worker_spec import WorkerSpec
 from workers.engine.step_work import StepReports
+from workers.handoff.post import send_if_heard, send_to_ranks
 from workers.hicache.tier_worker import TierWorker
-from workers.post import send_if_heard, send_to_ranks
+from workers.loop.rank_steps import EndedStep
 from workers.rank import Rank
-from workers.rank_steps import EndedStep
 from workers.scheduler.outgoing import outputs_together
 from workers.scheduler.replica_leader import ReplicaLeader
 from workers.scheduler.step_meter import StepMeter

@@ -21,8 +21,8 @@ from transfer.page_range import PageRange
 from transfer.plan import PagePair, PageShare, local_page, owned_pages, receivers, sent_groups
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Writer, Written
 from transfer.sender_session import SenderSession, SenderState
-from workers.post import Post, send_if_heard
-from workers.timeline import KV_SENDER, Recorder
+from workers.handoff.post import Post, send_if_heard
+from workers.trace.recorder import KV_SENDER, Recorder
 
 Transfer = tuple[Room, int]
 """Room and generation."""

@@ -6,13 +6,13 @@ from cluster.spec.lifecycle import Role
 from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
 from workers.context_parallel.rates import ModelShape, Rates
+from workers.context_parallel.step_time import slowest
 from workers.engine.calibration import calibrate
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
+from workers.parallel.rank_groups import RankGroups
 from workers.parallel.words import told_by_all
-from workers.rank_groups import RankGroups
-from workers.scheduler.step_time import slowest
 
 _Told = tuple[ModelShape, Rates]
 

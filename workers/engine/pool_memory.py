@@ -18,8 +18,8 @@ from workers.engine.runner import ModelRunner
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
+from workers.parallel.rank_groups import RankGroups
 from workers.parallel.words import told_by_all
-from workers.rank_groups import RankGroups
 
 _log = logging.getLogger(__name__)
 
