@@ -12,9 +12,9 @@ import pytest
 from cluster.spec.messages import Message
 from cluster.spec.step_messages import Shutdown, StepPlan
 from cluster.spec.strategy import Strategy
-from workers.loop import leader_link
 from workers import worker as worker_module
 from workers.engine.begun_step import BegunStep, Drawn
+from workers.loop import leader_link
 from workers.loop.leader_link import RemoteLeader
 from workers.loop.rank_steps import PATIENCE_S, RankSteps
 from workers.loop.watch import Turns

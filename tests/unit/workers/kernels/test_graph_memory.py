@@ -27,6 +27,7 @@ from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
 from workers.engine import pool_memory
+from workers.attention.registry import Choice
 from workers.engine import runner
 from workers.engine.capture import Capture
 from workers.engine.pool_memory import pool_memory_gib
@@ -209,9 +210,10 @@ def test_pages_that_leave_no_room_for_graphs_are_told(model: DecoderModel, monke
     )
 
 
-def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_captures_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(rank, "choose_backend", lambda *_: Choice("plain", PlainGraphs(), "a test"))
     monkeypatch.setattr(rank, "GraphCapture", lambda stream: stream.make_capture())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: gpu)
     given = worker({"kv": {"memory_gib": 0.001}, "resources": {"device": "cuda", "attention": "auto"}})
@@ -224,7 +226,7 @@ def test_a_rank_records_over_its_own_pool_in_the_end(tmp_path: Path, monkeypatch
     loaded.close()
 
 
-def test_a_rank_that_records_nothing_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_captures_nothing_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "open_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(rank, "captures_decode", lambda *_: False)
     monkeypatch.setattr(rank, "why_not_captured", lambda *_: "a reason")
