@@ -43,8 +43,8 @@ def pin(cluster: LocalCluster, *, is_pinned: bool = True) -> int:
 
 
 def num_prompt_pages(folder: Path) -> int:
-    """Stored by prefill, which has two CP ranks."""
-    return sum(part.startswith(("cp0of2", "cp1of2")) for part in stored_by(folder))
+    """Count the pages that prefill, which has two CP ranks, has stored."""
+    return sum("of2-tp" in writer for writer in stored_by(folder))
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_BACK])

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,24 @@ def test_a_sweep_is_due_now_and_then_and_ends_with_the_storage(tmp_path: Path, m
     storage.maintain()
     assert sweeps == [0, SIZE, 3 * SIZE, 5 * SIZE], "nothing is swept that nobody has written to"
     assert waits == [(False, 600.0), (True, 600.0), (True, 600.0), (True, 600.0), (True, 600.0)]
+
+
+def test_a_sweep_waits_for_that_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, pauses = files(tmp_path), list[float]()
+    write(storage, *range(12))
+    with ExitStack() as other:
+        assert other.enter_context(try_locked(tmp_path / LOCK))
+
+        def pause(timeout_s: float) -> bool:
+            pauses.append(timeout_s)
+            if len(pauses) == 3:
+                other.close()
+            return False
+
+        monkeypatch.setattr(storage.sweeper._closed, "wait", pause)
+        monkeypatch.setattr(storage.sweeper._due, "wait", lambda _: storage.close())
+        storage.maintain()
+    assert (pauses, len(names_in(tmp_path))) == ([1.0] * 3, 9)
 
 
 def test_a_folder_that_vanished_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -44,11 +44,10 @@ class Sweeper:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """Guards the four fields below."""
+        """Guards the three fields below."""
         self._found_bytes = self._written_bytes = 0
         self._is_disk_full = False
-        self._is_closed = False
-        self._due = threading.Event()
+        self._due, self._closed = threading.Event(), threading.Event()
         self.num_evicted = self.evicted_bytes = 0
 
     @property
@@ -72,15 +71,15 @@ class Sweeper:
 
     def run(self) -> None:
         """Sweep now and whenever a sweep is due, until closed."""
-        has_swept = self.sweep()
-        while not self._is_closed:
-            is_due = self._due.wait(_EVERY_S if has_swept else _RETRY_S)
-            if not self._is_closed and (is_due or not has_swept or self._written_bytes):
-                has_swept = self.sweep()
+        self._sweep_in_turn()
+        while not self._closed.is_set():
+            is_due = self._due.wait(_EVERY_S)
+            if is_due or self._written_bytes:
+                self._sweep_in_turn()
 
     def close(self) -> None:
         """Let ``run`` return."""
-        self._is_closed = True
+        self._closed.set()
         self._due.set()
 
     def sweep(self) -> bool:
@@ -94,6 +93,11 @@ class Sweeper:
         except OSError as error:
             _log.warning("cannot sweep %s: %s", self._folder, error.strerror)
             return True
+
+    def _sweep_in_turn(self) -> None:
+        """Sweep once no other process does."""
+        while not self._closed.is_set() and not self.sweep():
+            self._closed.wait(_RETRY_S)
 
     def _sweep(self) -> None:
         self._due.clear()
