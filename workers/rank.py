@@ -24,6 +24,7 @@ from workers.device import open_device
 from workers.engine.capture import Capture, GraphCapture
 from workers.engine.measured_rates import measured_rates
 from workers.engine.pool_memory import pool_memory_gib
+from workers.engine.rank_groups import RankGroups, join_groups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model, torch_dtype
 from workers.hicache.storage.weights import weights_digest
@@ -35,7 +36,6 @@ from workers.models.interface import DecoderConfig
 from workers.models.registry import read_model_config
 from workers.native.elementwise import NativeElementwise
 from workers.parallel.groups import ReplicaStore
-from workers.parallel.rank_groups import RankGroups, join_groups
 from workers.parallel.words import leave_store
 from workers.trace.step_recorder import StepRecorder
 

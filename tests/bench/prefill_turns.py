@@ -14,10 +14,9 @@ from cluster.spec.strategy import StrategySetting
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import StrategyChooser
 from workers.context_parallel.rates import ModelShape, Rates
-from workers.context_parallel.step_time import even_chunk
+from workers.context_parallel.step_time import Chunk, even_chunk
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
-from workers.scheduler.turns import Chunk
 
 PAGE_SIZE = 64
 CHUNK_TOKENS = 8192

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from workers.scheduler.turns import Chunk
+from workers.context_parallel.step_time import Chunk
 
 
 def bubble(times_s: Sequence[Sequence[float]], depth: int) -> float:

@@ -7,9 +7,9 @@ from cluster.spec.strategy import Strategy
 from workers.cache.page_allocator import PageAllocator
 from workers.cache.prefix_tree import PrefixTree
 from workers.context_parallel.cost_model import fixed
+from workers.context_parallel.step_time import Chunk
 from workers.scheduler.sequence import RequestParams, Sequence
 from workers.scheduler.steps import StepLimits, StepScheduler
-from workers.scheduler.turns import Chunk
 
 PAGE_SIZE = 4
 

@@ -4,13 +4,15 @@ Attention makes a token behind a long prefix many times as dear as one of a new 
 its time, and nobody who comes waits long for the step at hand.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
 
 from workers.context_parallel.rates import ALL_REDUCES, ModelShape, Rates
-from workers.scheduler.turns import Chunk
+
+Chunk = Callable[[int], int]
+"""Function from a prefix length to the tokens behind it that take a whole step's time; at least 1."""
 
 _FIXED_COSTS = 20
 """A step of a replica of one stage takes at least so many times what it takes however little is computed."""

@@ -8,10 +8,10 @@ from workers.attention.interface import AttentionBackend
 from workers.context_parallel.rates import ModelShape, Rates
 from workers.context_parallel.step_time import slowest
 from workers.engine.calibration import calibrate
+from workers.engine.rank_groups import RankGroups
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
-from workers.parallel.rank_groups import RankGroups
 from workers.parallel.words import told_by_all
 
 _Told = tuple[ModelShape, Rates]

@@ -14,11 +14,11 @@ from cluster.spec.worker_spec import WorkerSpec
 from workers.attention.interface import AttentionBackend
 from workers.engine.capture import Capture
 from workers.engine.gpu_memory import check_fits, measure_memory
+from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.memory.page_pool import PagePool
 from workers.models.decoder import DecoderModel
 from workers.parallel.groups import ReplicaStore
-from workers.parallel.rank_groups import RankGroups
 from workers.parallel.words import told_by_all
 
 _log = logging.getLogger(__name__)

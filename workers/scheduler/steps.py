@@ -12,11 +12,12 @@ from cluster.spec.sampling import Sampled
 from cluster.spec.step_messages import StepPlan
 from workers.cache.page_allocator import PageAllocator
 from workers.context_parallel.cost_model import Choose
+from workers.context_parallel.step_time import Chunk
 from workers.hicache.tiers import Tiers
 from workers.scheduler.holders import PageHolders
 from workers.scheduler.scheduled import admit, schedule
 from workers.scheduler.sequence import Sequence
-from workers.scheduler.turns import Budget, Chunk, Turn, turn
+from workers.scheduler.turns import Budget, Turn, turn
 from workers.scheduler.waiting import urgency
 
 

@@ -5,16 +5,14 @@ however unimportant they are: so the work that was there before a sequence bound
 does. The rest goes round by rank, and nothing is left over while somebody wants it.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from cluster.spec.ids import Room
+from workers.context_parallel.step_time import Chunk
 
 WINDOW = 32
 """Consecutive arrivals among which a longer prefix goes first; it overtakes fewer than so many of its like."""
 
-Chunk = Callable[[int], int]
-"""Function from a prefix length to the tokens behind it that take a whole step's time; at least 1."""
 
 _ROUNDING = 1e-6
 """Part of a token by which a sum of shares of a step may fall short of it."""

@@ -15,10 +15,10 @@ from cluster.spec.messages import Drain, Message
 from cluster.spec.strategy import Collectives
 from tests.fakes.thread_group import on_thread_ranks
 from tests.fakes.worker_specs import worker_of
+from workers.engine.rank_groups import join_groups
 from workers.handoff.post import send_to_ranks
 from workers.parallel.collectives import Communicator
 from workers.parallel.groups import join_group
-from workers.parallel.rank_groups import join_groups
 from workers.parallel.words import leave_store, told_by_all
 
 

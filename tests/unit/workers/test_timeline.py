@@ -5,7 +5,7 @@ from cluster.spec.sampling import Sampling
 from cluster.spec.step_messages import Admit, ScheduledRequest, StepPlan
 from cluster.spec.strategy import Strategy
 from cluster.spec.timeline import Interval
-from workers import timeline
+from workers.trace import recorder as timeline
 from workers.trace.recorder import COMPUTE, REQUEST, Recorder
 
 

@@ -26,18 +26,17 @@ from tests.fakes.kv import kv_pool
 from tests.fakes.plain_graphs import PlainGraphs
 from tests.fakes.worker_specs import lone_worker
 from workers import rank
-from workers.engine import pool_memory
 from workers.attention.registry import Choice
-from workers.engine import runner
+from workers.engine import pool_memory, runner
 from workers.engine.capture import Capture
 from workers.engine.pool_memory import pool_memory_gib
+from workers.engine.rank_groups import RankGroups
 from workers.engine.runner import ModelRunner
 from workers.engine.weights import load_model
 from workers.models.decoder import DecoderModel
 from workers.parallel.collectives import Communicator
 from workers.parallel.model_groups import ModelGroups
 from workers.parallel.pipeline import Pipeline
-from workers.parallel.rank_groups import RankGroups
 
 TOTAL, WEIGHTS, ACTIVATIONS, OTHERS, GRAPH, WORKSPACE = (n * GIB for n in (100, 16, 2, 1, 3, 4))
 SIZES = batch_sizes(8)
