@@ -33,7 +33,7 @@ def test_an_object_has_what_is_known_and_nothing_else() -> None:
         "level": "warning",
         "process": "router-1",
         "logger": "router.relay",
-        "message": "a replica failed an attempt",
+        "message": "a leg failed",
         "room": 2**62,
     }
 
