@@ -1,4 +1,6 @@
-"""What launch asks of whatever runs processes: machines, reservations, actors. Ray in production, a fake in tests."""
+"""Interface between launch and the system that runs processes: machines, reservations, actors. Ray in production, a
+fake in tests.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,7 +30,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Seats, all alike, on whatever machines."""
+    """Number of identical seats, on any machines."""
 
     num_seats: int
     cpus: float
@@ -37,11 +39,11 @@ class Demand:
 
 
 class Reservation(Protocol):
-    """Seats held together; they stay taken until the reservation is released."""
+    """Seats reserved together; they stay taken until the reservation is released."""
 
     @property
     def seats(self) -> Sequence[Seat]:
-        """In the order in which they were asked for."""
+        """Reserved seats in the order of the request."""
         ...
 
 
@@ -55,7 +57,7 @@ class Actor(Protocol):
 
 
 class ActorSystem(Protocol):
-    """Starts processes and calls methods in them. Owns all it started; nothing outlives it. Safe from any thread."""
+    """Starts processes and calls methods in them. Owns everything it starts; nothing outlives it. Thread-safe."""
 
     @property
     def home(self) -> Machine:
@@ -67,28 +69,30 @@ class ActorSystem(Protocol):
         ...
 
     def wanting(self, name: str, demand: Demand) -> AbstractContextManager[Callable[[float], bool]]:
-        """Let it be known that seats are wanted, so that machines may be added; yields a wait of some seconds for them.
+        """Announce a demand for seats, so that an autoscaler may add machines; yields a function that waits some
+        seconds for them.
 
-        They are nobody's afterwards.
+        The announcement reserves nothing: the seats are free once the context ends.
         """
         ...
 
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> Reservation:
-        """Take seats, all or none.
+        """Reserve seats, all or none.
 
         Raises:
-            UserError: they are not to be had in time; says what is wanted and what is there.
+            UserError: the seats are not available in time; the message names what is wanted and what is free.
         """
         ...
 
     def release(self, reservation: Reservation) -> None:
-        """Give seats back; kills whoever still sits there."""
+        """Release the seats; kills any actor that still occupies one."""
         ...
 
     def start(self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None) -> Actor:
-        """Make ``kind(*args)`` in a new process, on a reserved seat or, needing no resources, at home.
+        """Create ``kind(*args)`` in a new process, on a reserved seat or, if it needs no resources, on the home
+        machine.
 
-        Returns before the object exists. It is never started twice; its calls run one after the other.
+        Returns before the object exists. It is never started twice; its calls run one after another.
         """
         ...
 
@@ -98,5 +102,5 @@ class ActorSystem(Protocol):
         ...
 
     def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
-        """Kill processes; True when all of them are proven gone, False when that could not be seen in time."""
+        """Kill processes; True when all are proven gone, False when that could not be established in time."""
         ...

@@ -24,29 +24,28 @@ from cluster.spec.token_ids import from_wire, to_wire
 from cluster.spec.worker_spec import ChannelKey
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Larger ones are not sent, and dropped if they come; 64 MiB holds a prompt of some ten million tokens."""
+"""Maximum frame size; larger frames are neither sent nor accepted. 64 MiB holds a prompt of some ten million tokens."""
 
 _HARD_LIMIT_BYTES = 2 * MAX_FRAME_BYTES
-"""At such a frame a receiver hangs up before it has taken memory for it."""
+"""Frame size at which ZeroMQ closes the connection before it allocates memory for the frame."""
 _LINGER_MS = 1000
 _IDLE_S = 60.0
-"""Connections unused for so long are dropped when another one is made: most of their peers are gone."""
+"""Idle time after which a connection is dropped when another one is made: most such peers are gone."""
 _REFUSALS_AT = "inproc://refusals"
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MOST_AT_ONCE = 512
-"""Messages taken by one call of an event loop, whose other tasks then have their turn."""
+"""Maximum number of messages taken per event-loop call, so that other tasks get to run."""
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=from_wire)
 
 
 def encode(message: Message) -> bytes:
-    """The frame of one message."""
     return _encoder.encode(message)
 
 
 def decode(frame: bytes) -> Message:
-    """The message of one frame.
+    """Decode one frame.
 
     Raises:
         msgspec.DecodeError: the frame is not one of our messages.
@@ -55,16 +54,16 @@ def decode(frame: bytes) -> Message:
 
 
 def draw_key() -> ChannelKey:
-    """A fresh key pair for one cluster."""
+    """Generate a fresh key pair for one cluster."""
     public, secret = zmq.curve_keypair()
     return ChannelKey(public=public, secret=secret)
 
 
 class _Pull:
-    """A listening socket, and what it has dropped."""
+    """Listening socket with counters of what it has dropped."""
 
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
-        """With a key, only those who have it get a message in."""
+        """Listen on a host; with a key, accept only peers that have it."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._doorkeeper = None if key is None else _Doorkeeper(self._context, self._socket, key.public)
@@ -78,7 +77,7 @@ class _Pull:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Frames that were ``malformed`` or too ``large``, and connections of a ``stranger``, since the start."""
+        """Dropped since the start: ``malformed`` or too ``large`` frames, and connections of a ``stranger``."""
         strangers = 0 if self._doorkeeper is None else self._doorkeeper.num_refused
         return self._dropped + Counter(stranger=strangers)
 
@@ -88,7 +87,7 @@ class _Pull:
         self._context.term()
 
     def _take(self, most: int) -> list[Message]:
-        """What has arrived, without waiting."""
+        """Return the messages that have arrived, without waiting."""
         messages: list[Message] = []
         while len(messages) < most:
             try:
@@ -100,7 +99,7 @@ class _Pull:
         return messages
 
     def _accept(self, frame: bytes) -> Message | None:
-        """The message of a frame; None, and counted, if it is none of ours."""
+        """Return the message of a frame, or count the frame and return None if it is invalid."""
         if len(frame) > MAX_FRAME_BYTES:
             self._dropped["large"] += 1
             return None
@@ -112,31 +111,33 @@ class _Pull:
 
 
 class Inbox(_Pull):
-    """Where one process listens. The messages of one sender arrive in order; those of several interleave."""
+    """Receiving end of one process. The messages of one sender arrive in order; those of several senders interleave."""
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """Everything that has arrived; waits up to the timeout for the first message."""
+        """Return everything that has arrived; waits up to the timeout for the first message."""
         if timeout_s > 0:
             self._socket.poll(int(timeout_s * 1000))
         return self._take(sys.maxsize)
 
 
 class AsyncInbox(_Pull):
-    """An inbox for an event loop; must be made inside the running loop."""
+    """Inbox for an event loop; must be created inside the running loop."""
 
     def __init__(self, host: str, key: ChannelKey | None = None) -> None:
         super().__init__(host, key)
         self._come = asyncio.Event()
         self._is_empty = False
         self._loop = asyncio.get_running_loop()
-        # Readable when something may have changed, until the socket is looked at.
+        # Readable when the state may have changed, until the socket is read.
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._come.set)
 
     async def receive(self) -> list[Message]:
-        """What has arrived, at most some hundreds; waits for the first. Others have their turn before each call."""
+        """Return messages that have arrived, at most `_MOST_AT_ONCE`; waits for the first and yields to other tasks
+        before each call.
+        """
         while True:
-            # The descriptor tells of what comes after the socket was found empty, and of nothing else.
+            # The descriptor signals only messages that arrive after the socket was found empty.
             await (self._come.wait() if self._is_empty else asyncio.sleep(0))
             self._come.clear()
             messages = self._take(_MOST_AT_ONCE)
@@ -158,29 +159,29 @@ class Outbox:
     """Sends to any inbox without blocking. One thread, or one event loop, uses one outbox."""
 
     def __init__(self, key: ChannelKey | None = None) -> None:
-        """Inboxes with a key take messages only from an outbox with the same."""
+        """Create an outbox; inboxes with a key accept messages only from an outbox with the same key."""
         self._context = zmq.Context()
         self._key = key
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._used_s: dict[str, float] = {}
         self._packed: Message | None = None
-        """The last message, which may be sent to others too: both legs get the same prompt."""
+        """Last encoded message, cached because prefill and decode get the same prompt."""
         self._frame = b""
 
     def send(self, address: str, message: Message) -> None:
         """Queue one message.
 
         Raises:
-            PeerUnreachableError: the queue to this address is full, so nobody has read from it for long; or the
-                message is larger than a frame may be.
+            PeerUnreachableError: the queue to this address is full because its peer has stopped reading; or the message
+                exceeds the frame limit.
         """
         self.broadcast([address], message)
 
     def broadcast(self, addresses: Iterable[str], message: Message) -> None:
-        """Queue one message for several peers; it is packed once, also when it is sent again after this.
+        """Queue one message for several peers; it is encoded once, even if it is sent again later.
 
         Raises:
-            PeerUnreachableError: as ``send``; those after the first such address get nothing.
+            PeerUnreachableError: as for ``send``; the remaining addresses get nothing.
         """
         if message is not self._packed:
             self._packed, self._frame = message, encode(message)
@@ -195,14 +196,14 @@ class Outbox:
                 raise PeerUnreachableError(f"nobody reads at {address}; {type(message).__name__} not sent") from None
 
     def forget(self, address: str) -> None:
-        """Drop the connection to a peer that is gone, with what was still queued for it."""
+        """Drop the connection to a peer that is gone, with everything still queued for it."""
         socket = self._sockets.pop(address, None)
         if socket is not None:
             del self._used_s[address]
             socket.close(linger=0)
 
     def close(self) -> None:
-        """Give queued messages a moment to leave, then close; safe to call twice."""
+        """Give queued messages a short time to leave, then close; safe to call twice."""
         for socket in self._sockets.values():
             socket.close(linger=_LINGER_MS)
         self._sockets.clear()
@@ -227,9 +228,9 @@ class Outbox:
 
 
 class _Doorkeeper:
-    """Tells ZeroMQ who may connect to a socket, by ZAP (RFC 27), and counts who may not; on a thread that ends with it.
+    """Decides for ZeroMQ who may connect to a socket, by ZAP (RFC 27), and counts refusals, on a thread of its own.
 
-    Who does not know the public key fails before anybody is asked, so the socket's own events are what is counted.
+    A peer without the public key fails before ZAP is asked, so refusals are counted from the socket's own events.
     """
 
     def __init__(self, context: zmq.Context[Any], guarded: "zmq.Socket[bytes]", public: bytes) -> None:

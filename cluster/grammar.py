@@ -19,55 +19,55 @@ from numpy.typing import NDArray
 from cluster.spec.errors import UserError
 
 _END = "<|baton: end of text|>"
-"""Stands for the end in llguidance; never drawn."""
+"""Text that stands for the end of a text in llguidance; never sampled."""
 
 _MAX_COMPILED = 64
-"""Grammars that are kept; the least recently used one goes first."""
+"""Maximum number of cached grammars; the least recently used one is evicted first."""
 
 _MAX_FORMAT_CHARS = 64
-"""No known format has a longer name; what clients send is not kept beyond it."""
+"""Maximum length of a format name. No known format has a longer one, and longer input from clients is not cached."""
 
 _WORDS = {
     ("NoExtensionBias",): "no text can follow it to its end",
     ("Too many items", "Current row has"): "it has too many ways to go on from one place; write fewer, or longer, "
     "alternatives, and repeat from the left",
 }
-"""By what llguidance says of its own parts, what it means."""
+"""Explanations of problems, by the names that llguidance gives its own parts."""
 
 
 class Matcher:
-    """How far one text has come in its grammar."""
+    """Position of one text in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, end_id: int) -> None:
-        """end_id: stands for the end of the text, and is no token of the model."""
+        """Wrap a matcher; ``end_id`` stands for the end of the text and is not a token of the model."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end_id = end_id
 
     @property
     def is_whole(self) -> bool:
-        """The text may end here."""
+        """Return whether the text may end here."""
         return self._matcher.is_accepting()
 
     @property
     def is_over(self) -> bool:
-        """Nothing can follow: the text is whole, or there is a problem."""
+        """Return whether nothing can follow: the text is complete, or there is a problem."""
         return self._matcher.is_stopped()
 
     @property
     def problem(self) -> str:
-        """Why the text cannot go on, in one line; empty when all is well."""
+        """Reason why the text cannot continue, in one line; empty if it can."""
         return _in_words(self._matcher.get_error())
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens can come next ``[vocab_size]``; those that only end a text are not told."""
+        """Return a mask of the tokens that can come next, ``[vocab_size]``; tokens that only end a text are left out."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
         allowed[self._end_id :] = False
         return allowed
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """These tokens came; one that the grammar does not allow is a problem."""
+        """Advance by generated tokens; one that the grammar does not allow sets the problem."""
         self._matcher.consume_tokens(list(token_ids))
 
 
@@ -75,16 +75,16 @@ class Grammars:
     """Compiles grammars for one model, each once, on a thread of its own. Called from one thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        """Begin to read ``tokenizer.json``. vocab_size: ids below this are the model's."""
+        """Start reading ``tokenizer.json``; ids below ``vocab_size`` are the model's."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
         self._tokens = self._thread.submit(_read_tokens, folder, vocab_size)
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
         self.num_compiled = 0
-        """Since the start."""
+        """Number of grammars compiled since the start."""
 
     def prepare(self, grammar: str) -> Future[llguidance.LLMatcher]:
-        """Compile a grammar unless that was done; the future raises UserError when it cannot be used."""
+        """Compile a grammar unless it is cached; the future raises UserError when it cannot be used."""
         future = self._compiled.pop(grammar, None)
         if future is None:
             self.num_compiled += 1
@@ -95,7 +95,7 @@ class Grammars:
         return future
 
     def matcher(self, grammar: str) -> Matcher:
-        """The start of a text; waits while the grammar is compiled.
+        """Return a matcher at the start of a text; waits until the grammar is compiled.
 
         Raises:
             UserError: the grammar, or the model's tokenizer, cannot be used.
@@ -104,12 +104,12 @@ class Grammars:
         return Matcher(compiled.deep_copy(), self._vocab_size, self._tokens.result().eos_token)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokens.result(), grammar, log_level=0)
-        # Some of what cannot be followed shows with the first token only.
+        # Some errors only show with the first token.
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
@@ -118,15 +118,15 @@ class Grammars:
 
 
 def knows_format(name: str) -> bool:
-    """Texts of this format, as JSON Schemas name it, can be told from others."""
+    """Return whether this format of JSON Schema is enforced."""
     return len(name) <= _MAX_FORMAT_CHARS and _takes_format(name)
 
 
 def lark_of(text: str) -> str:
-    """A grammar in Lark's syntax, from Lark's or GBNF's.
+    """Convert a grammar in Lark's or GBNF's syntax to Lark's.
 
     Raises:
-        UserError: it is neither.
+        UserError: the text is in neither syntax.
     """
     try:
         return any_to_lark(text)
@@ -135,7 +135,7 @@ def lark_of(text: str) -> str:
 
 
 def lark_of_regex(regex: str) -> str:
-    """A grammar in Lark's syntax for the texts that match a regular expression, in Rust's syntax, as a whole."""
+    """Return a grammar in Lark's syntax for the texts that fully match a regular expression in Rust's syntax."""
     written = llguidance.regex_to_lark(regex, use_ascii="").replace("\n", "\\n").replace("\r", "\\r")
     return f"start: /{written}/"
 
@@ -147,9 +147,9 @@ def _takes_format(name: str) -> bool:
 
 
 def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
-    """The tokenizer's tokens, one more that stands for the end of a text, and what the model has beyond these.
+    """Return the tokenizer's tokens, one for the end of a text, and padding up to the model's vocabulary.
 
-    Which of the model's tokens end a text differs with the request, so that llguidance is not told of them.
+    The tokens that end a text differ between requests, so llguidance does not know them.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -167,12 +167,12 @@ def _read_tokens(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
 
 
 def _in_words(error: str) -> str:
-    """What llguidance says, for those who wrote the grammar; in one line."""
+    """Return llguidance's error for the author of the grammar, in one line."""
     known = (words for marks, words in _WORDS.items() if any(mark in error for mark in marks))
     return next(known, _in_one_line(error))
 
 
 def _in_one_line(text: str) -> str:
-    """What llguidance says, without the drawings and the state of its parser."""
+    """Return llguidance's message without its diagrams and the state of its parser."""
     first, *others = text.splitlines() or [""]
     return " ".join([first.strip(), *(line for line in others if line.startswith("error: "))])

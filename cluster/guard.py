@@ -1,6 +1,7 @@
-"""Ends what a killed driver could not: a small process of its own that outlives the driver by a few seconds.
+"""Cleans up after a killed driver, from a small process that outlives the driver by a few seconds.
 
-It reads the driver's end of a pipe. When that ends without a good word, the driver is gone, however it went.
+The guard reads from a pipe whose other end the driver holds. If the pipe closes without a farewell, the driver has
+died.
 """
 
 import shutil
@@ -12,16 +13,16 @@ from pathlib import Path
 from cluster.processes import kill_sessions, living_in
 
 GRACE_S = 3.0
-"""Time for the processes to notice by themselves that the driver has gone."""
+"""Time for processes to notice by themselves that the driver has gone."""
 _KILL_S = 10.0
 _DISMISS = "dismiss"
 
 
 class Guard:
-    """The driver's hold on its guard."""
+    """Driver's handle of its guard."""
 
     def __init__(self, folder: Path) -> None:
-        """Start guarding; ``folder`` goes together with the processes."""
+        """Start guarding; ``folder`` is removed together with the processes."""
         self._folder = folder
         self._sessions: list[int] = []
         self._process = subprocess.Popen(
@@ -32,12 +33,12 @@ class Guard:
         )
 
     def watch(self, session: int) -> None:
-        """The processes of this session shall not outlive the driver."""
+        """Add a session whose processes must not outlive the driver."""
         self._sessions.append(session)
         self._say(str(session))
 
     def finish(self, timeout_s: float) -> None:
-        """Kill what is left and remove the folder: the driver ends in order, and does itself what the guard would."""
+        """Kill what is left and remove the folder: on an orderly exit the driver does the guard's work itself."""
         kill_sessions(self._sessions, timeout_s)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._say(_DISMISS)
@@ -48,11 +49,11 @@ class Guard:
         try:
             print(word, file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            return  # somebody killed the guard; the driver goes on without
+            return  # the guard was killed; the driver goes on without it
 
 
 def main() -> None:
-    """Wait for the driver's end, then kill the sessions that it named."""
+    """Wait for the driver's end, then kill the sessions that it registered."""
     sessions = []
     for line in sys.stdin:
         if line.strip() == _DISMISS:

@@ -1,4 +1,6 @@
-"""How processes write what happens: lines for people, or one JSON object a line. Never a prompt, an answer or a key."""
+"""Log format of all processes: lines for people, or one JSON object per line. Never contains a prompt, an answer or a
+key.
+"""
 
 import datetime
 import logging
@@ -15,12 +17,12 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 def with_facts(**facts: Any) -> dict[str, Mapping[str, Any]]:
-    """For ``extra`` of a log call: what a reader may want to search by; None for what is not known."""
+    """Return ``extra`` for a log call: searchable fields; unknown ones are None."""
     return {_FACTS: {name: value for name, value in facts.items() if value is not None}}
 
 
 def set_up_logs(config: LogConfig, process: str) -> None:
-    """From now on this process writes its records to standard error, under this name."""
+    """Send this process's log records to standard error, under the given process name."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process) if config.format is LogFormat.JSON else TextLines(process))
     root = logging.getLogger()
@@ -31,14 +33,14 @@ def set_up_logs(config: LogConfig, process: str) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One object a line."""
+    """Formats each record as one JSON object per line."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, process, logger and message, then the facts, then the traceback of an error."""
+        """Return time, level, process, logger and message, then the fields, then the traceback of an error."""
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
         line = {"time": time, "level": record.levelname.lower(), "process": self._process, "logger": record.name}
         line |= {"message": record.getMessage(), **_facts(record)}
@@ -48,13 +50,13 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The same for people: what an object has behind the message, as name=value."""
+    """Formats each record for people, with its fields as name=value behind the message."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)s {process.replace('%', '%%')}: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line without a traceback."""
+        """Return the line without a traceback."""
         facts = (f"{name}={value}" for name, value in _facts(record).items())
         return " ".join([super().formatMessage(record), *facts])
 

@@ -1,7 +1,7 @@
-"""Which worker goes on which machine: configuration and machines in, seats out. Pure; reserving them is not done here.
+"""Placement of workers on machines: configuration and machines in, seats out. Pure; reserving happens elsewhere.
 
-Every worker asks for the same resources, so a machine is a number of places for workers. The router and the bootstrap
-service ask for none.
+Every worker asks for the same resources, so a machine is a number of free workers' worth of resources. The router and
+the bootstrap service ask for none.
 """
 
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from cluster.spec.ranks import sizes_of, world_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlacement:
-    """Where the workers of one replica go."""
+    """Seats of the workers of one replica."""
 
     replica: ReplicaId
     role: Role
     seats: tuple[Seat, ...]
-    """By global rank."""
+    """Seats by global rank."""
 
 
 def place(
     config: DeployConfig, machines: Sequence[Machine], only: Sequence[ReplicaId] | None = None
 ) -> list[ReplicaPlacement]:
-    """Put replicas, those of the configuration or the given ones, on what is free; in the order prefill, decode, index.
+    """Place the given replicas, or those of the configuration, on free resources; in the order prefill, decode, index.
 
     A replica takes as few machines as it fits on, and replicas of a role stay apart where that costs nothing. Where
     every worker must be on one machine, the first that holds them all is taken.
 
     Raises:
-        ConfigError: the workers do not fit; says what is wanted and what is there.
+        ConfigError: the workers do not fit; the message names what is wanted and what is free.
     """
     wanted = [_wanted(config, replica) for replica in (_replicas(config) if only is None else only)]
     num_workers = sum(item.size for item in wanted)
@@ -47,7 +47,7 @@ def place(
 
 
 def demand_of(config: DeployConfig) -> Demand:
-    """What the replicas of the configuration need, wherever it is."""
+    """Return what the replicas of the configuration need, on any machines."""
     cpus, gpus = _resources(config)
     return Demand(
         num_seats=sum(_wanted(config, replica).size for replica in _replicas(config)),
@@ -62,7 +62,7 @@ class _Wanted:
     replica: ReplicaId
     role: Role
     size: int
-    """Workers."""
+    """Number of workers."""
 
 
 def _replicas(config: DeployConfig) -> list[ReplicaId]:
@@ -77,12 +77,12 @@ def _wanted(config: DeployConfig, replica: ReplicaId) -> _Wanted:
 
 
 def _resources(config: DeployConfig) -> tuple[float, float]:
-    """CPUs and GPUs of one worker."""
+    """Return CPUs and GPUs per worker."""
     return config.resources.cpus_per_worker, 1.0 if config.resources.device is Device.CUDA else 0.0
 
 
 def _places(machine: Machine, config: DeployConfig, most: int) -> int:
-    """Workers that fit on a machine, at most as many as there are."""
+    """Return the number of workers that fit on a machine, at most ``most``."""
     cpus, gpus = _resources(config)
     limits = [int(free / wanted + 1e-6) for free, wanted in ((machine.cpus, cpus), (machine.gpus, gpus)) if wanted]
     return min([most, *limits])
@@ -110,12 +110,12 @@ def _fit_problems(
 
 
 def _one_machine(places: dict[str, int], num_workers: int) -> dict[str, int]:
-    """The first machine that holds every worker."""
+    """Return the first machine that holds every worker."""
     return dict([next(item for item in places.items() if item[1] >= num_workers)])
 
 
 def _assign(config: DeployConfig, places: dict[str, int], wanted: list[_Wanted]) -> list[ReplicaPlacement]:
-    """Largest replicas choose first, so that small ones do not break the room they need."""
+    """Assign machines, largest replicas first, so that small ones do not fragment the space they need."""
     cpus, gpus = _resources(config)
     free = dict(places)
     used: dict[Role, list[str]] = {role: [] for role in Role}
@@ -128,7 +128,7 @@ def _assign(config: DeployConfig, places: dict[str, int], wanted: list[_Wanted])
 
 
 def _take(free: dict[str, int], used: list[str], size: int) -> list[str]:
-    """Take places for one replica: on one machine if any holds it, else on the emptiest ones."""
+    """Take resources for one replica: on one machine if any holds it, else on the emptiest ones."""
     whole = [node_id for node_id, count in free.items() if count >= size]
     if whole:
         chosen = [min(whole, key=lambda node_id: (used.count(node_id), free[node_id], node_id))]

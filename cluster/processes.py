@@ -1,4 +1,4 @@
-"""Operating-system processes as Linux shows them: is this one still there, wait until it is not, see to it."""
+"""Operating-system processes as Linux shows them: check that one is alive, wait for its end, kill it."""
 
 import contextlib
 import os
@@ -11,25 +11,24 @@ from pathlib import Path
 _POLL_S = 0.02
 _SESSION_FIELD = 3
 _START_TICKS_FIELD = 19
-"""Of the fields of ``/proc/PID/stat`` after the command name, as the one above."""
+"""Index of the start time among the fields of ``/proc/PID/stat`` after the command name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """One process on one machine; the start time tells it from a later one with the same number."""
+    """One process on one machine; the start time distinguishes it from a later process with the same number."""
 
     pid: int
     start_ticks: int
 
 
 def this_process() -> ProcessId:
-    """The calling process."""
     start_ticks = int(_stat("self")[_START_TICKS_FIELD])
     return ProcessId(pid=int(Path("/proc/self").readlink().name), start_ticks=start_ticks)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether the process can still touch memory; one that only waits for its parent cannot."""
+    """Return whether the process can still touch memory; a zombie cannot."""
     try:
         fields = _stat(str(process.pid))
     except OSError:
@@ -38,7 +37,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def wait_gone(processes: list[ProcessId], timeout_s: float) -> bool:
-    """Wait until none of the processes is alive; False when one still is after the timeout."""
+    """Wait until all processes are gone; False when one is still alive after the timeout."""
     deadline_s = time.monotonic() + timeout_s
     while any(is_alive(process) for process in processes):
         if time.monotonic() >= deadline_s:
@@ -48,7 +47,7 @@ def wait_gone(processes: list[ProcessId], timeout_s: float) -> bool:
 
 
 def kill_all(processes: list[ProcessId], timeout_s: float) -> bool:
-    """Kill these processes, also those that stand still; False when one is alive after the timeout."""
+    """Kill these processes, including stopped ones; False when one is alive after the timeout."""
     for process in processes:
         if is_alive(process):
             with contextlib.suppress(ProcessLookupError):
@@ -57,7 +56,7 @@ def kill_all(processes: list[ProcessId], timeout_s: float) -> bool:
 
 
 def living_in(sessions: Collection[int]) -> list[ProcessId]:
-    """The living processes of these sessions; a session outlives its leader, and a process its parent."""
+    """Return the living processes of these sessions; a session outlives its leader, and a process its parent."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -68,7 +67,9 @@ def living_in(sessions: Collection[int]) -> list[ProcessId]:
 
 
 def kill_sessions(sessions: Collection[int], timeout_s: float) -> bool:
-    """Kill every process of these sessions, also those just being born; False when one is still there in the end."""
+    """Kill every process of these sessions, including those forked meanwhile; False when one is alive after the
+    timeout.
+    """
     deadline_s = time.monotonic() + timeout_s
     while alive := living_in(sessions):
         for process in alive:
@@ -81,6 +82,6 @@ def kill_sessions(sessions: Collection[int], timeout_s: float) -> bool:
 
 
 def _stat(name: str) -> list[str]:
-    """The fields of ``/proc/PID/stat`` after the command name, from the state's letter on."""
+    """Return the fields of ``/proc/PID/stat`` after the command name, from the state's letter on."""
     text = (Path("/proc") / name / "stat").read_text(encoding="utf-8", errors="replace")
     return text.rsplit(")", 1)[1].split()

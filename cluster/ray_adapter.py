@@ -1,6 +1,7 @@
-"""Baton's processes as Ray actors. The only file that imports ray; the classes it makes actors of are plain Python.
+"""Baton's processes as Ray actors. The only file that imports ray; the classes it turns into actors are plain Python.
 
-The driver owns every actor and placement group, none is detached: when it ends, however it ends, Ray reaps all.
+The driver owns every actor and placement group, and none is detached: when the driver ends, for whatever reason, Ray
+reaps them all.
 """
 
 import atexit
@@ -39,20 +40,20 @@ OBJECT_STORE_BYTES = 100_000_000
 START_TRIES = 2
 
 SHUTDOWN_S = 8.0
-"""Time for Ray to end in order; it takes about two seconds, or a minute when one of its own daemons has died."""
+"""Time for an orderly shutdown of Ray; it takes about two seconds, or a minute when one of its daemons has died."""
 AT_ONCE_S = 0.5
 _KILL_S = 5.0
 PROBE_S = 5.0
-"""For whoever listens at the address of a Ray to be joined."""
+"""Timeout for the check that something listens at the address of an existing Ray cluster."""
 
 _TEMP_ROOT = Path("/tmp")
-"""Ray's socket paths must stay short, so not wherever TMPDIR points."""
+"""Root of the temporary folder; Ray's socket paths must stay short, so TMPDIR is not used."""
 _TEMP_NAME = re.compile(r"baton-ray-(\d+)-\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayActor:
-    """A handle, and the future of the process it lives in."""
+    """Actor handle, and a future of the process it lives in."""
 
     name: str
     handle: Any
@@ -87,12 +88,12 @@ class RaySystem:
             BatonError: Ray took too long to start, as often as it was tried.
         """
         self.temp_dir: Path | None = None
-        """Sockets and logs of a cluster that was started here are in it, for this account alone."""
+        """Folder of the sockets and logs of a cluster that was started here, accessible only to this account."""
         self.is_urgent = False
-        """Whether ``shutdown`` is not to wait for Ray's own way of ending."""
+        """True if ``shutdown`` should skip Ray's orderly shutdown."""
         self._guard: Guard | None = None
-        """Of the processes of a cluster that was started here."""
-        # A thread that still asks Ray for something after shutdown gets an error, not a cluster of its own.
+        """Guard of the processes of a cluster that was started here."""
+        # A thread that still calls Ray after shutdown must get an error rather than start a new cluster.
         ray_auto_init.enable_auto_connect = False
         ray_worker.print_to_stdstream = _print_to_stdstream if worker_logs else _print_nothing
         common = {"namespace": namespace, "log_to_driver": worker_logs, "logging_level": logging.ERROR}
@@ -119,7 +120,7 @@ class RaySystem:
 
     def machines(self) -> list[Machine]:
         """Every machine that is alive, with what is free now."""
-        # The public call only knows the sum over all machines.
+        # The public API only reports the sum over all machines.
         free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
         return [
             Machine(
@@ -138,7 +139,9 @@ class RaySystem:
 
     @contextmanager
     def wanting(self, name: str, demand: Demand) -> Iterator[Callable[[float], bool]]:
-        """See ActorSystem. What Ray's autoscaler sees is a group that waits, and only that lets go when we die."""
+        """See ActorSystem. Ray's autoscaler sees a pending placement group; only a placement group is released when the
+        driver dies.
+        """
         strategy = "STRICT_PACK" if demand.on_one_machine else "PACK"
         group = placement_group([_bundle(demand.cpus, demand.gpus)] * demand.num_seats, strategy=strategy, name=name)
         try:
@@ -147,7 +150,7 @@ class RaySystem:
             remove_placement_group(group)
 
     def reserve(self, name: str, seats: Sequence[Seat], timeout_s: float) -> RayReservation:
-        """Take seats, all or none; see ActorSystem."""
+        """Reserve seats, all or none; see ActorSystem."""
         group = placement_group(
             [_bundle(seat.cpus, seat.gpus) for seat in seats],
             strategy="PACK",
@@ -160,12 +163,12 @@ class RaySystem:
         return RayReservation(group=group, seats=tuple(seats))
 
     def release(self, reservation: Reservation) -> None:
-        """Give seats back; kills whoever still sits there."""
+        """Release the seats; kills any actor that still occupies one."""
         assert isinstance(reservation, RayReservation)
         remove_placement_group(reservation.group)
 
     def start(self, kind: type, args: Sequence[object], *, name: str, seat: tuple[Reservation, int] | None) -> RayActor:
-        """Make ``kind(*args)`` in a new process; see ActorSystem."""
+        """Create ``kind(*args)`` in a new process; see ActorSystem."""
         node_id, options = self._home_options() if seat is None else _seat_options(*seat)
         remote_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(kind)
         handle = remote_class.options(name=name, **options).remote(*args)
@@ -178,7 +181,7 @@ class RaySystem:
         return _translated(actor.name, getattr(actor.handle, method).remote(*args).future())
 
     def kill(self, actors: Sequence[Actor], timeout_s: float) -> bool:
-        """Kill processes; True when all of them are proven gone."""
+        """Kill processes; True when all are proven gone."""
         by_node: dict[str, list[ProcessId]] = {}
         known = True
         for actor in actors:
@@ -192,7 +195,7 @@ class RaySystem:
         return known and all(gone)
 
     def shutdown(self) -> None:
-        """Leave the cluster; stop it, and remove its files, if it was started here. Returns in time, come what may."""
+        """Leave the cluster; if it was started here, stop it and remove its files. Always returns in time."""
         timeout_s = AT_ONCE_S if self.is_urgent else SHUTDOWN_S
         leaving = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
         leaving.start()
@@ -200,10 +203,12 @@ class RaySystem:
         if self._guard is not None:
             self._guard.finish(_KILL_S)
         if leaving.is_alive():
-            atexit.unregister(ray_worker.shutdown)  # it would wait as long, for what is not there any more
+            atexit.unregister(ray_worker.shutdown)  # it would wait as long, for daemons that are gone
 
     def _start_ray(self, num_cpus: int, common: dict[str, Any]) -> None:
-        """Ray gives its daemons 30 s, which a busy machine may exceed once; then their files have been read."""
+        """Start Ray, with one retry: Ray gives its daemons 30 s, which a busy machine may exceed while it first reads
+        their files.
+        """
         begun_s = time.monotonic()
         for tries_left in reversed(range(START_TRIES)):
             self.temp_dir = _make_temp_dir()
@@ -222,7 +227,7 @@ class RaySystem:
         return node_id, {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
     def _kill_all(self, node_id: str, processes: list[ProcessId], timeout_s: float) -> bool:
-        """On the machine itself: Ray calls an actor dead as soon as it has been told to die."""
+        """Kill on the machine itself: Ray reports an actor dead as soon as it has been told to die."""
         home_id, options = self._home_options()
         if node_id == home_id:
             return kill_all(processes, timeout_s)
@@ -231,7 +236,7 @@ class RaySystem:
         try:
             return bool(ray.get(remote_kill.remote(processes, timeout_s), timeout=timeout_s + 5))
         except (RayError, GetTimeoutError):
-            return False  # the machine does not answer: nothing is proven
+            return False  # the machine does not respond: nothing is proven
 
 
 def _join(address: str, common: dict[str, Any]) -> None:
@@ -241,15 +246,15 @@ def _join(address: str, common: dict[str, Any]) -> None:
             ray.init(address, **common)
     except UserError:
         raise
-    except Exception as exc:  # by kind of address, Ray raises errors of many classes
+    except Exception as exc:  # Ray raises errors of many classes, depending on the kind of address
         raise UserError(f"Ray at {address} cannot be used: {_first_line(exc)}") from exc
 
 
 def _probe(address: str) -> None:
-    """Whether anybody listens: Ray would try for ten minutes. Raises UserError, or what Ray says of the address."""
+    """Check that something listens: Ray would try for ten minutes. Raises UserError, or Ray's error about the address."""
     target = ray_services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
     if target is None:
-        return  # Ray starts one of its own
+        return  # Ray starts a cluster of its own
     host, _, port = target.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), port), PROBE_S).close()
@@ -264,7 +269,7 @@ def _init_here(num_cpus: int, temp_dir: Path, common: dict[str, Any]) -> None:
         num_cpus=num_cpus,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
-        _temp_dir=f"{temp_dir}/ray",  # Ray lets every account write into the folder it is given
+        _temp_dir=f"{temp_dir}/ray",  # Ray makes the folder it is given writable for every account
         **common,
     )
 
@@ -276,7 +281,7 @@ def _not_started(error: Exception, waited_s: float) -> str:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """The driver's own handlers: Ray's would raise SystemExit wherever it is, with locks held."""
+    """Keep the driver's own signal handlers: Ray's would raise SystemExit anywhere, with locks held."""
     theirs = ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = lambda _: None
     try:
@@ -287,10 +292,10 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _daemons_apart(guard: Guard) -> Iterator[None]:
-    """Start Ray's daemons in sessions of their own, and put these under guard.
+    """Start Ray's daemons in sessions of their own, and register these with the guard.
 
-    What is typed at the terminal or sent to the driver's group is for the driver alone, which still needs them to end
-    in order; and by its session a process is found even after its parent has died.
+    Signals from the terminal or to the driver's group are for the driver alone, which still needs the daemons for an
+    orderly shutdown; and a session finds a process even after its parent has died.
     """
     services: Any = ray_services
     theirs = services.ConsolePopen
@@ -311,11 +316,11 @@ _print_to_stdstream = ray_worker.print_to_stdstream
 
 
 def _print_nothing(*_: object, **__: object) -> None:
-    """What Ray's daemons have to say about a dead worker: the supervisor says it in one line."""
+    """Suppress the output of Ray's daemons about a dead worker: the supervisor reports it in one line."""
 
 
 def _make_temp_dir() -> Path:
-    """A folder for the cluster's sockets and logs; removes those of drivers that were killed."""
+    """Create a folder for the cluster's sockets and logs; removes those of drivers that were killed."""
     for folder in _TEMP_ROOT.glob("baton-ray-*"):
         match = _TEMP_NAME.fullmatch(folder.name)
         if match and not Path("/proc", match[1]).exists() and folder.lstat().st_uid == os.getuid():
@@ -339,7 +344,7 @@ def _process_of(_: object) -> ProcessId:
 
 
 def _translated(name: str, theirs: "Future[Any]") -> "Future[Any]":
-    """The same future with errors in our words: what was raised there, or that the process died."""
+    """Return the future with Ray's errors translated: the exception raised in the actor, or that its process died."""
     ours: Future[Any] = Future()
 
     def pass_on(done: "Future[Any]") -> None:
@@ -368,7 +373,7 @@ def _error(name: str, error: BaseException) -> BaseException:
 
 
 def _room(seats: Sequence[Seat], machines: Sequence[Machine]) -> str:
-    """What is wanted of each machine, and what it has, in one line."""
+    """Describe what is wanted of each machine, and what it has, in one line."""
     told = []
     for machine in machines:
         here = [seat for seat in seats if seat.node_id == machine.node_id]

@@ -1,6 +1,6 @@
 """Text to token ids and back, and a model's chat template, without importing torch or transformers.
 
-Owns what the router reads from a model folder in Hugging Face format; weights are not its business.
+Reads the tokenizer's files of a model folder in Hugging Face format; weights are loaded elsewhere.
 """
 
 import datetime
@@ -18,22 +18,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cluster.spec.errors import UserError
 
 _UNFINISHED = "\ufffd"
-"""What decoders give for bytes that are not, or not yet, a character."""
+"""Character that decoders return for invalid or incomplete bytes."""
 
 _MAX_HELD_TOKENS = 32
-"""Beyond this many tokens without a whole character the bytes are taken to be broken, not unfinished."""
+"""Number of tokens without a complete character beyond which the bytes count as invalid, not incomplete."""
 
 _MAX_CONTEXT_TOKENS = 16
-"""With more than so many the context is begun anew; shorter ones are decoded faster, longer ones less often."""
+"""Maximum number of context tokens; shorter contexts decode faster, longer ones are rebuilt less often."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """The tokenizer and the limits of one model; safe to use from several threads."""
+    """Tokenizer and limits of one model; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Read ``tokenizer.json`` and the configurations beside it.
+        """Read ``tokenizer.json`` and the configuration files next to it.
 
         Raises:
             UserError: there is no ``tokenizer.json``, or a file cannot be read.
@@ -52,32 +52,34 @@ class Tokenizer:
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | tokenizer_config)
         self.vocab_size: int = text_config.get("vocab_size") or self._tokenizer.get_vocab_size()
-        """Ids below this have a row in the embedding, if not a token; a tokenizer may have more tokens than that."""
+        """Number of rows in the model's embedding; a tokenizer may have fewer or more tokens."""
         self.max_context: int | None = text_config.get("max_position_embeddings")
-        """Most tokens of prompt and answer together, if the model says."""
+        """Maximum number of prompt and output tokens together, if the model declares it."""
         self.generation_config = _read_json(folder / "generation_config.json")
-        """Empty where the model has none."""
+        """Contents of the model's generation_config.json, empty if it has none."""
         self.eos_ids = self._eos_ids(text_config)
         """Tokens that end an answer."""
         self.special_texts = frozenset(
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         )
-        """How the tokens are written that are not part of any text."""
+        """Texts of the special tokens, which are not part of any text."""
         self.chat_template = _read_template(folder, tokenizer_config)
-        """Its source, if there is one."""
+        """Source of the chat template, if there is one."""
         self._template = _compile(self.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written out become their ids; tokenizer.json says which are added."""
+        """Return the token ids of a text; special tokens written out become their ids. tokenizer.json determines which
+        are added.
+        """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids without a token give nothing."""
+        """Return the text of token ids; ids without a token are skipped."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_of(self, token_id: int) -> str:
-        """A token as the vocabulary writes it, whatever its bytes; empty for an id without one."""
+        """Return a token as the vocabulary writes it, whatever its bytes; empty for an id without one."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def apply_chat_template(
@@ -86,10 +88,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation; to be encoded without adding special tokens again.
+        """Return the prompt text of a conversation; encode it without adding special tokens again.
 
         Raises:
-            UserError: the model has no template, or the template refuses the conversation.
+            UserError: the model has no template, or the template rejects the conversation.
         """
         if self._template is None:
             raise UserError(
@@ -103,7 +105,9 @@ class Tokenizer:
             raise UserError(f"the model's chat template refuses these messages: {error}") from error
 
     def _eos_ids(self, config: Mapping[str, Any]) -> frozenset[int]:
-        """As transformers' ``generate``: the generation configuration, else the model's, else the tokenizer's."""
+        """Return the end tokens as transformers' ``generate`` finds them: from the generation configuration, else the
+        model's, else the tokenizer's.
+        """
         for given in (self.generation_config.get("eos_token_id"), config.get("eos_token_id")):
             if given is not None:
                 return frozenset([given] if isinstance(given, int) else given)
@@ -113,20 +117,20 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of one answer as its tokens arrive. A character whose bytes are split over tokens comes out whole."""
+    """Incremental text of one answer. A character whose bytes are split over tokens comes out whole."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
-        """The last tokens: some that were given out, for context, and those held back since."""
+        """Last tokens: some that were already returned, for context, and those held back since."""
         self._num_given = 0
-        """Tokens at the head of the window whose text was given out."""
+        """Number of tokens at the head of the window whose text was returned."""
         self._given = ""
-        """Their text."""
+        """Text of these tokens."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is unfinished."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         self._window.append(token_id)
         text = self._held_text()
         may_wait = len(self._window) - self._num_given < _MAX_HELD_TOKENS
@@ -134,11 +138,11 @@ class Detokenizer:
 
     @property
     def held_text(self) -> str:
-        """What is held back, as it is."""
+        """Text held back so far, possibly with an incomplete character."""
         return self._held_text() if len(self._window) > self._num_given else ""
 
     def flush(self) -> str:
-        """What is still held back, as it is."""
+        """Return the text still held back, possibly with an incomplete character."""
         return self._give(self._held_text()) if len(self._window) > self._num_given else ""
 
     def _held_text(self) -> str:
@@ -155,7 +159,7 @@ class Detokenizer:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what a model said; for rendering only its content counts."""
+    """Jinja tag ``{% generation %}``, which marks what a model said; rendering only outputs its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -179,7 +183,7 @@ def _compile(source: str | None) -> Template | None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which a model was not trained on."""
+    """Replace Jinja's own filter, which escapes HTML: models were not trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -209,7 +213,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
+    """Return the object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:

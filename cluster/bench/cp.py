@@ -32,7 +32,7 @@ from workers.process import WorkerProcess
 DTYPES = ("bfloat16", "float32")
 _RANK = "workers.bench.cp_rank:CpBenchRank"
 _PROCESS_BYTES = 24 << 20
-"""Memory of a rank besides weights and KV, at least."""
+"""Minimum memory of a rank besides weights and KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +44,9 @@ class CpBench:
     strategies: tuple[StrategySetting, ...]
     modes: tuple[CpMode, ...] = (CpMode.GATHER,)
     passings: tuple[PassingSetting, ...] = (PassingSetting.AUTO,)
-    """What ring mode passes on."""
+    """Tensors that ring mode passes on."""
     prefix_lens: tuple[int, ...] = (0,)
-    """Tokens that count as cached before the prompt."""
+    """Numbers of tokens that count as cached before the prompt."""
     collectives: Collectives = Collectives.AUTO
     num_rounds: int = 5
     model: str = "small"
@@ -168,7 +168,8 @@ def _start(ranks: list[WorkerProcess], config: DecoderConfig, bench: CpBench) ->
 def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list[CpResult]:
     ways = bench.ways()
     choices = {way: _ask(ranks[:1], "choose", way, lens)[0] for way in ways}
-    # The first round sizes the buffers and does not count; every other one runs backwards, so that order cancels out.
+    # The first round sizes the buffers and does not count; every other round runs in reverse, to cancel effects of
+    # order.
     rounds = [
         {way: _ask(ranks[: way.cp], "step", way, choices[way], lens) for way in ways[:: 1 if number % 2 else -1]}
         for number in range(1 + bench.num_rounds)
@@ -189,7 +190,7 @@ def _measure(bench: CpBench, ranks: list[WorkerProcess], lens: StepLens) -> list
 
 
 def _ask(ranks: Sequence[WorkerProcess], method: str, *args: Any) -> list[Any]:
-    """Call all ranks at once; return every rank's answer."""
+    """Call all ranks at once; return every rank's result."""
     for rank in ranks:
         rank.call(method, *args)
     return [rank.result() for rank in ranks]

@@ -19,15 +19,15 @@ _TIMELINE_S = 60.0
 
 
 class StreamError(Exception):
-    """A request without a complete answer; the message is what the report counts."""
+    """Request that failed; the report counts failures by this message."""
 
 
 async def complete(
     client: httpx.AsyncClient, model: str, prompt: list[int], output_len: int, *, timed: bool = False
 ) -> RequestRecord:
-    """Ask for exactly ``output_len`` tokens after a prompt of token ids; a failure is in the record, not raised.
+    """Request exactly ``output_len`` tokens after a prompt of token ids; a failure is recorded, not raised.
 
-    With ``timed`` the endpoint keeps a timeline of the request, and the record has its path.
+    With ``timed`` the endpoint traces the request, and the record has the path of the trace.
     """
     body = {
         "model": model,
@@ -75,7 +75,7 @@ def _note(event: Mapping[str, Any], record: RequestRecord) -> bool:
     ended = False
     for choice in event.get("choices", ()):
         ended |= (is_last := choice.get("finish_reason") is not None)
-        # Without token ids only the text tells, which may be empty except in the last chunk.
+        # Without token ids only the text shows a token, and may be empty except in the last chunk.
         if choice["token_ids"] if "token_ids" in choice else (choice.get("text") or not is_last):
             record.arrivals_s.append(time.monotonic())
     if usage := event.get("usage"):
@@ -97,7 +97,7 @@ async def run_load(
 ) -> tuple[str, list[RequestRecord]]:
     """Return the name of the model and one record per request, in order of arrival.
 
-    ``model`` is the endpoint's first by default. With ``timed`` the endpoint keeps a timeline of the middle request.
+    ``model`` is the endpoint's first by default. With ``timed`` the endpoint traces the middle request.
 
     Raises:
         StreamError: the endpoint serves no model, or a warm-up request failed.
@@ -146,11 +146,11 @@ async def first_model(client: httpx.AsyncClient) -> str:
 
 
 def fetch_timeline(url: str, record: RequestRecord) -> bytes:
-    """Return the timeline of a request that asked for one, as Trace Event JSON.
+    """Return the trace of a request that asked for one, as Trace Event JSON.
 
     Raises:
         StreamError: there is none.
-        httpx.HTTPError: the endpoint does not answer.
+        httpx.HTTPError: the endpoint does not respond.
     """
     if record.timeline_path is None:
         raise StreamError(f"no timeline: {record.error or 'this endpoint makes none'}")

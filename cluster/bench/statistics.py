@@ -13,7 +13,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What the client saw of one request; times are seconds on one monotonic clock."""
+    """Client-side view of one request; times are seconds on one monotonic clock."""
 
     sent_s: float
     ended_s: float = math.inf
@@ -24,7 +24,7 @@ class RequestRecord:
     num_cached_tokens: int = 0
     """Prompt tokens that the endpoint reports as cached."""
     timeline_path: str | None = None
-    """Path of the request's timeline at the endpoint."""
+    """Path of the request's trace at the endpoint."""
     error: str | None = None
     """Reason of a failure; None for a complete answer."""
 

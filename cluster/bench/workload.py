@@ -30,7 +30,7 @@ class Workload:
     """Requests of one benchmark run."""
 
     requests: Sequence[PlannedRequest]
-    """In order of arrival."""
+    """Requests in order of arrival."""
     warmup: Callable[[int], Sequence[PlannedRequest]]
     """Makes similar requests that share no prefix with ``requests``."""
     concurrency: int | None
@@ -52,7 +52,8 @@ def random_workload(
 ) -> Workload:
     """Return prompts of one length that have nothing in common.
 
-    ``request_rate`` is the mean of Poisson arrivals per second; without it each answer makes room for the next request.
+    ``request_rate`` is the mean of Poisson arrivals per second; without it, each response frees a slot for the next
+    request.
 
     Raises:
         UserError: a value is not allowed.

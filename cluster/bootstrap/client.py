@@ -1,4 +1,4 @@
-"""How other processes talk to the bootstrap service: calls, tables as they change, and a leader's lease."""
+"""Client of the bootstrap service: calls, a watch on the table, and a leader's lease."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,18 @@ _log = logging.getLogger(__name__)
 
 _WATCH_S = 30.0
 _RECONNECT_S, _MOST_RECONNECT_S = 0.5, 2.0
-"""First wait and longest one, since it doubles; shorter than a lease, which a new table must not cost anybody."""
+"""First and longest wait before reconnecting; the wait doubles. Shorter than a lease, so that a restart of the service
+costs no leases.
+"""
 
 Reply = TypeVar("Reply")
 
 
 class BootstrapClient:
-    """One thread's connection to the service.
+    """Connection of one thread to the service.
 
-    Every call raises PeerUnreachableError when the service does not answer in time, or not as it does when it is well,
-    and TableRefusedError when the table refuses.
+    Every call raises PeerUnreachableError when the service does not respond in time or responds with an error, and
+    TableRefusedError when the table refuses.
     """
 
     def __init__(self, url: str, token: str, timeout_s: float = 5.0) -> None:
@@ -38,33 +40,33 @@ class BootstrapClient:
         self._http = httpx.Client(base_url=url, headers=_headers(token), timeout=timeout_s, trust_env=False)
 
     def register(self, row: RankRow) -> None:
-        """Add one rank; again is harmless."""
+        """Add one rank. Idempotent."""
         self._call("PUT", _row_path(row.replica, row.coords), msgspec.json.encode(row))
 
     def heartbeat(self, beat: Heartbeat) -> bool:
-        """Renew a replica's lease; False when the service does not know these rows and wants all of them again."""
+        """Renew a replica's lease; False when the service does not know these rows and needs all of them again."""
         return self._unless_unknown("POST", f"/replicas/{beat.replica}/heartbeat", msgspec.json.encode(beat))
 
     def alive(self, row: RankRow) -> bool:
-        """Renew the lease of one rank that is no leader; False when its replica is not registered."""
+        """Renew the lease of one rank other than the leader; False when its replica is not registered."""
         query = f"incarnation={row.incarnation}&rank={row.global_rank}"
         return self._unless_unknown("POST", f"/replicas/{row.replica}/alive?{query}")
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, reaped: bool) -> None:
-        """Forget this start of a replica and all before it; ``reaped``: their processes are proven gone."""
+        """Forget this start of a replica and all before it; with ``reaped``, their processes are proven gone."""
         query = f"incarnation={incarnation}&reaped={str(reaped).lower()}"
         self._call("DELETE", f"/replicas/{replica}?{query}")
 
     def lookup(self, replica: ReplicaId, coords: RankCoords) -> RankRow:
-        """One row."""
+        """Return one row."""
         return msgspec.json.decode(self._call("GET", _row_path(replica, coords)).content, type=RankRow)
 
     def table(self) -> TableSnapshot:
-        """The whole table."""
+        """Return the whole table."""
         return msgspec.json.decode(self._call("GET", "/table").content, type=TableReply).snapshot
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """The table as soon as its version is another one; None when nothing has changed in time."""
+        """Return the table once its version differs; None if nothing changes in time."""
         reply = self._call("GET", _watch_path(version, timeout_s), timeout_s=timeout_s + self._timeout_s)
         return _snapshot(reply)
 
@@ -73,7 +75,6 @@ class BootstrapClient:
         self._call("POST", "/stop")
 
     def close(self) -> None:
-        """Close the connection."""
         self._http.close()
 
     def _unless_unknown(self, method: str, path: str, body: bytes | None = None) -> bool:
@@ -96,7 +97,7 @@ class BootstrapClient:
 
 
 async def watch_table(url: str, token: str) -> AsyncGenerator[TableSnapshot, None]:
-    """The table now, and again after every change; waits while the service is away, or gives no table."""
+    """Yield the table now and after every change; waits while the service is unavailable."""
     version, wait_s = -1, _RECONNECT_S
     async with httpx.AsyncClient(base_url=url, headers=_headers(token), timeout=_WATCH_S + 5, trust_env=False) as http:
         while True:
@@ -114,10 +115,10 @@ async def watch_table(url: str, token: str) -> AsyncGenerator[TableSnapshot, Non
 
 
 class LeaseKeeper:
-    """A leader's two threads: one registers the rows and sends heartbeats, one reports every new table.
+    """Two threads of a leader: one registers the rows and sends heartbeats, one reports every new table.
 
-    ``load`` and ``on_table`` are called from those threads. A replica that the table refuses (a later start of it
-    is known, or its rows do not fit together) keeps quiet from then on; ``on_refused`` is told why.
+    ``load`` and ``on_table`` are called from these threads. A replica that the table refuses (a later start of it
+    is known, or its rows do not fit together) stops sending; ``on_refused`` gets the reason.
     """
 
     def __init__(
@@ -141,21 +142,21 @@ class LeaseKeeper:
         self._interval_s = interval_s
         self._stopping = threading.Event()
         self._due = threading.Event()
-        """The next heartbeat is not to wait for its time."""
+        """Set when the next heartbeat should be sent at once."""
         self._beats = threading.Thread(target=self._keep, name="lease", daemon=True)
         self._watcher = _TableWatcher(url, token, on_table)
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the threads; returns at once."""
         self._beats.start()
         self._watcher.start()
 
     def hurry(self) -> None:
-        """Something has changed that others should know now; from any thread."""
+        """Send the next heartbeat at once, because something changed that others should know. Thread-safe."""
         self._due.set()
 
     def stop(self, unregister: bool) -> None:
-        """End both threads and, if asked, leave the table; a service that is away is not waited for."""
+        """Stop both threads and, if asked, unregister; does not wait for a service that is unavailable."""
         self._stopping.set()
         self._due.set()
         self._watcher.stop()
@@ -181,7 +182,7 @@ class LeaseKeeper:
             self._due.clear()
 
     def _beat(self) -> None:
-        """One heartbeat; where the service does not know the rows, all of them first."""
+        """Send one heartbeat; if the service does not know the rows, register all of them first."""
         if self._client.heartbeat(self._heartbeat()):
             return
         for row in self._rows:
@@ -196,7 +197,7 @@ class LeaseKeeper:
 
 
 class _TableWatcher:
-    """Runs ``watch_table`` in a thread; stopping does not wait for the long poll at hand."""
+    """Runs ``watch_table`` in a thread; stopping does not wait for the current long poll."""
 
     def __init__(self, url: str, token: str, on_table: Callable[[TableSnapshot], None]) -> None:
         self._url, self._token, self._on_table = url, token, on_table
@@ -250,12 +251,12 @@ def _unreachable(url: str, exc: httpx.TransportError) -> PeerUnreachableError:
 
 
 def _checked(reply: httpx.Response) -> httpx.Response:
-    """The reply if it is a success.
+    """Return the response if it is a success.
 
     Raises:
         TableRefusedError: the table refused.
-        PeerUnreachableError: something else answered, or the service failed.
-        BatonError: the request was wrong before it reached the table.
+        PeerUnreachableError: the responder is not the service, or the service failed.
+        BatonError: the request was invalid before it reached the table.
     """
     if reply.is_success:
         return reply

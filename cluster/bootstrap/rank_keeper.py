@@ -1,4 +1,4 @@
-"""How a rank that is no leader shows that it lives: a thread that says so to the bootstrap service."""
+"""Liveness of ranks other than the leader: a thread that reports to the bootstrap service."""
 
 import logging
 import threading
@@ -13,12 +13,12 @@ _log = logging.getLogger(__name__)
 
 
 class RankKeeper:
-    """One rank's thread. A process that is stopped, or whose machine is lost, falls silent with it."""
+    """Thread of one rank. If the process is stopped or its machine is lost, the reports stop too."""
 
     def __init__(
         self, url: str, token: str, row: RankRow, interval_s: float, on_refused: Callable[[TableRefusedError], None]
     ) -> None:
-        """``on_refused`` is told, on the thread, that a later start of the replica is known; it is the last word."""
+        """Prepare the thread; it calls ``on_refused``, as its last action, if a later start of the replica is known."""
         self._client = BootstrapClient(url, token)
         self._row = row
         self._interval_s = interval_s
@@ -27,11 +27,11 @@ class RankKeeper:
         self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread; returns at once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopping.set()
         self._thread.join()
         self._client.close()

@@ -1,4 +1,4 @@
-"""What the bootstrap service answers, apart from rows and snapshots; shared by service and client."""
+"""Responses of the bootstrap service other than rows and snapshots, shared by service and client."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ NestedRows = dict[int, dict[int, dict[int, dict[int, RankRow]]]]
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica as people read it."""
+    """Readable form of one replica."""
 
     role: Role
     incarnation: Incarnation
@@ -21,28 +21,28 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``GET /table``: the same table twice, nested for people and flat for programs."""
+    """Response of ``GET /table``: the same table twice, nested for people and flat for programs."""
 
     replicas: dict[ReplicaId, ReplicaView]
     snapshot: TableSnapshot
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was refused."""
+    """Reason why a request was refused."""
 
     code: str
-    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` for what the table never saw."""
+    """A RefusalCode, or ``bad_request``, ``unauthorized``, ``not_found`` for a request that never reached the table."""
     message: str
 
 
 class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer with status 4xx."""
+    """Body of every response with status 4xx."""
 
     error: ErrorDetail
 
 
 def view(entry: ReplicaEntry) -> ReplicaView:
-    """The nested form of one replica."""
+    """Return the nested form of one replica."""
     ranks: NestedRows = {}
     for row in entry.rows:
         at = row.coords

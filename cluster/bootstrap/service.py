@@ -1,4 +1,4 @@
-"""The rank table over HTTP: JSON in and out, one bearer token on every route but /health.
+"""Rank table over HTTP: JSON in and out, one bearer token on every route but /health.
 
 Routes and refusals are here, the rules are in table.py.
 """
@@ -27,20 +27,21 @@ from cluster.spec.registry import Heartbeat, RankCoords, RankRow
 
 MAX_WATCH_S = 60.0
 MAX_BODY_BYTES = 1 << 20
-"""Of a row or a heartbeat, which have some thousand."""
+"""Maximum size of a body; a row or a heartbeat has some thousand bytes."""
 
 _KEEP_ALIVE_S = 120
-"""Longer than any pause between a client's requests, so that connections are not closed under them."""
+"""Keep-alive timeout, longer than any pause between a client's requests, so that connections are not closed under them.
+"""
 _START_TIMEOUT_S = 20.0
 _CODES = {400: "bad_request", 401: "unauthorized", 404: "not_found"}
 
 Body = TypeVar("Body")
 Number = Annotated[int, Query(ge=0, lt=1 << 63)]
-"""As large as frames can carry."""
+"""Integer within the range that messages can encode."""
 
 
 def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
-    """The HTTP application; ``app.state.watched`` is its WatchedTable."""
+    """Create the HTTP application; ``app.state.watched`` is its WatchedTable."""
     app = FastAPI(title="Baton bootstrap", openapi_url=None)
     app.state.watched = watched = WatchedTable(table, clock)
     app.add_exception_handler(TableRefusedError, _refused)
@@ -57,12 +58,12 @@ def create_app(table: BootstrapTable, token: str, clock: Clock) -> FastAPI:
 
 
 class BootstrapServer:
-    """The service in a thread of its own."""
+    """Bootstrap service in a thread of its own."""
 
     def __init__(self, host: str, port: int, token: str, lease_s: float) -> None:
         self._host = host
         self._port = port
-        # A restarted service counts on from where the clock is, so that versions keep growing.
+        # A restarted service starts from the clock, so that versions keep growing.
         table = BootstrapTable(lease_s, first_version=int(time.time() * 1000))
         self._app = create_app(table, token, SystemClock())
         self._stopped = threading.Event()
@@ -70,7 +71,7 @@ class BootstrapServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Listen; returns the base URL. Port 0 takes a free one.
+        """Listen; returns the base URL. Port 0 picks a free one.
 
         Raises:
             UserError: the address cannot be listened on.
@@ -91,7 +92,7 @@ class BootstrapServer:
         self._stopped.wait()
 
     def stop(self) -> None:
-        """Answer the watchers, close the connections, and end; safe to call twice."""
+        """End all watches, close the connections, and stop; safe to call twice."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join()
@@ -105,7 +106,7 @@ class BootstrapServer:
 
 
 class _Server(uvicorn.Server):
-    """Sends the watchers home before it waits for the open requests."""
+    """HTTP server that ends all watches before it waits for open requests."""
 
     def __init__(self, app: FastAPI) -> None:
         self._watched: WatchedTable = app.state.watched
@@ -199,7 +200,7 @@ def _replica(text: str) -> ReplicaId:
 
 
 def _member(text: str) -> ReplicaId:
-    """A replica, or a router process: it has no rows, but an end."""
+    """Parse the name of a replica or of a router process; a router has no rows, but its end can be reported."""
     return ReplicaId(text) if is_router(text) else _replica(text)
 
 
@@ -218,10 +219,10 @@ async def _read(request: Request) -> bytes:
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:
-    """The struct in a body. Raises HTTPException 400."""
+    """Decode the struct in a body. Raises HTTPException 400."""
     try:
         struct = msgspec.json.decode(body, type=kind)
-        msgspec.msgpack.encode(struct)  # JSON has larger numbers than messages can tell
+        msgspec.msgpack.encode(struct)  # JSON allows larger numbers than messages can encode
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as exc:
         raise HTTPException(400, f"the body is not a {kind.__name__}: {exc}") from exc
     return struct

@@ -1,7 +1,7 @@
-"""The rank table as a state machine: who is registered, whose lease runs, what is proven gone. No clock, no I/O.
+"""Rank table as a state machine: registered ranks, current leases, processes proven gone. No clock, no I/O.
 
-Soft state: everything in it comes back with the leaders' next heartbeats, except what only the supervisor knows
-(reaped incarnations, the request to stop), which it says again.
+Soft state: the leaders' next heartbeats restore it after a restart, except what only the supervisor knows (reaped
+incarnations, the request to stop), which the supervisor repeats.
 """
 
 import hashlib
@@ -17,41 +17,41 @@ from cluster.spec.registry import Heartbeat, RankCoords, RankRow, ReplicaEntry, 
 
 
 class RefusalCode(StrEnum):
-    """Why the table does not do what it was asked."""
+    """Reason why the table refuses a request."""
 
     UNKNOWN_ROWS = "unknown_rows"
-    """The heartbeat names rows that the table does not hold: send all of them again."""
+    """The heartbeat names rows that the table does not have: register all of them again."""
     SUPERSEDED = "superseded"
     """A later start of the replica is known, or this one has ended."""
     MISMATCH = "mismatch"
-    """The row does not fit the other rows of its replica, or itself."""
+    """The row is inconsistent with the other rows of its replica, or with itself."""
     NOT_FOUND = "not_found"
     """No such row."""
 
 
 class TableRefusedError(BatonError):
-    """The rank table refused a request; the message says why in words."""
+    """Refusal by the rank table; the message gives the reason."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
         self.code = code
 
     def __reduce__(self) -> tuple[type["TableRefusedError"], tuple[RefusalCode, str]]:
-        """Pickled by what it was made of: it ends a rank in one process and is told in another."""
+        """Pickle by code and message: the error ends a rank in one process and is reported in another."""
         return TableRefusedError, (self.code, str(self))
 
 
 def rows_digest(rows: Iterable[RankRow]) -> str:
-    """Short hash of a replica's row set; the order in which rows are given does not matter."""
+    """Return a short hash of a replica's set of rows, independent of their order."""
     ordered = sorted(rows, key=lambda row: row.global_rank)
     return hashlib.blake2b(msgspec.msgpack.encode(ordered), digest_size=16).hexdigest()
 
 
 class BootstrapTable:
-    """Every rank of every replica. Times are seconds of one monotonic clock, given by the caller.
+    """All ranks of all replicas. Times are seconds of one monotonic clock, passed in by the caller.
 
-    A replica is ready when each position of its sizes is registered by its highest incarnation, the leader has
-    sent a heartbeat within the lease, and so has every other rank, which has the time of one lease to begin with it.
+    A replica is ready when each position of its sizes is registered by its highest incarnation, the leader has sent a
+    heartbeat within the lease, and so has every other rank; a new rank has one lease to send its first.
     """
 
     def __init__(self, lease_s: float, first_version: int = 0) -> None:
@@ -105,7 +105,7 @@ class BootstrapTable:
         """Renew the lease of one rank; the leader's heartbeat does so for rank 0.
 
         Raises:
-            TableRefusedError: superseded, or the replica is not registered, which its leader sees to.
+            TableRefusedError: superseded, or the replica is not registered; its leader registers it.
         """
         self.expire(now_s)
         current = self._current(replica, incarnation)
@@ -114,7 +114,7 @@ class BootstrapTable:
         self._renew(current, rank, now_s)
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, *, reaped: bool) -> None:
-        """Forget an incarnation and all before it; ``reaped`` says that their processes are proven gone. Idempotent."""
+        """Forget an incarnation and all before it; ``reaped`` means that their processes are proven gone. Idempotent."""
         if incarnation > self._ended.get(replica, Incarnation(0)):
             self._ended[replica] = incarnation
             self.version += 1
@@ -126,12 +126,12 @@ class BootstrapTable:
             del self._replicas[replica]
 
     def request_stop(self) -> None:
-        """Ask everyone who watches to drain and stop."""
+        """Request that all watchers drain and stop."""
         self.version += not self._stop_requested
         self._stop_requested = True
 
     def lookup(self, replica: ReplicaId, coords: RankCoords) -> RankRow:
-        """The row at a position of a replica's current incarnation.
+        """Return the row at a position of a replica's current incarnation.
 
         Raises:
             TableRefusedError: no such row.
@@ -142,7 +142,7 @@ class BootstrapTable:
         return row
 
     def expire(self, now_s: float) -> None:
-        """End the leases that have run out."""
+        """End expired leases."""
         for replica in self._replicas.values():
             for rank in [rank for rank, end_s in replica.lease_ends_s.items() if end_s <= now_s]:
                 del replica.lease_ends_s[rank]
@@ -150,12 +150,12 @@ class BootstrapTable:
                 self.version += 1
 
     def next_expiry_s(self) -> float | None:
-        """When the next lease runs out unless it is renewed; None while no lease runs."""
+        """Time at which the next lease expires unless it is renewed; None without leases."""
         ends_s = (end_s for replica in self._replicas.values() for end_s in replica.lease_ends_s.values())
         return min(ends_s, default=None)
 
     def snapshot(self, now_s: float) -> TableSnapshot:
-        """The table at this moment."""
+        """Return the current table."""
         self.expire(now_s)
         return TableSnapshot(
             version=self.version,
@@ -171,7 +171,7 @@ class BootstrapTable:
         self.version += (replica.ready, False) != was
 
     def _current(self, replica: ReplicaId, incarnation: Incarnation) -> "_Replica | None":
-        """The replica if exactly this incarnation is registered, None if it would be new."""
+        """Return the replica if exactly this incarnation is registered, None if it would be new."""
         current = self._replicas.get(replica)
         ended = self._ended.get(replica, Incarnation(0))
         if incarnation <= ended or (current and incarnation < current.first.incarnation):
@@ -184,7 +184,7 @@ class BootstrapTable:
 
 
 class _Replica:
-    """The rows of one incarnation."""
+    """Rows of one incarnation."""
 
     def __init__(self, first: RankRow) -> None:
         self.first = first
@@ -192,9 +192,9 @@ class _Replica:
         self.digest = rows_digest([first])
         self.load = ReplicaLoad()
         self.lease_ends_s: dict[int, float] = {}
-        """Of each rank whose lease runs, by global rank."""
+        """End of each current lease, by global rank."""
         self.silent: set[int] = set()
-        """Ranks whose lease ran out."""
+        """Ranks whose lease expired."""
 
     @property
     def complete(self) -> bool:
@@ -238,7 +238,7 @@ def _check_against(row: RankRow, known: RankRow | None, first: RankRow) -> None:
 
 
 def _shared(row: RankRow, first: RankRow) -> list[tuple[str, object, object]]:
-    """What every rank of one replica must agree on."""
+    """Return the fields that every rank of one replica must agree on."""
     return [
         ("role", row.role, first.role),
         ("sizes", row.sizes, first.sizes),

@@ -1,4 +1,4 @@
-"""A rank table that wakes those who wait for it to change. One event loop makes all calls; nobody polls."""
+"""Rank table that wakes its watchers when it changes. One event loop makes all calls; nothing polls."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from cluster.spec.registry import TableSnapshot
 
 
 class WatchedTable:
-    """A table, its clock, and its watchers."""
+    """Table with its clock and its watchers."""
 
     def __init__(self, table: BootstrapTable, clock: Clock) -> None:
         self.table = table
@@ -18,24 +18,24 @@ class WatchedTable:
         self._closing = False
 
     def now_s(self) -> float:
-        """The time of this table's clock."""
+        """Current time of the table's clock."""
         return self._clock.now_s()
 
     def wake_if_changed(self) -> None:
-        """Call after every request that may change the table."""
+        """Wake watchers if the table changed; call after every request that may change it."""
         if self.table.version != self._seen_version:
             self._seen_version = self.table.version
             self._wake()
 
     def close(self) -> None:
-        """Send every watcher home, now and from now on."""
+        """End all watches, now and from now on."""
         self._closing = True
         self._wake()
 
     async def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
-        """The table as soon as its version is another one; None when nothing has changed in time.
+        """Return the table once its version differs; None if nothing changes in time.
 
-        Any other version counts, not only a higher one: a restarted service may count from anywhere.
+        Any other version counts, not only a higher one: a restarted service may start from any number.
         """
         deadline_s = self.now_s() + timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""`python -m cluster.cli`: the same as `baton`."""
+"""`python -m cluster.cli`: an alias of `baton`."""
 
 from cluster.cli.main import main
 

@@ -1,4 +1,4 @@
-"""What `baton up` says when the cluster is up: the endpoint, the model, and a request that works as printed."""
+"""Output of `baton up` once the cluster is up: the endpoint, the model, and a request to paste."""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ def wait_ready(url: str, timeout_s: float) -> None:
     """Wait until the router has a ready replica of each role.
 
     Raises:
-        BatonError: it has not in time.
+        BatonError: the timeout expired.
     """
     deadline_s = time.monotonic() + timeout_s
     with httpx.Client(base_url=url, timeout=5.0, trust_env=False) as http:
         while True:
-            with contextlib.suppress(httpx.TransportError):  # it may be on its way down again
+            with contextlib.suppress(httpx.TransportError):  # it may be shutting down again
                 if http.get("/ready").is_success:
                     return
             if time.monotonic() >= deadline_s:
@@ -31,7 +31,7 @@ def wait_ready(url: str, timeout_s: float) -> None:
 
 
 def ready_text(url: str, config: DeployConfig) -> str:
-    """The lines to print."""
+    """Return the lines to print."""
     from workers.models.recall import DEMO_ANSWER, DEMO_PROMPT
     from workers.models.recall_weights import BUILT_IN
 
@@ -49,6 +49,6 @@ def ready_text(url: str, config: DeployConfig) -> str:
 
 
 def curl(url: str, body: object) -> str:
-    """A POST request as a command for a shell."""
+    """Return a POST request as a shell command."""
     header = shlex.quote("Content-Type: application/json")
     return f"curl -s {shlex.quote(url)} -H {header} -d {shlex.quote(json.dumps(body))}"

@@ -1,4 +1,4 @@
-"""What the commands of `baton bench` share: errors, comma-separated options, tables, and measuring processes."""
+"""Helpers of the `baton bench` commands: errors, comma-separated options, tables, and measuring processes."""
 
 import dataclasses
 import json

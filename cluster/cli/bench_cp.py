@@ -31,7 +31,7 @@ def cp(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Benchmark one prefill step over CP ranks on this machine's CPUs, one thread per rank, without a cluster."""
-    # Imported here so that the command line starts quickly.
+    # Imported here to keep the command line's start-up short.
     from cluster.bench.cp import CpBench, run_cp_bench
 
     bench = CpBench(

@@ -154,7 +154,7 @@ def _write_timeline(url: str, record: RequestRecord, path: Path) -> None:
 
 
 def _ideal_hit_rate(workload: Workload, records: Sequence[RequestRecord], page_size: int) -> float:
-    """Return the hit rate that an unbounded cache would have had on the prompts that were answered."""
+    """Return the hit rate that an unbounded cache would have had on the prompts of successful requests."""
     requests = zip(workload.requests, records, strict=True)
     prompts = [request.make_prompt() for request, record in requests if record.error is None]
     return sum(infinite_cache_hits(prompts, page_size)) / max(1, sum(map(len, prompts)))

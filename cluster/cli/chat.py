@@ -1,4 +1,4 @@
-"""`baton chat`: talks to a running endpoint from the terminal and streams the answers."""
+"""`baton chat`: talk to a running endpoint from the terminal, with streamed answers."""
 
 import contextlib
 import sys
@@ -16,7 +16,7 @@ HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation."
 
 
 class ChatError(Exception):
-    """The endpoint refused or could not be reached; the message is for the user."""
+    """The endpoint rejected the request or could not be reached; the message is for the user."""
 
 
 def chat(
@@ -46,7 +46,7 @@ def chat(
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and the endpoint that answers."""
+    """Conversation so far, and the endpoint that continues it."""
 
     client: httpx.Client
     model: str
@@ -55,11 +55,11 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """The pieces of the answer as they come. What was said is kept, as far as it was read.
+        """Yield the pieces of the answer as they arrive. The part that was read joins the conversation.
 
         Raises:
-            ChatError: the endpoint answered with an error; the question is then not kept.
-            httpx.HTTPError: the connection failed; the question is then not kept.
+            ChatError: the endpoint responded with an error; the question is dropped.
+            httpx.HTTPError: the connection failed; the question is dropped.
         """
         question = {"role": "user", "content": text}
         pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""What `baton doctor` finds out about what is installed. Nothing heavy is imported and no process is started."""
+"""Installation checks of `baton doctor`. They import nothing heavy and start no process."""
 
 import ctypes
 import importlib.metadata
@@ -12,11 +12,11 @@ from cluster.cli.finding import Finding, Status
 
 MOONCAKE_PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 MOONCAKE_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
-"""Shared libraries that the mooncake wheel links to, and the Debian packages that hold them."""
+"""Shared libraries that the mooncake wheel links to, and the Debian packages that contain them."""
 
 
 def check_python(version: tuple[int, int, int] = sys.version_info[:3], prefix: str = sys.prefix) -> Finding:
-    """The interpreter, and whether it is a virtual environment's."""
+    """Check the interpreter, and whether it belongs to a virtual environment."""
     found = f"{'.'.join(map(str, version))} in {prefix}"
     if version < (3, 11):
         return Finding("python", Status.FAIL, found, "install Python 3.11 or newer and run `make venv`")
@@ -28,7 +28,7 @@ def check_python(version: tuple[int, int, int] = sys.version_info[:3], prefix: s
 
 
 def check_packages(requirements: Sequence[str] | None = None) -> Finding:
-    """Whether everything Baton depends on is installed; extras are left out."""
+    """Check that all of Baton's dependencies are installed; extras are left out."""
     if requirements is None:
         requirements = importlib.metadata.requires("baton") or ()
     names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" not in text]
@@ -39,7 +39,7 @@ def check_packages(requirements: Sequence[str] | None = None) -> Finding:
 
 
 def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:
-    """Ray's version and how its clusters tell friend from foe."""
+    """Check Ray's version and the authentication of its clusters."""
     version = installed_version("ray")
     if version is None:
         return Finding("ray", Status.FAIL, "not installed", "run `make venv`")
@@ -57,7 +57,7 @@ def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None)
 
 
 def check_torch(version: str | None = None, num_gpus: int | None = None) -> Finding:
-    """Which build of PyTorch is installed and whether it fits the devices; asks the file system, not CUDA."""
+    """Check which build of PyTorch is installed and whether it fits the devices; looks at the file system, not at CUDA."""
     version = version or installed_version("torch")
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if num_gpus is None else num_gpus
     if version is None:
@@ -73,7 +73,7 @@ def check_torch(version: str | None = None, num_gpus: int | None = None) -> Find
 def check_mooncake(
     version: Callable[[str], str | None] | None = None, missing: Callable[[], Sequence[str]] | None = None
 ) -> Finding:
-    """Whether the mooncake transfer backend can run; the shared memory one needs none of it."""
+    """Check whether the mooncake transfer backend can run; the shared-memory backend needs none of it."""
     installed = next(filter(None, map(version or installed_version, MOONCAKE_PACKAGES)), None)
     if installed is None:
         mend = "for `transfer.backend: mooncake`: .venv/bin/pip install -c constraints.txt '.[mooncake]'"
@@ -86,12 +86,12 @@ def check_mooncake(
 
 
 def missing_mooncake_packages() -> list[str]:
-    """The Debian packages to install before the mooncake wheel can be imported."""
+    """Return the Debian packages to install before the mooncake wheel can be imported."""
     return [package for library, package in MOONCAKE_LIBRARIES.items() if not _loads(library)]
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, without importing it; None when it is not there."""
+    """Return the version of an installed distribution, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

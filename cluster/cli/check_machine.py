@@ -1,4 +1,4 @@
-"""What `baton doctor` finds out about the machine: memory, cores, ports, limits."""
+"""Machine checks of `baton doctor`: memory, cores, ports, limits."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ ENDPOINT = ("127.0.0.1", 8000)
 
 
 def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
-    """Whether the endpoint's default port can be listened on."""
+    """Check that the endpoint's default port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -28,7 +28,7 @@ def check_port(address: tuple[str, int] = ENDPOINT) -> Finding:
 
 
 def check_attention() -> Finding:
-    """Whether bf16 attention on the CPU can be native; without it all works, at half the speed."""
+    """Check whether the CPU supports native bf16 attention; without it everything works, at half the speed."""
     try:
         path, kind = find_compiler()
         return Finding("attention", Status.OK, f"native for bf16 with {kind.name}, compiled by {path}")
@@ -39,7 +39,7 @@ def check_attention() -> Finding:
 
 
 def check_cores(num_cores: int | None = None) -> Finding:
-    """Cores this process may use."""
+    """Check how many cores this process may use."""
     num_cores = num_cores or len(os.sched_getaffinity(0))
     if num_cores < 2:
         return Finding("cores", Status.WARN, str(num_cores), "the default topology computes on two cores at once")
@@ -47,7 +47,7 @@ def check_cores(num_cores: int | None = None) -> Finding:
 
 
 def check_memory(memory: MachineMemory | None = None) -> Finding:
-    """Memory that can be had without swapping."""
+    """Check the memory available without swapping."""
     available_gib = (memory or machine_memory()).available / GIB
     found = f"{available_gib:.1f} GiB available"
     if available_gib < 4:
@@ -56,7 +56,7 @@ def check_memory(memory: MachineMemory | None = None) -> Finding:
 
 
 def check_model_cache(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Finding:
-    """Where models from the Hugging Face hub are kept."""
+    """Check where models from the Hugging Face hub are cached."""
     root = Path(environ.get("HF_HOME") or (home or Path.home()) / ".cache" / "huggingface")
     hub = Path(environ.get("HF_HUB_CACHE") or root / "hub")
     existing = next(path for path in (hub, *hub.absolute().parents) if path.exists())
@@ -68,7 +68,7 @@ def check_model_cache(environ: Mapping[str, str] = os.environ, home: Path | None
 
 
 def check_open_files(limit: int | None = None) -> Finding:
-    """The limit on open files; every connection takes one."""
+    """Check the limit on open files; every connection takes one."""
     if limit is None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < 4096:

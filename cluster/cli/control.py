@@ -1,4 +1,6 @@
-"""The driver's own socket, beside its note: orders in, answers out, one JSON object a line. For its owner alone."""
+"""Control socket of the driver, next to its note: commands in, responses out, one JSON object per line, for its owner
+only.
+"""
 
 import os
 import socket
@@ -24,7 +26,7 @@ _answers = msgspec.json.Decoder(Answer)
 
 @contextmanager
 def serve_orders(path: Path, give: Give) -> Iterator[None]:
-    """Take orders at a path until left; what a driver that was killed left there is removed."""
+    """Accept commands at a path until the context ends; a socket left behind by a killed driver is removed."""
     path.unlink(missing_ok=True)
     with _reachable(path) as short, _Server(str(short), _Connection) as server:
         path.chmod(0o600)
@@ -39,10 +41,10 @@ def serve_orders(path: Path, give: Give) -> Iterator[None]:
 
 
 def give_order(path: Path, order: Order) -> Iterator[Answer]:
-    """Have a driver carry out an order; its answers as they come, up to the last one.
+    """Have a driver carry out a command; yields its responses as they arrive, up to the last one.
 
     Raises:
-        PeerUnreachableError: nobody listens there, or the driver ended before its last answer.
+        PeerUnreachableError: nothing listens there, or the driver ended before its last response.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -60,7 +62,7 @@ def give_order(path: Path, order: Order) -> Iterator[Answer]:
 
 
 def decode_order(line: bytes) -> Order | None:
-    """The order in a line; None if it holds none."""
+    """Parse the command in a line; None if it is invalid."""
     try:
         return _orders.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -70,7 +72,7 @@ def decode_order(line: bytes) -> Order | None:
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False
-    """An order may outlast the cluster's end, which is its last answer."""
+    """A command may outlast the cluster's end, which is its last response."""
     give: Give
 
 
@@ -83,7 +85,7 @@ class _Connection(socketserver.StreamRequestHandler):
             self._tell(Answer(0, "not an order", Outcome.REFUSED))
             return
         for answer in self.server.give(order):
-            with suppress(OSError):  # nobody asks any more; the order goes on
+            with suppress(OSError):  # the client is gone; the command goes on
                 self._tell(answer)
 
     def _tell(self, answer: Answer) -> None:
@@ -92,7 +94,7 @@ class _Connection(socketserver.StreamRequestHandler):
 
 @contextmanager
 def _reachable(path: Path) -> Iterator[Path]:
-    """The same path, short enough for a socket's address, which has 107 bytes, wherever the folder is."""
+    """Yield an alias of the path that is short enough for a socket's address (107 bytes), wherever the folder is."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield Path(f"/proc/self/fd/{folder}", path.name)

@@ -1,4 +1,4 @@
-"""`baton doctor`: prints what check_install.py and check_machine.py find and how to mend it."""
+"""`baton doctor`: print the findings of check_install.py and check_machine.py with suggested fixes."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ _STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Check this machine and say how to mend each finding; exit code 1 if the default cluster cannot start."""
+    """Check this machine and suggest a fix for each finding; exit code 1 if the default cluster cannot start."""
     findings = [check() for check in CHECKS]
     failed = any(finding.status is Status.FAIL for finding in findings)
     if as_json:

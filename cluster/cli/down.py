@@ -1,4 +1,4 @@
-"""`baton down`: asks a running cluster to drain and stop, and waits until it is gone."""
+"""`baton down`: ask a running cluster to drain and stop, and wait until it is gone."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ def down(
     name: Annotated[str | None, typer.Argument(help="Which cluster, if several run here.", show_default=False)] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Longest wait for its end, in seconds.")] = 120.0,
 ) -> None:
-    """Let a cluster that was started on this machine finish its open requests and stop."""
+    """Drain a cluster that was started on this machine and stop it."""
     from cluster.cli.running import find_running
     from cluster.processes import wait_gone
 
@@ -28,7 +28,7 @@ def down(
 
 
 def _request_stop(cluster: "RunningCluster") -> None:
-    """Through the bootstrap service; by a signal where that does not answer, as while it starts."""
+    """Request a stop through the bootstrap service, or by a signal where that does not respond, as during start-up."""
     from cluster.bootstrap.client import BootstrapClient
     from cluster.spec.errors import PeerUnreachableError
 

@@ -1,25 +1,25 @@
-"""The word that the checks of `baton doctor` answer with."""
+"""Result type of the checks of `baton doctor`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARN = "warn"
-    """Something works less well, or not at all in some topologies."""
+    """A feature works less well, or not at all in some topologies."""
     FAIL = "fail"
     """The default cluster does not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """Result of one check."""
 
     name: str
     status: Status
     found: str
     mend: str = ""
-    """What to do about it; empty when all is well."""
+    """Suggested fix; empty if there is nothing to fix."""

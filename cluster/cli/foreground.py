@@ -1,6 +1,6 @@
-"""Runs a command as the terminal's own foreground group, so that Ctrl-C reaches it and not the `make` above it.
+"""Runs a command in the terminal's foreground process group, so that Ctrl-C reaches it and not the `make` above it.
 
-`make` always ends with an error when it is interrupted itself; this way the command's exit code is make's.
+`make` always fails when it is interrupted itself; this way it ends with the command's exit code.
 """
 
 import os
@@ -31,7 +31,7 @@ def _is_foreground() -> bool:
 
 
 def _run_in_front(command: Sequence[str]) -> int:
-    # Stopping the command alone would leave make waiting and the shell without a prompt.
+    # Stopping only the command would leave make waiting and the shell without a prompt.
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     child = subprocess.Popen(command, process_group=0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""The `baton` command: its sub-commands, and how an error of the user's ends it (lines on stderr, exit code 2).
+"""The `baton` command: its sub-commands, and how a user error ends it (message on stderr, exit code 2).
 
 Every module imported here is light; a command imports what it needs when it runs.
 """

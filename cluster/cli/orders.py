@@ -1,4 +1,4 @@
-"""`baton drain`, `resume`, `restart` and `scale`: orders to the driver of a cluster on this machine."""
+"""`baton drain`, `resume`, `restart` and `scale`: commands for the driver of a cluster on this machine."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,7 @@ Grace = Annotated[
 
 
 def drain(replica: Replica, cluster: Name = None, grace_s: Grace = None) -> None:
-    """Let a replica take no new requests, and wait until its open ones have ended."""
+    """Drain a replica: stop routing to it and wait for its requests in flight."""
     from cluster.spec.ids import ReplicaId
     from cluster.supervisor.orders import DrainOrder
 
@@ -29,7 +29,7 @@ def drain(replica: Replica, cluster: Name = None, grace_s: Grace = None) -> None
 
 
 def resume(replica: Replica, cluster: Name = None) -> None:
-    """Let a drained replica take requests again."""
+    """Resume routing to a drained replica."""
     from cluster.spec.ids import ReplicaId
     from cluster.supervisor.orders import ResumeOrder
 
@@ -46,7 +46,7 @@ def restart(
     cluster: Name = None,
     grace_s: Grace = None,
 ) -> None:
-    """Let replicas finish their open requests, and start them again."""
+    """Restart replicas after draining them."""
     from cluster.spec.ids import ReplicaId
     from cluster.supervisor.orders import RestartOrder
 
@@ -61,7 +61,7 @@ def scale(
     cluster: Name = None,
     grace_s: Grace = None,
 ) -> None:
-    """Start more replicas, or let those with the highest numbers finish their requests and go."""
+    """Start more replicas, or drain and stop those with the highest numbers."""
     from cluster.supervisor.orders import ScaleOrder
 
     given = [_number(text) for text in numbers]
@@ -79,7 +79,7 @@ def _number(text: str) -> tuple[str, int]:
 
 
 def _give(name: str | None, order: "Order") -> None:
-    """Tell what the driver answers; exit code 2 where it refuses, 1 where not everything was done."""
+    """Print the driver's responses; exit code 2 if it refuses, 1 if the command was not fully carried out."""
     from cluster.cli.control import give_order
     from cluster.cli.running import control_path, find_running
     from cluster.spec.errors import PeerUnreachableError

@@ -1,4 +1,4 @@
-"""Changes to a deploy file from the command line: `--set key=value` and `--model`."""
+"""Overrides of a deploy file from the command line: `--set key=value` and `--model`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from cluster.spec.errors import UserError
 
 
 def overrides(changes: Sequence[str], model: str | None) -> dict[str, str]:
-    """Dotted keys and their texts, for ``load_config``.
+    """Return dotted keys and their texts, for ``load_config``.
 
     Raises:
         UserError: a change is not ``key=value``.

@@ -1,4 +1,4 @@
-"""`baton plan`: what a deploy YAML would start, without starting it."""
+"""`baton plan`: show what a deploy YAML would start, without starting it."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def plan(
 
     Exit code 1: a check fails.
     """
-    # The command line starts quickly because each command loads what it needs.
+    # Each command imports what it needs, so that the command line starts quickly.
     from cluster.planner.model import read_model
     from cluster.planner.plan import make_plan, plan_json
 

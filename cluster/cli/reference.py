@@ -1,4 +1,4 @@
-"""docs/configuration.md: every key of a deploy YAML, and every environment variable, in tables."""
+"""Generator of docs/configuration.md: tables of every key of a deploy YAML and every environment variable."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _QUOTING = ", in quotes if it looks like a number"
 
 
 def reference_text() -> str:
-    """The page as it stands in ``docs/configuration.md``."""
+    """Return the text of ``docs/configuration.md``."""
     paths: defaultdict[type[Node], list[Keys]] = defaultdict(list)
     for path, kind in _sections(DeployConfig, ()):
         paths[kind].append(path)
@@ -30,7 +30,7 @@ def reference_text() -> str:
 
 
 def _sections(kind: type[Node], path: Keys) -> Iterator[tuple[Keys, type[Node]]]:
-    """A node and those below it, by where they are."""
+    """Yield a node and those below it, with their paths."""
     yield path, kind
     for name, field in kind.model_fields.items():
         if isinstance(field.default, Node):

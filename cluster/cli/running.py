@@ -1,4 +1,4 @@
-"""The notes about clusters that run on this machine: one file each, readable by their owner only, gone at exit."""
+"""Notes about clusters that run on this machine: one file each, readable by their owner only, removed at exit."""
 
 import os
 import tempfile
@@ -14,7 +14,7 @@ from cluster.spec.errors import UserError
 
 
 class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What `baton status` and `baton down` need to find a cluster."""
+    """Data that `baton status` and `baton down` need to find a cluster."""
 
     name: str
     process: ProcessId
@@ -29,13 +29,13 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Note:
-    """This driver's own note; a context manager that removes it."""
+    """Note of this driver; a context manager that removes it."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         """Claim the name.
 
         Raises:
-            UserError: a cluster of this name runs already.
+            UserError: a cluster of this name is already running.
         """
         self._path = _folder() / f"{cluster.name}.json"
         self.cluster = cluster
@@ -47,13 +47,13 @@ class Note:
             fresh.unlink()
 
     def update(self, **changes: str) -> None:
-        """Add addresses, by the names of their fields."""
+        """Set addresses by the names of their fields."""
         with self._lock:
             self.cluster = msgspec.structs.replace(self.cluster, **changes)
             self._write(self.cluster).replace(self._path)
 
     def remove(self) -> None:
-        """Say no more that the cluster runs."""
+        """Remove the note."""
         self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -63,14 +63,14 @@ class Note:
         self.remove()
 
     def _write(self, cluster: RunningCluster) -> Path:
-        """A whole note beside its place, so that nobody reads half of one."""
+        """Write a complete note to a temporary file, so that no reader sees a partial one."""
         fresh = self._path.with_suffix(f".{os.getpid()}")
         fresh.touch(mode=0o600)
         fresh.write_bytes(msgspec.json.encode(cluster))
         return fresh
 
     def _claim(self, fresh: Path) -> None:
-        """Put the note in its place unless a living cluster holds it."""
+        """Move the note to its final path unless a living cluster holds it."""
         while True:
             try:
                 os.link(fresh, self._path)
@@ -85,12 +85,12 @@ class Note:
 
 
 def control_path(name: str) -> Path:
-    """Where the driver of a cluster takes orders."""
+    """Return the path of a cluster's control socket."""
     return _folder() / f"{name}.sock"
 
 
 def find_running(name: str | None) -> RunningCluster:
-    """The cluster of a name, or the only one.
+    """Return the cluster with this name, or the only one.
 
     Raises:
         UserError: there is none, or there are several and no name was given.
@@ -109,7 +109,7 @@ def find_running(name: str | None) -> RunningCluster:
 
 
 def _folder() -> Path:
-    """The user's own run-time folder; made if need be."""
+    """Return the user's runtime folder; created if needed."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def _folder() -> Path:
 
 
 def _read(path: Path) -> RunningCluster | None:
-    """A note, if its driver still runs."""
+    """Return a note if its driver is still running."""
     try:
         cluster = msgspec.json.decode(path.read_bytes(), type=RunningCluster)
     except (OSError, msgspec.DecodeError):

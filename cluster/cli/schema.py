@@ -1,4 +1,4 @@
-"""`baton schema`: what a deploy YAML may hold, for editors and for readers."""
+"""`baton schema`: keys of a deploy YAML, for editors and for readers."""
 
 import json
 from enum import StrEnum
@@ -11,7 +11,7 @@ from cluster.spec.config import DeployConfig
 
 
 class Form(StrEnum):
-    """For whom it is."""
+    """Output format."""
 
     JSON = "json"
     """A JSON schema, for editors."""
@@ -20,7 +20,7 @@ class Form(StrEnum):
 
 
 def schema_text() -> str:
-    """The JSON schema as it stands in ``deploy/schema.json``."""
+    """Return the JSON schema, the text of ``deploy/schema.json``."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **DeployConfig.model_json_schema()}
     return json.dumps(schema, indent=2) + "\n"
 
@@ -28,5 +28,5 @@ def schema_text() -> str:
 def schema(
     form: Annotated[Form, typer.Option(help="The JSON schema, for editors, or tables, for readers.")] = Form.JSON,
 ) -> None:
-    """Print what a deploy YAML may hold: its JSON schema, or the tables of docs/configuration.md."""
+    """Print the schema of a deploy YAML as JSON, or the tables of docs/configuration.md."""
     typer.echo(schema_text() if form is Form.JSON else reference_text(), nl=False)

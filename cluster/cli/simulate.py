@@ -1,4 +1,4 @@
-"""`baton simulate`: the control code of a whole cluster on virtual time, under faults; nothing is started."""
+"""`baton simulate`: run the control code of a whole cluster on virtual time, under faults; no processes are started."""
 
 import json
 import signal
@@ -22,10 +22,10 @@ def simulate(
 ) -> None:
     """Run router, bootstrap, schedulers, transfers and supervisor under simulated faults; exit code 1 on a violation.
 
-    A failing seed is made as small as it still fails, and its trace is printed on stderr. Ctrl-C and SIGTERM end it
-    after the seed at hand, with what was found so far and exit code 130 or 143.
+    A failing seed is minimized, and its trace is printed on stderr. Ctrl-C and SIGTERM end the run after the current
+    seed, with the results so far and exit code 130 or 143.
     """
-    # The command line starts quickly because each command loads what it needs.
+    # Each command imports what it needs, so that the command line starts quickly.
     from cluster.simulator.campaign import Campaign
 
     campaign = Campaign()
@@ -53,7 +53,7 @@ def simulate(
 
 @contextmanager
 def _noting_signals() -> Iterator[list[signal.Signals]]:
-    """The first signal to stop, once it has come; the next one has its usual effect."""
+    """Record the first stop signal; the next one has its usual effect."""
     noted: list[signal.Signals] = []
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

@@ -1,4 +1,4 @@
-"""What `baton up` finds out about a model, its layouts and this machine's memory before anything starts."""
+"""Checks of `baton up` before anything starts: the model, its parallel layouts and this machine's memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +14,10 @@ from cluster.spec.pool import GIB
 def check_model(
     config: DeployConfig, folder: Path, say: Callable[[str], None], memory: MachineMemory | None = None
 ) -> None:
-    """Refuse what cannot run; ``say`` hears what fits the machine, but not what is free on it now.
+    """Reject what cannot run; ``say`` receives a warning if the machine has enough memory but too little is free.
 
     Raises:
-        UserError: the engine cannot run the model, it cannot be cut or stored so, or the machine is too small.
+        UserError: the engine cannot run the model, the layout or KV dtype does not suit it, or the machine is too small.
     """
     model = facts_of(config, folder)
     if problems := model_problems(config, model, with_gpu=False):

@@ -1,4 +1,4 @@
-"""How a start looks in the terminal: one line a member that changes in place, or plain lines in a pipe."""
+"""Progress of a start in the terminal: one updating line per member, or plain lines in a pipe."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ _READY = "ready"
 
 
 class StartProgress:
-    """Shows stages until it is left; ``line`` prints around it. Safe from any thread."""
+    """Shows stages until its context ends; ``line`` prints around it. Thread-safe."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -33,11 +33,11 @@ class StartProgress:
         self.finish()
 
     def finish(self) -> None:
-        """Stop the changing lines; later stages are printed as plain lines. Safe to call twice."""
+        """Stop updating lines; later stages are printed as plain lines. Safe to call twice."""
         self._live.stop()
 
     def stage(self, member: str, stage: str) -> None:
-        """A member has reached a stage."""
+        """Report that a member has reached a stage."""
         now_s = time.monotonic() - self._began_s
         with self._lock:
             self._stages[member] = (stage, now_s)
@@ -45,8 +45,8 @@ class StartProgress:
             self.line(f"{now_s:5.1f} s  {member}: {stage}")
 
     def line(self, text: str) -> None:
-        """One line for the user."""
-        with contextlib.suppress(OSError):  # the terminal may be gone; the cluster still has to end in order
+        """Print one line for the user."""
+        with contextlib.suppress(OSError):  # the terminal may be gone; the cluster still has to shut down
             self._console.print(text, markup=False)
 
     def _table(self) -> Table:

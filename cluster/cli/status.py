@@ -1,4 +1,4 @@
-"""`baton status`: the replicas of a running cluster, their incarnations, load and ranks, from its rank table."""
+"""`baton status`: show the replicas of a running cluster, their incarnations, load and ranks, from its rank table."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="Which cluster, if several run here.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show what runs in a cluster that was started on this machine."""
+    """Show the state of a cluster that was started on this machine."""
     from cluster.cli.running import find_running
 
     cluster = find_running(name)
@@ -38,7 +38,7 @@ def status(
 
 
 def _ask_driver(cluster: "RunningCluster") -> list[str]:
-    """Which members do not run, and how often they failed; nothing from a driver that does not answer."""
+    """Return the members that are not running, and how often they failed; nothing if the driver does not respond."""
     from cluster.cli.control import give_order
     from cluster.cli.running import control_path
     from cluster.spec.errors import PeerUnreachableError
@@ -84,7 +84,7 @@ def _json(cluster: "RunningCluster", snapshot: "TableSnapshot | None", troubles:
 def _replicas(snapshot: "TableSnapshot") -> "Table":
     from rich.table import Table
 
-    # Short heads: the table has to fit into 80 columns, or names would be cut.
+    # Short headers: the table must fit into 80 columns without truncating names.
     table = Table("replica", "state", "incarnation", "wait", "run", "tokens", "free pages", "cached", box=None)
     for entry in snapshot.replicas:
         load = entry.load

@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and SIGHUP mean to `baton up`, from its first stage to its last. No handler but one raises."""
+"""Effect of Ctrl-C, SIGTERM and SIGHUP on `baton up`, from its first stage to its last. Only one handler raises."""
 
 import queue
 import signal
@@ -11,10 +11,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Handlers that only note the signal: an exception raised anywhere may leave a lock held for good."""
+    """Handlers that only record the signal: an exception raised anywhere may leave a lock held for good."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        """Put the handlers; ``report`` is told the name of an early signal, in a thread."""
+        """Install the handlers; ``report`` gets the name of an early signal, in a thread."""
         # A SimpleQueue may be filled from a signal handler.
         self._noted: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._receiver: Callable[[str], None] = self._noted.put
@@ -25,14 +25,14 @@ class StopSignals:
         self._install()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if there was a signal: here it harms nothing."""
+        """Raise KeyboardInterrupt if there was a signal; call it where that is harmless."""
         self._install()
         if self._is_noted:
             raise KeyboardInterrupt
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at once: for what may take minutes and leaves nothing behind, like a download."""
+        """Raise KeyboardInterrupt at once: for work that may take minutes and leaves nothing behind, like a download."""
         self.check()
         receiver, self._receiver = self._receiver, _interrupt
         try:
@@ -41,14 +41,14 @@ class StopSignals:
             self._receiver = receiver
 
     def leave_at_second(self, leave: Callable[[int], None]) -> None:
-        """Call this at a second signal before ``pass_on``, in a thread: a main thread in C runs no handlers."""
+        """Call ``leave`` at a second signal before ``pass_on``, in a thread: a main thread in C code runs no handlers."""
         told, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=_wait_second, args=(told, leave), name="second-signal", daemon=True).start()
 
     def pass_on(self, receiver: Callable[[str], None]) -> None:
-        """From now on tell somebody else, who must expect to be called between any two steps of the main thread."""
+        """Pass signals to ``receiver`` from now on, which may be called between any two steps of the main thread."""
         self._receiver = receiver
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
@@ -56,9 +56,9 @@ class StopSignals:
         self.check()
 
     def _install(self) -> None:
-        """More than once: Ray puts a handler before ours that prints where it was."""
+        """Install the handlers; called more than once, because Ray puts its own in front of ours."""
         for number in _SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it for us
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it already
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""`baton up`: starts a cluster, keeps it running, and ends it in order."""
+"""`baton up`: start a cluster, keep it running, and stop it."""
 
 import math
 import os
@@ -55,7 +55,7 @@ def up(
 
 
 def _check_port(config: DeployConfig) -> None:
-    """Find out before anything starts; the router would say the same half a minute later."""
+    """Check the port before anything starts; the router would report it half a minute later."""
     host, port = config.router.host, config.router.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -91,20 +91,20 @@ def _run(config: DeployConfig, address: str | None, worker_logs: bool) -> None:
         from cluster.ray_adapter import RaySystem
 
         signals.check()
-        if address:  # nothing of that Ray is ours to end
+        if address:  # that Ray cluster is not ours to stop
             signals.leave_at_second(partial(_leave, note, progress))
         with RaySystem(f"baton-{config.name}", address, _num_cpus(config), worker_logs) as system:
             signals.check()
             progress.stage("ray", "ready")
             _check_alone(system, config.name)
-            if address:  # a machine of one's own gets no larger
+            if address:  # no machine can join a cluster of our own
                 await_room(system, config, progress.line, signals.check)
             _supervise(system, config, model, note, progress, signals)
     progress.line("stopped")
 
 
 def _leave(note: "Note", progress: "StartProgress", number: int) -> None:
-    """End the process at once, with what a shell says of a signal."""
+    """End the process at once, with a shell's exit code for the signal."""
     progress.finish()
     note.remove()
     os._exit(128 + number)
@@ -159,7 +159,7 @@ def _follow_table(launcher: "Launcher", tools: "Tools", supervisor: "Supervisor"
     try:
         rendezvous = launcher.rendezvous.result()
     except BatonError:
-        return  # the supervisor hears of it too
+        return  # the supervisor handles it too
     note.update(bootstrap_url=rendezvous.bootstrap_url)
     follow_table(tools.connect(rendezvous), supervisor.saw_table, supervisor.lost_table)
     supervisor.request_stop("baton down")
@@ -177,7 +177,9 @@ def _announce(launcher: "Launcher", config: DeployConfig, note: "Note", progress
 
 
 def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
-    """The model's folder, for a cluster on this machine only: fetched and checked once, before anything starts."""
+    """Return the model's folder, for a cluster on this machine only: downloaded and checked once, before anything
+    starts.
+    """
     from cluster.cli.start_check import check_model
     from workers.models.resolve import resolve_model
 
@@ -189,7 +191,7 @@ def _resolve(config: DeployConfig, progress: "StartProgress") -> str:
 
 
 def _num_cpus(config: DeployConfig) -> int:
-    """Logical CPUs of a cluster on this machine: what the workers ask for, and all it has for later ones."""
+    """Return the logical CPUs of a cluster on this machine: what the workers ask for, and all it has for later ones."""
     workers = sum(pool.replicas * world_size(sizes_of(pool.parallel)) for pool in (config.prefill, config.decode))
     return max(math.ceil(workers * config.resources.cpus_per_worker), os.cpu_count() or 1)
 
@@ -203,7 +205,7 @@ def _check_alone(system: "RaySystem", name: str) -> None:
 
 
 def _explain(error: BaseException) -> None:
-    """One line that says whose error it was, then what its process had to say about it."""
+    """Print one line naming the source of the error, then the output of its process."""
     typer.echo(f"error: {error}", err=True)
     cause: BaseException | None = error
     while cause is not None:

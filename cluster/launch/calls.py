@@ -1,4 +1,4 @@
-"""Waiting for calls in several processes at once, and saying whose error it was."""
+"""Waiting for calls in several processes at once, with errors that name the process."""
 
 import time
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 from cluster.spec.errors import BatonError, PeerLostError, UserError
 
 LAST_WORDS_S = 3.0
-"""Between the end of a worker, which its peers notice at once, and its error."""
+"""Delay between the end of a worker, which its peers notice at once, and its error."""
 
 Answer = TypeVar("Answer")
 
 
 class Deadline:
-    """A point in time that several waits share."""
+    """Point in time that several waits share."""
 
     def __init__(self, timeout_s: float, key: str = "resources.start_timeout_s") -> None:
-        """``key`` is where the configuration sets it."""
+        """Start a deadline; ``key`` is the configuration key that sets it."""
         self._timeout_s = timeout_s
         self._key = key
         self._end_s = time.monotonic() + timeout_s
@@ -27,18 +27,18 @@ class Deadline:
         return max(0.0, self._end_s - time.monotonic())
 
     def missed(self, what: str) -> BatonError:
-        """The error of a wait that ran into this deadline."""
+        """Return the error of a wait that ran into this deadline."""
         return BatonError(f"{what} after {self._timeout_s:g} s ({self._key})")
 
 
 def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[Answer]:
-    """The answers of all calls, in order; the first error as soon as it is there.
+    """Return the results of all calls, in order; raises the first error at once.
 
     Args:
-        calls: by who was called, which the error names.
+        calls: futures by the name of the called process, which the error shows.
 
     Raises:
-        UserError: one of them raised one.
+        UserError: one of the calls raised one.
         BatonError: any other error, or the deadline has passed.
     """
     wait(calls.values(), deadline.left_s(), FIRST_EXCEPTION)
@@ -49,18 +49,18 @@ def gather(calls: "Mapping[str, Future[Answer]]", deadline: Deadline) -> list[An
 
 
 def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> None:
-    """Raise what ``blame`` makes of the calls that have failed; returns if none has."""
+    """Raise ``blame`` of the failed calls; returns if none has failed."""
     failed = _failed(calls)
     if not failed:
         return
     if all(isinstance(error, PeerLostError) for error in failed.values()):
-        # Whoever ended first may still be on its way out.
+        # The process that ended first may not have reported its error yet.
         wait(calls.values(), min(deadline.left_s(), LAST_WORDS_S))
     raise blame(_failed(calls))
 
 
 def blame(failed: Mapping[str, BaseException]) -> BatonError:
-    """One error for several: what the user can mend first, else the first that is no mere consequence; names whose."""
+    """Combine several errors into one: an error the user can fix first, else the first that is not a mere consequence."""
     who, error = min(
         failed.items(), key=lambda item: (not isinstance(item[1], UserError), isinstance(item[1], PeerLostError))
     )
@@ -72,7 +72,7 @@ def _failed(calls: "Mapping[str, Future[Any]]") -> dict[str, BaseException]:
 
 
 def labelled(who: str, error: BaseException) -> BatonError:
-    """The same error, saying whose it is; what the user can mend stays a UserError."""
+    """Return the error labelled with its process; a UserError stays one."""
     if isinstance(error, UserError):
         named: BatonError = UserError(f"{who}: {error}")
     else:

@@ -1,4 +1,4 @@
-"""When a replica that was asked to take no new requests has nothing left to do, as the rank table shows it."""
+"""Drain detection: decide from the rank table when a replica that takes no new requests has none left."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,17 +10,17 @@ from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.registry import TableSnapshot
 
 QUIET_HEARTBEATS = 2.5
-"""Without an open request and without a new one, before a replica counts as drained: two heartbeats said so."""
+"""Heartbeats without an open or new request before a replica counts as drained; two of them must have reported it."""
 TELL_AGAIN_S = 2.0
-"""After so long without a sign that a replica has heard it is told again."""
+"""Time after which an unacknowledged message to a replica is repeated."""
 _RECONNECT_S = 0.2
 
 
 class DrainWatch:
-    """One start of a replica on its way to be empty. Sans I/O.
+    """Drain state of one start of a replica. Sans I/O.
 
-    It is not empty as soon as it says so: a router may have sent a request before it knew, and of a short one, which
-    came and went between two heartbeats, the last tokens may still be on their way.
+    The first report of no open requests is not enough: a router may have sent a request before it knew of the drain,
+    and the last tokens of a short request, which came and went between two heartbeats, may still be in flight.
     """
 
     def __init__(self, replica: ReplicaId, incarnation: Incarnation, heartbeat_s: float) -> None:
@@ -29,16 +29,16 @@ class DrainWatch:
         self._quiet_s = QUIET_HEARTBEATS * heartbeat_s
         self._since_s = 0.0
         self._num_taken: int | None = None
-        """By the newest heartbeat that showed nothing open; None if the newest one did not."""
+        """Requests taken, by the newest heartbeat if it showed nothing open; None otherwise."""
 
     def saw(self, snapshot: TableSnapshot | None, now_s: float) -> None:
-        """Take in a new table; None when there is none."""
+        """Update from a new table; None if there is none."""
         num_taken = None if snapshot is None else self._taken_if_empty(snapshot)
         if num_taken != self._num_taken:
             self._num_taken, self._since_s = num_taken, now_s
 
     def is_over(self, now_s: float) -> bool:
-        """Whether it has been empty for long enough."""
+        """Return whether the replica has been empty for long enough."""
         return self._num_taken is not None and now_s - self._since_s >= self._quiet_s
 
     def _taken_if_empty(self, snapshot: TableSnapshot) -> int | None:
@@ -54,7 +54,7 @@ class DrainWatch:
 def tell_until(
     table: Table, is_shown: Callable[[TableSnapshot], bool], tell: Callable[[], None], deadline: Deadline
 ) -> bool:
-    """Tell a replica something, at least once, until the table shows that it has heard; False at the deadline."""
+    """Send a message, at least once, until the table shows that it arrived; False at the deadline."""
     while True:
         tell()
         soon = Deadline(min(deadline.left_s(), TELL_AGAIN_S))
@@ -65,7 +65,7 @@ def tell_until(
 
 
 def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadline) -> bool:
-    """True when the watch is over; False at the deadline. Looks at the clock at least every ``poll_s``."""
+    """Wait until the watch is over; False at the deadline. Checks the clock at least every ``poll_s``."""
     for snapshot in _looks(table, poll_s, deadline, lambda: watch.saw(None, time.monotonic())):
         if snapshot is not None:
             watch.saw(snapshot, time.monotonic())
@@ -77,7 +77,9 @@ def wait_drained(table: Table, watch: DrainWatch, poll_s: float, deadline: Deadl
 def _looks(
     table: Table, poll_s: float, deadline: Deadline, on_lost: Callable[[], None] = lambda: None
 ) -> Iterator[TableSnapshot | None]:
-    """What the table shows anew, None where that is nothing for ``poll_s``; ``on_lost`` each time it is not there."""
+    """Yield each new table, or None after ``poll_s`` without one; calls ``on_lost`` each time the service is
+    unavailable.
+    """
     seen_version = 0
     while left_s := deadline.left_s():
         try:

@@ -1,4 +1,4 @@
-"""One start of one replica: seats, worker actors, and the steps from an empty process to a row in the table."""
+"""One start of one replica: seats, worker actors, and the steps from an empty process to a registered replica."""
 
 import threading
 import time
@@ -25,11 +25,11 @@ from cluster.spec.worker_spec import Rendezvous, WorkerSpec
 _WATCH_S = 1.0
 _RECONNECT_S = 0.2
 _RESUME_S = 20.0
-"""Longest wait for a replica to say that it takes requests again."""
+"""Maximum wait for a replica to report that it takes requests again."""
 
 
 class Gang:
-    """The workers of one replica: they live and die together. ``start`` runs in one thread, the rest in any."""
+    """Workers of one replica: they live and die together. ``start`` runs in one thread, the rest in any."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Gang:
         incarnation: Incarnation,
         hosts: Sequence[str],
     ) -> None:
-        """``hosts`` are the addresses of the workers' machines, by global rank."""
+        """Prepare the workers; ``hosts`` are the addresses of their machines, by global rank."""
         self._tools = tools
         self._system = tools.system
         self._config = config
@@ -53,10 +53,11 @@ class Gang:
         self._rows: list[RankRow] = []
         self._seen_version = 0
         self.runs: dict[str, Future[Any]] = {}
-        """The call that each rank lives in, by who it is."""
+        """Running call of each rank, by the name of its actor."""
 
     def start(self, model: str, rendezvous: Callable[[], Rendezvous]) -> None:
-        """Bring the replica up; returns when the rank table shows it ready. Fetching the model has a time of its own.
+        """Start the replica; returns when the rank table shows it ready. Downloading the model has a timeout of its
+        own.
 
         Raises:
             BatonError: the first rank's error, naming the rank; the caller kills the gang.
@@ -79,7 +80,7 @@ class Gang:
         self._wait_ready(meeting, deadline)
 
     def drain(self, meeting: Rendezvous, timeout_s: float) -> bool:
-        """Take no new requests; True when all that were taken have ended in time."""
+        """Take no new requests; True when all open ones have ended in time."""
         deadline, heartbeat_s = Deadline(timeout_s), self._config.resources.heartbeat_s
         watch = DrainWatch(self._placement.replica, self._incarnation, heartbeat_s)
         table = self._tools.connect(meeting)
@@ -89,7 +90,7 @@ class Gang:
             table.close()
 
     def resume(self, meeting: Rendezvous) -> bool:
-        """Take new requests again; True when it does."""
+        """Take new requests again; True once the replica does."""
         table = self._tools.connect(meeting)
         try:
             return self._make_heard(table, Resume(), Deadline(_RESUME_S))
@@ -97,12 +98,12 @@ class Gang:
             table.close()
 
     def stop(self, timeout_s: float) -> None:
-        """Let the workers end by themselves; whoever has not in time is left to ``kill``."""
+        """Let the workers end by themselves; those that have not in time are left to ``kill``."""
         self._tools.tell([row.address for row in self._rows], Shutdown(reason="the cluster stops"))
         wait(self.runs.values(), timeout_s)
 
     def kill(self, timeout_s: float) -> bool:
-        """End every process and give the seats back; True when all processes are proven gone."""
+        """Kill every process and release the seats; True when all processes are proven gone."""
         with self._lock:
             self._killed = True
             actors = list(self._actors)
@@ -113,7 +114,7 @@ class Gang:
         return gone
 
     def _make_heard(self, table: Table, message: Drain | Resume, deadline: Deadline) -> bool:
-        """Tell the leader whether to take requests, again and again until the table shows it; False at the deadline."""
+        """Send the leader a message repeatedly until the table shows its effect; False at the deadline."""
 
         def is_shown(snapshot: TableSnapshot) -> bool:
             entry = snapshot.find(self._placement.replica)
@@ -179,7 +180,7 @@ class Gang:
             table.close()
 
     def _is_ready(self, table: Table) -> bool:
-        """Whether the table shows this start as ready; waits a moment for that."""
+        """Return whether the table shows this start as ready; waits briefly for that."""
         try:
             snapshot = table.watch(self._seen_version, _WATCH_S)
         except PeerUnreachableError:

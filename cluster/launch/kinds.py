@@ -1,7 +1,7 @@
-"""What runs inside the actors: plain classes around Worker, RouterServer and BootstrapServer.
+"""Classes that run inside the actors: plain wrappers of Worker, RouterServer and BootstrapServer.
 
-Constructors only import: that takes seconds for a worker, and happens while the bootstrap service starts. Heavy
-imports stay inside the methods, so that whoever starts actors never loads torch.
+Constructors only import: that takes seconds for a worker, and happens while the bootstrap service starts. Heavy imports
+stay inside the methods, so that the process that starts actors never loads torch.
 """
 
 import os
@@ -34,17 +34,19 @@ class WorkerActor:
         import workers.worker  # noqa: F401
 
         self._folder: Path | None = None
-        """Of the model."""
+        """Folder of the model."""
         self._worker: Worker | None = None
 
     def fetch(self, model: str) -> None:
-        """Have the model's files on this machine. Where several processes fetch them, the hub's locks let one do it."""
+        """Download the model's files to this machine. Where several processes do so, the hub's locks let one of them do
+        it.
+        """
         from workers.models.resolve import resolve_model
 
         self._folder = resolve_model(model)
 
     def build(self, spec: WorkerSpec, rendezvous: Rendezvous) -> None:
-        """Make the worker, once its model is fetched."""
+        """Create the worker, after its model is downloaded."""
         from cluster.logs import set_up_logs
         from workers.worker import Worker
 
@@ -61,7 +63,7 @@ class WorkerActor:
         return self._built.load(store)
 
     def run(self, rows: list[RankRow]) -> None:
-        """See Worker.run; gives back what the worker holds when it ends. A loop that stands still ends the process."""
+        """Run the worker, see Worker.run; releases what it holds when it ends. A loop that hangs ends the process."""
         from workers.loop.watch import LoopWatch, end_process
 
         worker, spec = self._built, self._built.spec
@@ -91,7 +93,7 @@ class RouterActor:
         self._drained = False
 
     def start(self, config: DeployConfig, model: str, rendezvous: Rendezvous, host: str) -> tuple[str, str, str]:
-        """Serve; return the base URL, that of this process alone, and the channel address that takes Drain."""
+        """Serve; return the base URL, the URL of this process alone, and the channel address for Drain."""
         from cluster.channel import Inbox
         from cluster.logs import set_up_logs
         from router.server import RouterServer, freeze_loaded_objects
@@ -122,7 +124,7 @@ class RouterActor:
 
 
 class BootstrapActor:
-    """The rank table's service."""
+    """Service of the rank table."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         os.environ.update(environ)
@@ -142,7 +144,7 @@ class BootstrapActor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorKinds:
-    """Which classes are made actors; tests give others with the same methods."""
+    """Classes to run as actors; tests substitute others with the same methods."""
 
     worker: type = WorkerActor
     router: type = RouterActor
@@ -150,17 +152,19 @@ class ActorKinds:
 
 
 def worker_environ(config: DeployConfig) -> dict[str, str]:
-    """Environment of a worker: its threads, and no GPU where it computes on the CPU."""
+    """Environment of a worker: its threads, and no GPU if it computes on the CPU."""
     environ = {"OMP_NUM_THREADS": str(config.resources.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
     return environ | ({"CUDA_VISIBLE_DEVICES": ""} if config.resources.device is Device.CPU else {})
 
 
 def service_environ() -> dict[str, str]:
-    """Environment of router and bootstrap: Ray does not hide GPUs from those who asked for none."""
+    """Environment of router and bootstrap: Ray does not hide GPUs from processes that ask for none."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def router_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """That of a service, and of the driver's own the keys, which Ray need not pass on, and where traces go."""
+    """Environment of a router: that of a service, plus the driver's API keys, which Ray need not pass on, and the
+    traces folder.
+    """
     keys = (ADMIN_KEY.name, API_KEYS.name)
     return service_environ() | {name: environ[name] for name in environ if name in keys or name.startswith("OTEL_")}

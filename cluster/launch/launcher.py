@@ -1,7 +1,7 @@
-"""Starts and ends the members of one cluster: bootstrap service, router, replicas. Decides nothing by itself.
+"""Starts and ends the members of one cluster: bootstrap service, router, replicas. Makes no decisions.
 
-Start order: everybody's process at once; the bootstrap service serves; then, at the same time, the router serves and
-each replica joins its group, loads, and announces itself.
+Start order: all processes at once; the bootstrap service serves; then, at the same time, the router serves and each
+replica joins its group, loads, and registers.
 """
 
 import threading
@@ -24,37 +24,37 @@ from cluster.spec.worker_spec import Rendezvous, RouterShare, router_shares
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 5.0
-"""Time for workers to end by themselves; after that they are killed."""
+"""Time for workers to end by themselves before they are killed."""
 KILL_S = 5.0
 """Time for the kernel to end killed processes."""
 AT_ONCE_S = 0.5
-"""The same for somebody who has asked twice; the end of the Ray cluster is the end of what is left."""
+"""Kill timeout after a second stop signal; stopping the Ray cluster ends what is left."""
 GRACE_S = 2.0
-"""Beyond both: who asks a Ray that has died itself may never get an answer."""
+"""Additional time for Ray's calls: a Ray cluster that has died may never respond."""
 
 OnEnded = Callable[[str, Incarnation, BaseException], None]
-"""Told once for every process that ends: whose, which start of it, why."""
+"""Callback for every process that ends: member, incarnation, reason."""
 
 
 class Member(Protocol):
-    """What every member's start has in common."""
+    """Common part of every member's start."""
 
     runs: dict[str, "Future[Any]"]
-    """The calls that its processes live in; as long as there are none, nobody else knows of it."""
+    """Calls that the member's processes run in; while there are none, no other process knows of the member."""
 
     def kill(self, timeout_s: float) -> bool:
-        """End every process; True when all of them are proven gone."""
+        """Kill every process; True when all are proven gone."""
         ...
 
 
 class Launcher:
-    """All members of one cluster. Methods may run in several threads, one thread a member."""
+    """All members of one cluster. Methods may run in several threads, one thread per member."""
 
     def __init__(self, tools: Tools, config: DeployConfig, model: str, token: str, on_ended: OnEnded) -> None:
         """Place the replicas.
 
         Args:
-            model: Path or repository that every process resolves on its own machine.
+            model: path or repository that every process resolves on its own machine.
 
         Raises:
             ConfigError: the replicas do not fit on the machines.
@@ -66,16 +66,16 @@ class Launcher:
         self._on_ended = on_ended
         machines = tools.system.machines()
         self._is_alone = len(machines) == 1
-        """One machine talks to itself by loopback, which another one that joins later cannot reach."""
+        """A single machine uses loopback, which a machine that joins later cannot reach."""
         self._placements = {placement.replica: placement for placement in place(config, machines)}
         self._hosts = {m.node_id: LOOPBACK if self._is_alone else m.address for m in machines}
         self._home_host = self._hosts[tools.system.home.node_id]
         self._lock = threading.Lock()
         self._running: dict[str, Member] = {}
         self._unproven: dict[tuple[str, Incarnation], Member] = {}
-        """Ended members whose processes may still live."""
+        """Ended members whose processes may still be alive."""
         self._lost: dict[tuple[str, Incarnation], set[str]] = {}
-        """Machines on which their end was not proven; Ray takes longer to see that one is gone."""
+        """Machines on which a member's end was not proven; Ray takes longer to notice that a machine is gone."""
         self._rendezvous: Future[Rendezvous] = Future()
         self._bootstrap_port = 0
         self._port_lock = threading.Lock()
@@ -91,7 +91,7 @@ class Launcher:
 
     @property
     def rendezvous(self) -> "Future[Rendezvous]":
-        """Where the bootstrap service is, once it has started; it never moves."""
+        """Address of the bootstrap service, once it has started; it never moves."""
         return self._rendezvous
 
     @property
@@ -100,7 +100,7 @@ class Launcher:
         return list(self._routers)
 
     def own_router_url(self, name: str) -> str:
-        """Return where one router process alone answers, or answered last."""
+        """Return the own URL of one router process, or its last one."""
         process = self._running.get(name)
         if isinstance(process, RouterProcess) and process.own_url:
             self._own_urls[name] = process.own_url
@@ -110,7 +110,7 @@ class Launcher:
         """Start a member; returns when it is ready, and reports from then on when it ends.
 
         Raises:
-            BatonError: what stopped it; the caller ends the member.
+            BatonError: the reason why it did not start; the caller ends the member.
         """
         deadline = Deadline(self._config.resources.start_timeout_s)
         if name == BOOTSTRAP:
@@ -124,7 +124,7 @@ class Launcher:
             run.add_done_callback(partial(self._report_end, name, incarnation, who))
 
     def end(self, name: str, incarnation: Incarnation) -> bool:
-        """Kill a member and give back what it held; True when its processes are proven gone."""
+        """Kill a member and release its resources; True when its processes are proven gone."""
         with self._lock:
             member = self._running.pop(name, None)
         if member is None:
@@ -137,9 +137,9 @@ class Launcher:
         return False
 
     def prove(self, name: str, incarnation: Incarnation) -> bool:
-        """Kill what ``end`` was to end; True, once, when it can write nowhere any more.
+        """Retry the kill of ``end``; True, once, when the member can no longer write anywhere.
 
-        It is proven gone then, or nobody ever knew of it: a process that did not come up may have left nothing to ask.
+        Either it is proven gone, or no other process ever knew of it: a failed start may have left nothing to ask.
         """
         member = self._unproven[name, incarnation]
         if not member.kill(KILL_S) and member.runs:
@@ -149,7 +149,9 @@ class Launcher:
         return True
 
     def mark_ended(self, replica: ReplicaId, incarnation: Incarnation, *, proven: bool) -> None:
-        """Tell the rank table that a start is over; proven: no process of it is left. Raises PeerUnreachableError."""
+        """Report to the rank table that a start is over; ``proven`` means no process of it is left. Raises
+        PeerUnreachableError.
+        """
         table = self._tools.connect(self._rendezvous.result())
         try:
             table.unregister(replica, incarnation, reaped=proven)
@@ -157,7 +159,7 @@ class Launcher:
             table.close()
 
     def place(self, names: Sequence[str]) -> None:
-        """Find seats for new replicas.
+        """Place new replicas.
 
         Raises:
             ConfigError: there is no room for all of them.
@@ -168,26 +170,26 @@ class Launcher:
         self._placements |= {placement.replica: placement for placement in placements}
 
     def drain_replica(self, name: str, grace_s: float | None) -> bool:
-        """Let a replica finish what it has taken; True when that ended in time."""
+        """Drain a replica; True when its requests ended in time."""
         timeout_s = self._config.router.drain_s if grace_s is None else grace_s
         gang = self._running.get(name)
         return isinstance(gang, Gang) and gang.drain(self._rendezvous.result(), timeout_s)
 
     def resume_replica(self, name: str) -> bool:
-        """Let a replica take new requests again; True when the rank table shows that it does."""
+        """Let a replica take new requests again; True once the rank table shows it."""
         gang = self._running.get(name)
         return isinstance(gang, Gang) and gang.resume(self._rendezvous.result())
 
     def drain(self) -> bool:
         """Let the router finish its open requests, and replicas store their pages; True when all requests have ended.
 
-        What is not stored in time is lost, and no request is the worse for it.
+        Pages that are not stored in time are lost; no request suffers from that.
         """
         deadline = Deadline(self._config.router.drain_s)
         routers = [member for member in self._snapshot() if isinstance(member, RouterProcess)]
         for router in routers:
             router.begin_drain()
-        # Each is waited for, whatever came of the one before.
+        # Wait for every router, whatever the result of the one before.
         drained = [router.wait_drained(deadline.left_s()) for router in routers]
         if self._config.hicache.is_stored:
             meeting = self._rendezvous.result()
@@ -196,7 +198,7 @@ class Launcher:
         return all(drained)
 
     def stop(self) -> None:
-        """Let the workers end by themselves, then kill everything."""
+        """Let the workers end by themselves, then kill what is left."""
         gangs = [member for member in self._snapshot() if isinstance(member, Gang)]
         _each(gangs, lambda gang: gang.stop(STOP_S), STOP_S + GRACE_S)
         self._kill(KILL_S + GRACE_S)
@@ -206,7 +208,7 @@ class Launcher:
         self._kill(AT_ONCE_S)
 
     def _kill(self, timeout_s: float) -> None:
-        """Returns in time even when Ray does not answer."""
+        """Kill everything; returns in time even if Ray does not respond."""
         _each(self._snapshot(), lambda member: member.kill(min(KILL_S, timeout_s)), timeout_s)
 
     def _start_bootstrap(self, incarnation: Incarnation, deadline: Deadline) -> None:
@@ -230,12 +232,12 @@ class Launcher:
         process = RouterProcess(self._tools, incarnation, share)
         self._keep(share.name, process)
         meeting = self._rendezvous.result()
-        with self._port_lock:  # one after the other: the first may have to find a port
+        with self._port_lock:  # one after another: the first may have to pick a port
             self.router_url = process.start(self._config, self._model, meeting, self._home_host, deadline)
             self._keep_port()
 
     def _keep_port(self) -> None:
-        # Should it have to start again, its clients look for it where it was.
+        # A restarted router keeps its port, where its clients expect it.
         router = self._config.router.model_copy(update={"port": urlsplit(self.router_url).port})
         self._config = self._config.model_copy(update={"router": router})
 
@@ -246,20 +248,24 @@ class Launcher:
         gang.start(self._model, self._rendezvous.result)
 
     def _living_placement(self, replica: ReplicaId) -> ReplicaPlacement:
-        """Where a replica was, or somewhere else if a machine of it is lost. Raises ConfigError: there is no room."""
+        """Return a replica's placement, or a new one if one of its machines is lost. Raises ConfigError: there is no
+        room.
+        """
         usable = {machine.node_id for machine in self._usable_machines()}
         if any(seat.node_id not in usable for seat in self._placements[replica].seats):
             self.place([replica])
         return self._placements[replica]
 
     def _away_from_home(self, name: str) -> set[str]:
-        """Machines of a replica, or of a service none, whose silence may be that of the machine."""
+        """Return the machines of a replica, none for a service, whose silence may be that of the machine."""
         placement = self._placements.get(ReplicaId(name))
         seats = placement.seats if placement is not None else ()
         return {seat.node_id for seat in seats} - {self._tools.system.home.node_id}
 
     def _usable_machines(self) -> list[Machine]:
-        """Where replicas may go: no machine that is lost, and with shared memory only where the others are."""
+        """Return the machines for replicas: none that is lost, and with shared memory only the one of the other
+        replicas.
+        """
         lost = {node_id for node_ids in self._lost.values() for node_id in node_ids}
         machines = [machine for machine in self._tools.system.machines() if machine.node_id not in lost]
         if self._config.transfer.backend is TransferBackendName.SHARED_MEMORY:
@@ -272,7 +278,7 @@ class Launcher:
         if not isinstance(run.exception(), PeerLostError):
             report()
             return
-        # Somebody else ended first, and says why; this one speaks only if nobody does.
+        # Another process ended first and reports the cause; this one reports only if no other does.
         timer = threading.Timer(LAST_WORDS_S, report)
         timer.daemon = True
         timer.start()
@@ -292,7 +298,7 @@ def _why(who: str, run: "Future[Any]") -> BaseException:
 
 
 def _each(items: "list[Any]", act: Callable[[Any], object], timeout_s: float) -> None:
-    """Do the same to all of them at once; what is not done in time goes on in its thread."""
+    """Act on all items at once; what is not done in time continues in its thread."""
     deadline = Deadline(timeout_s)
     threads = [threading.Thread(target=act, args=(item,), daemon=True) for item in items]
     for thread in threads:

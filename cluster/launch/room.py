@@ -1,4 +1,4 @@
-"""Waiting for machines that join a Ray cluster later: nodes that still start, or that an autoscaler adds."""
+"""Wait for machines that join a Ray cluster later: nodes that are still starting, or that an autoscaler adds."""
 
 import time
 from collections.abc import Callable
@@ -18,10 +18,10 @@ def await_room(
     """Return when the replicas fit on the machines that are there, within ``resources.start_timeout_s``.
 
     Args:
-        system: Where they are to be.
-        config: What wants room.
-        say: Told once what is missing.
-        check: Called every second; what it raises ends the wait.
+        system: the cluster to place them on.
+        config: the replicas to place.
+        say: called once with what is missing.
+        check: called every second; what it raises ends the wait.
 
     Raises:
         ConfigError: there still is no room when the time is over.
@@ -35,7 +35,7 @@ def await_room(
     with system.wanting(f"{config.name}-room", demand_of(config)) as is_there:
         while deadline.left_s() and not is_there(min(POLL_S, deadline.left_s())):
             check()
-    while True:  # what was held for the demand is free a moment later
+    while True:  # resources held for the demand become free a little later
         check()
         try:
             place(config, system.machines())

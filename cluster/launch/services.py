@@ -1,4 +1,4 @@
-"""One start of the bootstrap service, and one of each router process: single actors at home, that need no resources."""
+"""One start of the bootstrap service or of a router process: single actors on the home machine that need no resources."""
 
 import os
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ _DRAIN_GRACE_S = 5.0
 
 
 class BootstrapProcess:
-    """The rank table's process."""
+    """Process of the rank table."""
 
     def __init__(self, tools: Tools, incarnation: Incarnation) -> None:
         self._tools = tools
@@ -50,7 +50,7 @@ class RouterProcess:
         self._tools = tools
         self._name = share.name
         self.own_url = ""
-        """Where this process alone answers; empty before it serves."""
+        """URL of this process alone; empty before it serves."""
         arguments = [router_environ(os.environ), incarnation, share]
         self._actor = tools.system.start(tools.kinds.router, arguments, name=f"{share.name}-{incarnation}", seat=None)
         self._control: str | None = None

@@ -1,4 +1,4 @@
-"""What launching needs from outside: processes, messages, the rank table, somebody to report to. Tests give fakes."""
+"""Dependencies of launching: processes, messages, the rank table, and progress reports. Tests substitute fakes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from cluster.spec.worker_spec import ChannelKey, Rendezvous
 
 
 class Table(Protocol):
-    """One thread's connection to the rank table; BootstrapClient is one."""
+    """Connection of one thread to the rank table; implemented by BootstrapClient."""
 
     def watch(self, version: int, timeout_s: float) -> TableSnapshot | None:
         """See BootstrapClient.watch."""
@@ -29,9 +29,9 @@ class Table(Protocol):
 
 
 Progress = Callable[[str, str], None]
-"""Told which member has reached which stage; from any thread."""
+"""Callback for the stage that a member has reached; thread-safe."""
 Tell = Callable[[Sequence[str], Message], None]
-"""Sends one message to several channel addresses."""
+"""Function that sends one message to several channel addresses."""
 
 
 def tell(addresses: Sequence[str], message: Message, key: ChannelKey | None = None) -> None:
@@ -45,7 +45,7 @@ def tell(addresses: Sequence[str], message: Message, key: ChannelKey | None = No
 
 
 def connect(rendezvous: Rendezvous) -> Table:
-    """A connection to the cluster's bootstrap service."""
+    """Connect to the cluster's bootstrap service."""
     from cluster.bootstrap.client import BootstrapClient
 
     return BootstrapClient(rendezvous.bootstrap_url, rendezvous.token)
@@ -53,12 +53,12 @@ def connect(rendezvous: Rendezvous) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """All of it."""
+    """Dependencies in one object."""
 
     system: ActorSystem
     progress: Progress
     kinds: ActorKinds = field(default_factory=ActorKinds)
     tell: Tell = tell
     channel_key: ChannelKey | None = None
-    """What all processes get, and ``tell`` has."""
+    """Channel key for all processes; ``tell`` already holds it."""
     connect: Callable[[Rendezvous], Table] = connect

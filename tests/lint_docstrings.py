@@ -1,0 +1,56 @@
+"""Check that docstrings of the given folders do not begin with a word that leans on something unsaid.
+
+Run as ``python -m tests.lint_docstrings FOLDER ...``. A tooltip shows one sentence without its surroundings, so it
+begins with a noun phrase or a verb.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+DANGLING = re.compile(
+    r"(Of|Those|These|That|The same|The like|The other|Same|As|What|Whatever|Whose|Whether|Where|By|Beside|Besides|For|In"
+    r"|With|Without|Within|To|From|On|At|If|How|Which|Whichever|When|While|Who|Whoever|Behind|But|And|Or|Nor|Not|So|Also"
+    r"|Then|Until|After|Before|Because|Since|Though|Although|Among|Between|Under|Over|Into|Out|Up|Than|It|They|Them|This"
+    r"|Here|Its|Their)\b(?!-)",
+)
+
+
+def main(folders: list[str]) -> int:
+    if not folders:
+        sys.exit("usage: python -m tests.lint_docstrings FOLDER ...")
+    missing = [folder for folder in folders if not Path(folder).is_dir()]
+    if missing:
+        sys.exit(f"not a folder: {', '.join(missing)}")
+    found = [line for folder in folders for path in sorted(Path(folder).rglob("*.py")) for line in offenders(path)]
+    print(*found, sep="\n", end="\n" if found else "")
+    if found:
+        print(f"{len(found)} docstrings begin with a dangling word: begin with a noun phrase or a verb")
+    return 1 if found else 0
+
+
+def offenders(path: Path) -> Iterator[str]:
+    for line, docstring in docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+        if DANGLING.match(docstring):
+            yield f"{path}:{line}: {first_sentence(docstring)}"
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every module, class, function and attribute docstring."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for statement in node.body:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text.strip()
+
+
+def first_sentence(docstring: str) -> str:
+    return re.split(r"(?<=[.:;])\s", " ".join(docstring.split()), maxsplit=1)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
