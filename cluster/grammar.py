@@ -60,7 +60,9 @@ class Matcher:
         return _in_words(self._matcher.get_error())
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that can come next, ``[vocab_size]``; tokens that only end a text are left out."""
+        """Return a mask of the tokens that can come next, ``[vocab_size]``; tokens that only end a text are left
+        out.
+        """
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
         allowed[self._end_id :] = False

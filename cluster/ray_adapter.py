@@ -251,7 +251,9 @@ def _join(address: str, common: dict[str, Any]) -> None:
 
 
 def _probe(address: str) -> None:
-    """Check that something listens: Ray would try for ten minutes. Raises UserError, or Ray's error about the address."""
+    """Check that something listens: Ray would try for ten minutes. Raises UserError, or Ray's error about the
+    address.
+    """
     target = ray_services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
     if target is None:
         return  # Ray starts a cluster of its own

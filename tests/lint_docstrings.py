@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-DANGLING = re.compile(
-    r"(Of|Those|These|That|The same|The like|The other|Same|As|What|Whatever|Whose|Whether|Where|By|Beside|Besides|For|In"
-    r"|With|Without|Within|To|From|On|At|If|How|Which|Whichever|When|While|Who|Whoever|Behind|But|And|Or|Nor|Not|So|Also"
-    r"|Then|Until|After|Before|Because|Since|Though|Although|Among|Between|Under|Over|Into|Out|Up|Than|It|They|Them|This"
-    r"|Here|Its|Their)\b(?!-)",
-)
+WORDS = """
+Of Those These That Same As What Whatever Whose Whether Where By Beside Besides For In With Without Within To
+From On At If How Which Whichever When While Who Whoever Behind But And Or Nor Not So Also Then Until After
+Before Because Since Though Although Among Between Under Over Into Out Than It They Them This Here Its Their
+"""
+DANGLING = re.compile(rf"The (same|like|other|others)\b|({'|'.join(WORDS.split())})\b(?!-)")
 
 
 def main(folders: list[str]) -> int:

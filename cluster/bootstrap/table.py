@@ -114,7 +114,9 @@ class BootstrapTable:
         self._renew(current, rank, now_s)
 
     def unregister(self, replica: ReplicaId, incarnation: Incarnation, *, reaped: bool) -> None:
-        """Forget an incarnation and all before it; ``reaped`` means that their processes are proven gone. Idempotent."""
+        """Forget an incarnation and all before it; ``reaped`` means that their processes are proven gone.
+        Idempotent.
+        """
         if incarnation > self._ended.get(replica, Incarnation(0)):
             self._ended[replica] = incarnation
             self.version += 1

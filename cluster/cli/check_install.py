@@ -57,7 +57,9 @@ def check_ray(environ: Mapping[str, str] = os.environ, home: Path | None = None)
 
 
 def check_torch(version: str | None = None, num_gpus: int | None = None) -> Finding:
-    """Check which build of PyTorch is installed and whether it fits the devices; looks at the file system, not at CUDA."""
+    """Check which build of PyTorch is installed and whether it fits the devices; looks at the file system, not at
+    CUDA.
+    """
     version = version or installed_version("torch")
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if num_gpus is None else num_gpus
     if version is None:

@@ -17,7 +17,7 @@ def check_model(
     """Reject what cannot run; ``say`` receives a warning if the machine has enough memory but too little is free.
 
     Raises:
-        UserError: the engine cannot run the model, the layout or KV dtype does not suit it, or the machine is too small.
+        UserError: the engine cannot run the model, its layout or KV dtype is invalid, or the machine is too small.
     """
     model = facts_of(config, folder)
     if problems := model_problems(config, model, with_gpu=False):

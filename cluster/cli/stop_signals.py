@@ -32,7 +32,9 @@ class StopSignals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at once: for work that may take minutes and leaves nothing behind, like a download."""
+        """Raise KeyboardInterrupt at once: for work that may take minutes and leaves nothing behind, like a
+        download.
+        """
         self.check()
         receiver, self._receiver = self._receiver, _interrupt
         try:
@@ -41,7 +43,9 @@ class StopSignals:
             self._receiver = receiver
 
     def leave_at_second(self, leave: Callable[[int], None]) -> None:
-        """Call ``leave`` at a second signal before ``pass_on``, in a thread: a main thread in C code runs no handlers."""
+        """Call ``leave`` at a second signal before ``pass_on``, in a thread: a main thread in C code runs no
+        handlers.
+        """
         told, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)

@@ -60,7 +60,9 @@ def raise_failure(calls: "Mapping[str, Future[Any]]", deadline: Deadline) -> Non
 
 
 def blame(failed: Mapping[str, BaseException]) -> BatonError:
-    """Combine several errors into one: an error the user can fix first, else the first that is not a mere consequence."""
+    """Combine several errors into one: an error the user can fix first, else the first that is not a mere
+    consequence.
+    """
     who, error = min(
         failed.items(), key=lambda item: (not isinstance(item[1], UserError), isinstance(item[1], PeerLostError))
     )

@@ -1,4 +1,6 @@
-"""One start of the bootstrap service or of a router process: single actors on the home machine that need no resources."""
+"""One start of the bootstrap service or of a router process: single actors on the home machine that need no
+resources.
+"""
 
 import os
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""Time as an argument: everything that waits is given a clock, so that tests and the simulator own time."""
+"""Clock interface: everything that waits is given a clock, so that tests and the simulator control time."""
 
 import time
 from typing import Protocol

@@ -1,4 +1,6 @@
-"""Every environment variable Baton reads, declared once: name, type, default, sentence. A bad value stops the start."""
+"""Every environment variable Baton reads, declared once: name, type, default, sentence. An invalid value stops the
+start.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,22 +15,22 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvVar(Generic[Value]):
-    """One variable; an empty value counts as not given."""
+    """One variable; an empty value counts as unset."""
 
     name: str
     sentence: str
-    """What it does."""
+    """Description of the effect."""
     allowed: str
-    """What may be given, in words."""
+    """Allowed values, in words."""
     parse: Callable[[str], Value]
-    """Text to value; raises ValueError for a text that is not allowed."""
+    """Parser of the text; raises ValueError for a text that is not allowed."""
     default: Callable[[Mapping[str, str]], Value]
-    """The value when the variable is not given, from the rest of the environment."""
+    """Function from the rest of the environment to the value when the variable is unset."""
     show: Callable[[str], str] = repr
-    """How a refused text is quoted; a secret is not."""
+    """Formatter of an invalid text in an error; hides secrets."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> Value:
-        """The value in an environment, by default that of this process.
+        """Return the value in an environment, by default that of this process.
 
         Raises:
             UserError: the value is not allowed.

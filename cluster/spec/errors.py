@@ -19,24 +19,24 @@ class BatonError(Exception):
 
 
 class UserError(BatonError, ValueError):
-    """Something the user gave is wrong; the message says what, what was given and what is allowed."""
+    """Invalid user input; the message says what is wrong, what was given and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in a configuration."""
+    """One problem of a configuration."""
 
     path: str
     """Dotted path of the key, for example ``prefill.parallel.cp``."""
     message: str
-    """What is wrong, what was given, what is allowed; without the path."""
+    """Message with what is wrong, what was given and what is allowed; without the path."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"
 
 
 class ConfigError(UserError):
-    """A deploy YAML that cannot be used; carries every problem found."""
+    """Invalid deploy YAML; carries every problem found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a ConfigError needs at least one problem"
@@ -44,25 +44,25 @@ class ConfigError(UserError):
         super().__init__("\n".join(str(problem) for problem in problems))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...]]]:
-        """Pickled by its problems: the error may be raised in another process than the one that shows it."""
+        """Pickle by problems: the error may be raised in another process than the one that shows it."""
         return ConfigError, (self.problems,)
 
 
 class TransferError(BatonError):
-    """A transfer backend could not move bytes."""
+    """Failure of a transfer backend to move bytes."""
 
 
 class PeerUnreachableError(BatonError):
-    """A message could not be handed to the process it is for."""
+    """Failure to hand a message to its receiver."""
 
 
 class QuarantineError(BatonError):
-    """So many pages of a replica may still be written to by others that it must begin anew, with other memory."""
+    """Replica in which peers may still write to so many pages that it must restart with new memory."""
 
 
 class PeerLostError(BatonError):
-    """What follows from the end of another worker of the same replica, and explains nothing."""
+    """Consequence of the end of another worker of the same replica; not a cause."""
 
 
 class IllegalTransitionError(BatonError, AssertionError):
-    """A move that the state machine's table does not hold."""
+    """Transition that the state machine's table does not contain."""

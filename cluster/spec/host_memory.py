@@ -1,30 +1,29 @@
-"""What a worker's host memory is divided into. Pure arithmetic."""
+"""Division of a worker's host memory. Pure arithmetic."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """GiB that one worker may take; a process's own few hundred MiB come on top."""
+    """Host memory of one worker in GiB; a process's own few hundred MiB come on top."""
 
     weights: float
-    """On a CPU; a GPU has its own."""
+    """Weights on a CPU; 0 on a GPU."""
     pages: float
-    """The pool, or what a GPU's pages pass through."""
+    """Page pool, or the staging buffer for a GPU's pages."""
     cached: float
-    """``hicache.host_gib``, or ``host_ratio``"""
+    """Value of ``hicache.host_gib``, or memory by ``host_ratio``."""
     lent: float
-    """``hicache.storage.lent_gib``"""
+    """Value of ``hicache.storage.lent_gib``."""
     passing: float
-    """What a client of Mooncake Store has for objects on their way."""
+    """Buffers of a Mooncake Store client for objects in transit."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.weights + self.pages + self.cached + self.lent + self.passing
 
     def __str__(self) -> str:
-        """The arithmetic in words."""
         parts = {
             "for weights": self.weights,
             "for pages": self.pages,

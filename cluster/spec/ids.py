@@ -1,41 +1,41 @@
-"""Names of things that travel between processes: types, not bare strings and integers."""
+"""Identifiers that travel between processes: types, not bare strings and integers."""
 
 import re
 import secrets
 from typing import NewType
 
 Room = NewType("Room", int)
-"""The meeting point of one attempt of one request: 63 random bits, never reused."""
+"""Meeting point of one attempt of one request: 63 random bits, never reused."""
 
 ReplicaId = NewType("ReplicaId", str)
-"""``<role>-<index>``, for example ``prefill-0``; stable over restarts."""
+"""Replica name ``<role>-<index>``, for example ``prefill-0``; stable across restarts."""
 
 Incarnation = NewType("Incarnation", int)
-"""A replica's start number; a later start has a higher one."""
+"""Start number of a replica; a later start has a higher one."""
 
 ROUTER = ReplicaId("router")
-"""Where a router stands among the replicas: it has incarnations as they do."""
+"""Name of a router among replicas: it has incarnations, too."""
 
 _REPLICA_ID = re.compile(r"^(prefill|decode)-(\d{1,9})$")
 
 
 def draw_room() -> Room:
-    """A fresh room, uniform over [1, 2**63)."""
+    """Draw a fresh room, uniform over [1, 2**63)."""
     return Room(secrets.randbits(63) or 1)
 
 
 def router_names(num_processes: int) -> list[ReplicaId]:
-    """Of the router processes of a cluster."""
+    """Return the names of a cluster's router processes."""
     return [ROUTER, *(ReplicaId(f"{ROUTER}-{index}") for index in range(1, num_processes))]
 
 
 def is_router(name: str) -> bool:
-    """Whether this is the name of a router process."""
+    """Return whether this is the name of a router process."""
     return name == ROUTER or re.fullmatch(rf"{ROUTER}-\d{{1,9}}", name) is not None
 
 
 def replica_id(role: str, index: int) -> ReplicaId:
-    """The id of the index-th replica of a role.
+    """Return the id of the index-th replica of a role.
 
     Raises:
         ValueError: the role is not ``prefill`` or ``decode``, or the index is negative.

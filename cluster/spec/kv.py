@@ -119,7 +119,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's page pool ``[page, byte]`` and the part of the model in it; in a page, group follows group."""
 
     num_pages: int
-    """Pages that can be given to requests; one more, the null page, follows in memory and takes padding."""
+    """Pages available to requests; one more, the null page, follows in memory and takes padding."""
     page_size: int
     first_layer: int
     num_layers: int

@@ -1,4 +1,4 @@
-"""Life cycles as tables: the legal moves of every state machine, and the one function that makes a move."""
+"""Life cycles as tables: the legal transitions of every state machine, and the one function that makes a transition."""
 
 from collections.abc import Mapping
 from enum import Enum, StrEnum
@@ -12,19 +12,19 @@ Moves = Mapping[State, frozenset[State]]
 
 
 class Role(StrEnum):
-    """What a pool of replicas is for."""
+    """Purpose of a pool of replicas."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 def role_of(replica: ReplicaId) -> Role:
-    """The role in a replica's name."""
+    """Return the role in a replica's name."""
     return Role(replica.partition("-")[0])
 
 
 def move(moves: Moves[State], current: State, target: State, event: str, subject: object) -> State:
-    """The target state, if the table allows it.
+    """Return the target state, if the table allows the transition.
 
     Raises:
         IllegalTransitionError: naming the state, the event and the subject's id.

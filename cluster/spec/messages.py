@@ -1,6 +1,6 @@
-"""What the router and leaders say to each other, and every message there is. MessagePack on the wire.
+"""Messages between the router and leaders, and the union of all messages. MessagePack on the wire.
 
-Room and incarnation travel on every one that concerns a request, so that a late or foreign one can be told apart
+Room and incarnation are part of every message that concerns a request, so that a late or misdirected one is recognized
 and dropped.
 """
 
@@ -27,77 +27,81 @@ from cluster.spec.transfer_messages import CheckPages, Done, Drained, PagesCheck
 from cluster.spec.wire import Struct, Tagged
 
 INQUIRE_EVERY_S = 5.0
-"""Between two looks at what may wait for a message that was lost."""
+"""Interval between checks of state that may wait for a lost message."""
 
 
 class PhaseTimes(Struct, frozen=True):
-    """How long one request took in each phase up to its first token, by the clocks of its replicas."""
+    """Time of one request in each phase up to its first token, by the clocks of its replicas."""
 
     prefill: ReplicaId | None
-    """None where decode computed the prompt itself."""
+    """Prefill replica; None if decode computed the prompt itself."""
     decode: ReplicaId
     decode_queue_s: float
-    """Until decode had pages for it."""
+    """Time until decode had pages for the request."""
     prefill_s: float
-    """From the ticket to the first token, turns of other requests included."""
+    """Time from the ticket to the first token, including other requests' steps."""
     bootstrap_s: float = 0.0
-    """In prefill, until its ticket had come and decode's ranks were known; most of it beside ``decode_queue_s``."""
+    """Time in prefill until the ticket had come and decode's ranks were known; most of it overlaps
+    ``decode_queue_s``.
+    """
     transfer_s: float = 0.0
-    """From the first token until all KV was in decode: what of the transfer no computation hid."""
+    """Time from the first token until all KV was in decode: the part of the transfer that no computation hid."""
 
 
 class Submit(Tagged, frozen=True):
-    """One attempt of one request; both legs get the same, if it has both."""
+    """One attempt of one request; both targets get the same message, if there are two."""
 
     room: Room
     prompt_ids: TokenIds
     sampling: Sampling
     stopping: Stopping
     prefill: Peer | None
-    """Computes the prompt and hands it over; None where decode computes what it does not have."""
+    """Replica that computes the prompt and hands it over; None if decode computes what it does not have."""
     decode: Peer
     router: Peer
-    """Gets the outputs; when it is gone, nobody waits for them."""
+    """Receiver of the outputs; once it is gone, nobody waits for them."""
     num_given: int = 0
-    """The last so many of ``prompt_ids`` are output that the client has from earlier attempts, and count as output."""
+    """Number of tokens at the end of ``prompt_ids`` that are output of earlier attempts, and count as output."""
     prompt_of: Room | None = None
-    """Another choice of the same prompt on the same decode replica; this one reads its pages once they are there."""
+    """Room of another choice of the same prompt on the same decode replica; this one reads its pages once they are
+    there.
+    """
     cache_salt: str = ""
-    """Only requests with the same salt share cached pages."""
+    """Salt of the page keys: only requests with the same salt share cached pages."""
     priority: int = 0
-    """Lower values are computed earlier; the oldest request has its share whatever its priority."""
+    """Priority; lower values are computed earlier. The oldest request gets its share whatever its priority."""
     timed: bool = False
-    """Every rank keeps a timeline of this request until it is asked for it."""
+    """True if every rank keeps a trace of this request until it is asked for it."""
     dp_rank: int | None = None
-    """The DP rank that is to compute it, on each side that has one of this number."""
+    """Requested DP rank, on each side that has one of this number."""
 
 
 class Cancel(Tagged, frozen=True):
-    """The client left, the other leg failed, or the deadline passed."""
+    """Cancellation: the client left, the other target failed, or the deadline passed."""
 
     room: Room
     incarnation: Incarnation
 
 
 class Inquire(Tagged, frozen=True):
-    """Say which of these rooms you do not have: the message that would have told so may have been lost.
+    """Query for rooms that the receiver does not have: the message that would have said so may have been lost.
 
-    A decode leader answers a router with a Failure, a router answers a leader with a Cancel.
+    A decode leader responds to a router with a Failure, a router responds to a leader with a Cancel.
     """
 
     rooms: list[Room]
-    """That the sender has."""
+    """Rooms that the sender has."""
     sender: Peer
     incarnation: Incarnation
-    """Of who is asked."""
+    """Incarnation of the receiver."""
 
 
 class FollowPages(Tagged, frozen=True):
-    """Tell this router which pages are cached, and from now on what changes."""
+    """Subscription of a router to the replica's cached pages and every later change."""
 
     router: Peer
     incarnation: Incarnation
-    """Of the replica that is asked."""
+    """Incarnation of the receiver."""
 
 
 class Output(Tagged, frozen=True):
@@ -110,61 +114,63 @@ class Output(Tagged, frozen=True):
     """Output position of the first token here; 0 is the first generated token."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
-    """Of every token here; empty where Sampling does not ask for them."""
+    """Log-probabilities of every token here; empty unless Sampling asks for them."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of every token of the prompt but the first, where Sampling asks for them; told with the first output."""
+    """Log-probabilities of every token of the prompt but the first, if Sampling asks for them; sent with the first
+    output.
+    """
     finish: FinishReason | None = None
     cached: CachedTokens = CachedTokens()
-    """Told with the first output."""
+    """Cached tokens of the prompt; sent with the first output."""
     phases: PhaseTimes | None = None
-    """Told with the first output, but not of choices that share another one's prompt."""
+    """Times by phase; sent with the first output, but not for choices that share another one's prompt."""
 
 
 class Outputs(Tagged, frozen=True):
-    """What one step gave, for one router."""
+    """Outputs of one step for one router."""
 
     outputs: list[Output]
 
 
 class Blame(StrEnum):
-    """Which legs of a request may well fail another one for the same reason."""
+    """Targets of a request that may fail another one for the same reason."""
 
     SENDER = "sender"
     BOTH = "both"
-    """Such as where pages did not get from one to the other."""
+    """Both, as when pages did not get from one to the other."""
     NEITHER = "neither"
-    """Such as where a choice of the same prompt was cancelled."""
+    """Neither, as when a choice of the same prompt was cancelled."""
 
 
 class Failure(Tagged, frozen=True):
-    """The leg cannot finish the request."""
+    """Report that the target cannot finish the request."""
 
     room: Room
     replica: ReplicaId
     incarnation: Incarnation
     reason: str
-    """One sentence that names what failed."""
+    """Reason in one sentence that names what failed."""
     retryable: bool
-    """Another attempt may succeed."""
+    """True if another attempt may succeed."""
     blame: Blame = Blame.SENDER
 
 
 class PageNews(Tagged, frozen=True):
-    """What a replica's cache has gained and lost since the news before."""
+    """Pages that a replica's cache has gained and lost since the previous message."""
 
     replica: ReplicaId
     incarnation: Incarnation
     number: int
-    """Counts up; number 0 begins anew, with nothing cached before it."""
+    """Sequence number; number 0 starts anew, with nothing cached before it."""
     stored: list[bytes]
-    """Page keys. Every page on the device has those above it, here or in earlier news."""
+    """Keys of stored pages. Every page on the device has those above it, here or in an earlier message."""
     removed: list[bytes]
     tier: Tier = Tier.DEVICE
-    """Where; of storage only what this replica has stored is told."""
+    """Tier of the pages; for storage, only what this replica has stored is reported."""
 
 
 class Timeline(Tagged, frozen=True):
-    """What one rank did for a timed request."""
+    """Trace of a timed request on one rank."""
 
     room: Room
     replica: ReplicaId
@@ -172,19 +178,19 @@ class Timeline(Tagged, frozen=True):
     global_rank: int
     clock: ClockReading
     intervals: list[Interval]
-    """In order of ending."""
+    """Intervals in order of their ends."""
     num_left_out: int
-    """Intervals beyond the most that a rank keeps."""
+    """Number of intervals beyond the limit of a rank."""
 
 
 class TableUpdate(Tagged, frozen=True):
-    """The bootstrap table changed; from the process's own watcher."""
+    """Change of the bootstrap table, from the process's own watcher."""
 
     snapshot: TableSnapshot
 
 
 class Drain(Tagged, frozen=True):
-    """A replica asks for no new requests and finishes those it gets; a router takes none."""
+    """Drain request: a replica finishes the requests it gets; a router takes none."""
 
 
 class Resume(Tagged, frozen=True):
@@ -192,30 +198,30 @@ class Resume(Tagged, frozen=True):
 
 
 Wanted = Drain | Resume | FlushCache | PinPages | UseStorage
-"""What an administrator may want of a replica; to do it twice is to do it once."""
+"""Idempotent commands of an administrator to a replica."""
 
 
 class Command(Tagged, frozen=True):
-    """Do what an administrator wants, and answer; told again until the answer comes."""
+    """Administrator's command, repeated until the response arrives."""
 
     number: int
-    """Counts up with those of one start of a router: an older one than the newest changes nothing."""
+    """Sequence number within one start of a router; commands older than the newest have no effect."""
     sender: Peer
     incarnation: Incarnation
-    """Of the replica that is told."""
+    """Incarnation of the receiver."""
     wanted: Wanted
 
 
 class CommandTaken(Tagged, frozen=True):
-    """The answer to a Command."""
+    """Response to a Command."""
 
     number: int
     replica: ReplicaId
     incarnation: Incarnation
     refusal: str = ""
-    """Why it is not done; empty if it is."""
+    """Reason for a refusal; empty if the command was carried out."""
     num_pinned: int = 0
-    """Of the pages that the command names, those in host memory that stay there."""
+    """Number of the command's pages that are in host memory and stay there."""
 
 
 Message = (

@@ -8,7 +8,7 @@ from cluster.spec.errors import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Numbers of a model that ranks must be able to share."""
+    """Sizes of a model that ranks must be able to share."""
 
     num_heads: int
     """Query heads."""
@@ -19,7 +19,7 @@ class ModelLimits:
 
 
 def layout_problems(parallel: ParallelConfig, path: str, model: ModelLimits) -> list[Problem]:
-    """Axes that are legal in themselves, but not for this model; ``path`` is where they stand in the file."""
+    """Return axes that are legal in themselves but not for this model; ``path`` is their place in the file."""
     tp, pp = parallel.tp, parallel.pp
     problems = []
     if model.num_heads % tp:

@@ -1,4 +1,4 @@
-"""The chained hash of a page's tokens: equal keys mean equal tokens from the start of the prompt, for one tenant."""
+"""Chained hash of a page's tokens: equal keys mean equal tokens from the start of the prompt, for one tenant."""
 
 import hashlib
 import struct
@@ -8,35 +8,37 @@ from cluster.spec.token_ids import ID_BYTES, TokenIds
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
-    """The 16-byte key of every full page, in order; a partial last page has none. Salts keep tenants apart."""
+    """Return the 16-byte key of every full page, in order; a partial last page has none. Salts keep tenants apart."""
     keys: list[bytes] = []
     extend_page_keys(keys, token_ids, page_size, salt)
     return keys
 
 
 def extend_page_keys(keys: list[bytes], token_ids: Sequence[int], page_size: int, salt: str = "") -> None:
-    """Append the keys of the full pages that came after those known already."""
+    """Append the keys of the full pages that follow the known ones."""
     data = TokenIds.of(token_ids[len(keys) * page_size : len(token_ids) // page_size * page_size]).packed
     key = keys[-1] if keys else _seed(salt)
     fresh = hashlib.blake2b(digest_size=16)
     for (page,) in struct.iter_unpack(f"{page_size * ID_BYTES}s", data):
-        hashed = fresh.copy()  # costs less than to make one
+        hashed = fresh.copy()  # cheaper than a new hash object
         hashed.update(key + page)
         key = hashed.digest()
         keys.append(key)
 
 
 def first_place(key: bytes) -> int:
-    """The place of page 0 under its key. Page j has the place j further, and of n parts its place modulo n owns it."""
+    """Return the owner number of page 0 under its key. Page j has that number plus j; of n parts, this modulo n owns
+    it.
+    """
     return int.from_bytes(key[:8], "little")
 
 
 def owner_base(token_ids: Sequence[int], page_size: int, parts: int, salt: str = "") -> int:
-    """The part that owns page 0 when pages are divided over parts; 0 without a full page."""
+    """Return the part that owns page 0 when pages are divided over parts; 0 without a full page."""
     first = page_keys(token_ids[:page_size], page_size, salt)
     return first_place(first[0]) % parts if first else 0
 
 
 def _seed(salt: str) -> bytes:
-    """What stands before page 0. Hashed as a kind of its own, so that no salt can pose as the key of a page."""
+    """Return the seed of the key chain. Salts hash under their own tag and cannot collide with page keys."""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""

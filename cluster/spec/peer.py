@@ -1,13 +1,13 @@
-"""Who somebody is to others."""
+"""Address and identity of a process, as its peers know it."""
 
 from cluster.spec.ids import Incarnation, ReplicaId
 from cluster.spec.wire import Struct
 
 
 class Peer(Struct, frozen=True):
-    """A replica, or a router, as seen from outside: who it is, which start of it, and where it listens."""
+    """Replica or router as seen from outside: its name, incarnation and address."""
 
     replica: ReplicaId
     incarnation: Incarnation
     address: str
-    """Channel address; of a replica its leader's."""
+    """Channel address; for a replica, its leader's."""

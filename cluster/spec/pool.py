@@ -1,4 +1,4 @@
-"""How many pages fit into a rank's pool, and which part of the model is in them. Pure arithmetic."""
+"""Size of a rank's page pool, and the part of the model in it. Pure arithmetic."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def pool_layout(geometry: KvGeometry, sizes: RankCoords, coords: RankCoords, memory_gib: float) -> PoolLayout:
-    """Return the pool of one rank: its layers and heads, and the pages that fit into its memory beside the null page.
+    """Return the pool of one rank: its layers and heads, and the pages that fit into its memory besides the null page.
 
     Raises:
         ValueError: the heads cannot be divided over tp, a stage gets no layer, or the memory holds no page.

@@ -17,7 +17,7 @@ from cluster.spec.registry import RankCoords
 
 
 class GroupName(StrEnum):
-    """The groups of ranks that meet in collectives."""
+    """Groups of ranks that run collectives together."""
 
     ATTN_TP = "attn_tp"
     ATTN_CP = "attn_cp"
@@ -28,13 +28,13 @@ class GroupName(StrEnum):
     MOE_BLOCK = "moe_block"
     """All ranks that share one copy of the experts."""
     MOE_SHARDS = "moe_shards"
-    """Those of a block with one tp_rank: the attention shards that bring their tokens together."""
+    """Ranks of a block with one tp_rank: the attention shards whose tokens are gathered."""
     PP = "pp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where one rank stands on every axis."""
+    """Position of one rank on every axis."""
 
     global_rank: int
     dp: int
@@ -47,12 +47,12 @@ class Position:
 
     @property
     def coords(self) -> RankCoords:
-        """The position in the rank table."""
+        """Coordinates in the rank table."""
         return RankCoords(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
 
 
 MOST_RANKS = 4096
-"""Workers of one replica; more is a slip of the pen, and would fill the memory of whoever plans it."""
+"""Maximum number of workers per replica; a larger number is a typing error, and planning it would exhaust memory."""
 
 _ATTENTION_AXES = ("pp", "dp", "cp", "tp")
 _ALIKE = {
@@ -66,26 +66,26 @@ _ALIKE = {
     GroupName.MOE_SHARDS: ("pp", "moe_dp", "tp"),
     GroupName.PP: ("dp", "cp", "tp"),
 }
-"""On which axes the members of a group have the same rank."""
+"""Axes on which all members of a group have the same rank."""
 
 
 def sizes_of(parallel: ParallelConfig) -> RankCoords:
-    """The sizes of the four axes of the rank table."""
+    """Return the sizes of the four axes of the rank table."""
     return RankCoords(dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, pp=parallel.pp)
 
 
 def stage_size(sizes: RankCoords) -> int:
-    """Ranks of one pipeline stage: dp*cp*tp."""
+    """Number of ranks of one pipeline stage: dp*cp*tp."""
     return sizes.dp * sizes.cp * sizes.tp
 
 
 def world_size(sizes: RankCoords) -> int:
-    """Ranks of one replica: dp*cp*tp*pp."""
+    """Number of ranks of one replica: dp*cp*tp*pp."""
     return stage_size(sizes) * sizes.pp
 
 
 def global_rank(coords: RankCoords, sizes: RankCoords) -> int:
-    """The global rank at a position.
+    """Return the global rank at a position.
 
     Raises:
         ValueError: a coordinate lies outside its axis.
@@ -99,7 +99,7 @@ def global_rank(coords: RankCoords, sizes: RankCoords) -> int:
 
 
 def coords_of(rank: int, sizes: RankCoords) -> RankCoords:
-    """The position of a global rank.
+    """Return the position of a global rank.
 
     Raises:
         ValueError: the replica has no such rank.
@@ -111,31 +111,33 @@ def coords_of(rank: int, sizes: RankCoords) -> RankCoords:
 
 
 def moe_tp_size(parallel: ParallelConfig) -> int:
-    """Tensor parallel ranks of one expert: dp*cp*tp / (moe_dp*ep); of legal axes only."""
+    """Return the tensor parallel ranks of one expert: dp*cp*tp / (moe_dp*ep); requires legal axes."""
     size, rest = divmod(stage_size(sizes_of(parallel)), parallel.moe_dp * parallel.ep)
     assert rest == 0, f"axes that axis_problems refuses: {parallel}"
     return size
 
 
 def positions(parallel: ParallelConfig) -> list[Position]:
-    """Every rank of a replica, by global rank; of legal axes only."""
+    """Return every rank of a replica, by global rank; requires legal axes."""
     return list(_positions(parallel))
 
 
 def groups(parallel: ParallelConfig) -> dict[GroupName, list[list[int]]]:
-    """Every group as lists of global ranks: members ascending, groups by their first member; of legal axes only."""
+    """Return every group as lists of global ranks: members ascending, groups by their first member; requires legal
+    axes.
+    """
     ranks = positions(parallel)
     return {name: _group(ranks, attrgetter(*alike)) for name, alike in _ALIKE.items()}
 
 
 def stage_links(parallel: ParallelConfig, rank: int) -> list[tuple[int, int]]:
-    """The ranks of neighbouring stages that a rank hands hidden states to or takes them from, as (from, to)."""
+    """Return the links of a rank to neighbouring stages, over which hidden states pass, as (from, to)."""
     line = next(members for members in groups(parallel)[GroupName.PP] if rank in members)
     return [link for link in pairwise(line) if rank in link]
 
 
 def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
-    """What makes the axes of one replica illegal, with the numbers; ``path`` is where they stand in the file."""
+    """Return the reasons why the axes of one replica are illegal; ``path`` is their place in the file."""
     problems = []
     sizes = sizes_of(parallel)
     stage = stage_size(sizes)
@@ -165,9 +167,9 @@ def axis_problems(parallel: ParallelConfig, path: str) -> list[Problem]:
 
 
 def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """Layers of one pipeline stage: consecutive, the last ``num_layers % pp_size`` stages hold one more.
+    """Return the layers of one pipeline stage: consecutive, the last ``num_layers % pp_size`` stages hold one more.
 
-    In the last layer of all, a prompt takes little more than its K and V.
+    The model's last layer computes little more than K and V for a prompt.
     """
     base, rest = divmod(num_layers, pp_size)
     num_smaller = pp_size - rest
@@ -176,7 +178,7 @@ def stage_layers(num_layers: int, pp_size: int, pp_rank: int) -> range:
 
 
 def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
-    """KV heads that one TP rank holds: its part, or one head shared with its neighbours when there are more ranks.
+    """Return the KV heads of one TP rank: its part, or one head shared with its neighbours when there are more ranks.
 
     Raises:
         ValueError: neither of heads and ranks divides the other.
@@ -224,7 +226,7 @@ def _positions(parallel: ParallelConfig) -> Iterator[Position]:
 
 
 def _split(rank: int, sizes: tuple[int, ...]) -> list[int]:
-    """Digits of a rank in the mixed radix of the sizes, the last one fastest."""
+    """Return the digits of a rank in the mixed radix of the sizes, the last one fastest."""
     return [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
 
 

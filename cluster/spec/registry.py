@@ -1,4 +1,4 @@
-"""What a rank tells the bootstrap service about itself, and what the table tells everyone."""
+"""Data of the rank table: what a rank registers with the bootstrap service, and what the table shows to everyone."""
 
 from enum import StrEnum
 
@@ -12,25 +12,25 @@ from cluster.spec.tiers import TierState
 
 
 class TransferMode(StrEnum):
-    """Which CP ranks of a prefill replica send KV."""
+    """CP ranks of a prefill replica that send KV."""
 
     RANK0 = "rank0"
     """CP rank 0 sends everything; the others only report."""
     ALL_RANKS = "all_ranks"
-    """Every CP rank sends the pages that the filter gives it."""
+    """Every CP rank sends the pages that the filter assigns to it."""
 
 
 class Verify(StrEnum):
-    """What decode checks of a prompt's KV before it uses it."""
+    """Checks of a prompt's KV in decode before it is used."""
 
     COUNTS = "counts"
-    """That all senders together wrote as many pages and bytes as there are."""
+    """All senders together wrote the expected number of pages and bytes."""
     DIGEST = "digest"
-    """Also that every page holds the bytes that were sent."""
+    """Additionally, every page holds the bytes that were sent."""
 
 
 class PageFilter(StrEnum):
-    """How the pages of a request are divided over CP ranks when all of them send replicated KV."""
+    """Division of a request's pages over CP ranks when all of them send replicated KV."""
 
     MODULAR = "modular"
     """Page j belongs to rank (base + j) mod cp; a growing prompt never changes an owner."""
@@ -39,7 +39,7 @@ class PageFilter(StrEnum):
 
 
 class KvOwnership(StrEnum):
-    """Where the KV of a request lives in a CP group."""
+    """Location of a request's KV in a CP group."""
 
     REPLICATED = "replicated"
     """Every CP rank holds all of it."""
@@ -47,12 +47,12 @@ class KvOwnership(StrEnum):
     """Every CP rank holds the pages it owns: page id g belongs to rank g modulo cp, as page g // cp of its pool."""
 
     def num_owners(self, cp: int) -> int:
-        """CP ranks that the pages of a request are divided over."""
+        """Return the CP ranks that the pages of a request are divided over."""
         return cp if self is KvOwnership.SHARDED else 1
 
 
 class RankCoords(msgspec.Struct, frozen=True, kw_only=True):
-    """A position, or the sizes, on the four axes of the rank table."""
+    """Position, or sizes, on the four axes of the rank table."""
 
     dp: int
     cp: int
@@ -64,13 +64,13 @@ class RankCoords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a transfer backend can write into one rank's pool."""
+    """Target of a transfer backend's writes: one rank's pool."""
 
     backend: str
     session: str
-    """What the backend needs to reach the memory: a file path, or host:port."""
+    """Address that the backend needs to reach the memory: a file path, or host:port."""
     base_address: int
-    """Offset 0 of the pool in the backend's address space."""
+    """Address of offset 0 of the pool in the backend's address space."""
     num_bytes: int
 
 
@@ -92,94 +92,96 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     page_filter: PageFilter
     ownership: KvOwnership
     build: str
-    """Version of the code that runs."""
+    """Version of the running code."""
     host_endpoint: Endpoint | None = None
-    """This rank's memory for pages beside the device's, if it has any."""
+    """Host pool of this rank, if it has one."""
 
     @property
     def num_owners(self) -> int:
-        """CP ranks of this replica that the pages of a request are divided over."""
+        """Return the CP ranks of this replica that the pages of a request are divided over."""
         return self.ownership.num_owners(self.sizes.cp)
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps that one replica has run in one way since it started."""
+    """Prefill steps of one replica with one strategy and passing since it started."""
 
     strategy: Strategy
     passing: Passing | None = None
-    """Of ring mode."""
+    """Passing in ring mode."""
     num_steps: int = 0
     num_tokens: int = 0
-    """Computed in all of them: divided by the steps, the size of a chunk."""
+    """Tokens computed in all of them; divided by the steps, the chunk size."""
     total_s: float = 0.0
-    """As the leader's own rank took, waiting for the others included."""
+    """Time on the leader's own rank, including waits for other ranks."""
     total_estimate_s: float = 0.0
-    """As was expected when each strategy was chosen."""
+    """Time expected when each strategy was chosen."""
     last_s: float = 0.0
-    """Of the newest step."""
+    """Time of the newest step."""
     last_estimate_s: float = 0.0
 
 
 class ComputeTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps that one rank has computed since its replica started."""
+    """Steps that one rank has computed since its replica started."""
 
     global_rank: int
     num_steps: int = 0
     total_s: float = 0.0
-    """Waiting for other ranks included."""
+    """Time including waits for other ranks."""
 
 
 class SendTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has sent since its replica started."""
+    """Transfers of one rank since its replica started."""
 
     global_rank: int
     num_transfers: int = 0
     num_bytes: int = 0
     write_s: float = 0.0
-    """Time in which it wrote."""
+    """Time spent writing."""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a leader says of itself with every heartbeat."""
+    """Load that a leader reports with every heartbeat."""
 
     num_waiting: int = 0
     num_running: int = 0
     num_tokens: int = 0
     """Tokens of all unfinished requests."""
     free_pages: int = 0
-    """Pages that a new request can have; cached ones that nobody holds are among them."""
+    """Pages available to a new request, including cached ones that nothing holds."""
     cached_pages: int = 0
-    """Pages kept for their tokens, held or not."""
+    """Cached pages, held or not."""
     evicted_pages: int = 0
-    """Of these, those that were given up for others, since the start."""
+    """Cached pages evicted since the start."""
     total_pages: int = 0
     stopping_pages: int = 0
-    """Pages of transfers that were given up, and of which nobody has proven yet that nobody writes any more."""
+    """Pages of aborted transfers that peers may still write to."""
     quarantined_pages: int = 0
-    """Of these, those given up so long ago that they count against `transfer.quarantine_limit`."""
+    """Part of ``stopping_pages`` that is old enough to count against `transfer.quarantine_limit`."""
     wrong_pages: int = 0
-    """Received since the start, and not as they were sent; see `transfer.verify`."""
+    """Pages received since the start that differ from what was sent; see `transfer.verify`."""
     num_taken: int = 0
     """Requests since the start."""
     draining: bool = False
     dropped: dict[str, int] = {}
-    """What had no effect: messages by type (late, repeated, foreign or unknown ones), and what the inbox kept out."""
+    """Messages without effect: by type (late, repeated, misdirected or unknown ones), and those that the inbox
+    rejected.
+    """
     num_preempted: int = 0
-    """Times that a request had to give its pages back, since the start."""
+    """Preemptions since the start."""
     steps: tuple[StepTimes, ...] = ()
-    """Prefill steps, by strategy and passing."""
+    """Prefill steps by strategy and passing."""
     tiers: TierState | None = None
-    """The tiers below the device cache, if there are any."""
+    """Tiers below the device cache, if there are any."""
     graph_steps: dict[str, int] = {}
-    """Decode steps on a GPU: `replayed`, or why not."""
+    """Decode steps on a GPU: `replayed`, or the reason why not."""
     graph_bytes: int = 0
-    """Of the leader's GPU, that recorded decode steps hold."""
+    """Bytes of captured decode steps on the leader's GPU."""
     expert_tokens: dict[int, int] = {}
     """Tokens that each of the model's experts has computed since the start, over all layers."""
     computed: tuple[ComputeTimes, ...] = ()
-    """By global rank, of those that have computed anything."""
+    """Steps by global rank, of ranks that have computed anything."""
     sends: tuple[SendTimes, ...] = ()
-    """By global rank, of those that have sent anything."""
+    """Transfers by global rank, of ranks that have sent anything."""
 
 
 class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,40 +191,40 @@ class ReplicaEntry(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     incarnation: Incarnation
     ready: bool
-    """Every rank of this incarnation is registered and its lease runs."""
+    """True if every rank of this incarnation is registered and has a current lease."""
     silent: tuple[int, ...] = ()
-    """Global ranks whose lease ran out."""
+    """Global ranks whose lease expired."""
     rows: tuple[RankRow, ...]
-    """By global rank."""
+    """Rows by global rank."""
     load: ReplicaLoad
 
     @property
     def leader(self) -> RankRow:
-        """The row of global rank 0; only of a ready replica."""
+        """Return the row of global rank 0; requires a ready replica."""
         return self.rows[0]
 
 
 class TableSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole table at one moment."""
+    """Whole table at one point in time."""
 
     version: int
-    """Grows with every change; a watcher asks for what is newer."""
+    """Version; grows with every change, and watchers ask for newer ones."""
     replicas: tuple[ReplicaEntry, ...]
     reaped: dict[ReplicaId, Incarnation]
     """Highest incarnation of each replica whose processes are proven gone."""
     stop_requested: bool = False
-    """Somebody asked for the whole cluster to drain and stop."""
+    """True if the whole cluster was asked to drain and stop."""
 
     def find(self, replica: ReplicaId) -> ReplicaEntry | None:
-        """The entry of a replica, if it is in the table."""
+        """Return the entry of a replica, if it is in the table."""
         return next((entry for entry in self.replicas if entry.replica == replica), None)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """A leader renews the lease of its whole replica."""
+    """Renewal of the lease of a whole replica by its leader."""
 
     replica: ReplicaId
     incarnation: Incarnation
     rows_digest: str
-    """Digest of the replica's row set; unknown to the service means it must be sent again."""
+    """Digest of the replica's rows; if the service does not know it, they are registered again."""
     load: ReplicaLoad

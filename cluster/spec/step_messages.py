@@ -13,20 +13,20 @@ from cluster.spec.wire import Struct, Tagged
 
 
 class Target(Struct, frozen=True):
-    """Where the pages of one request go: a ticket, as the sender ranks need it."""
+    """Destination of one request's pages: a ticket, as the sender ranks need it."""
 
     generation: int
     decode: Peer
     rows: list[RankRow]
-    """The decode ranks, by global rank: endpoints and layouts of their pools."""
+    """Decode ranks by global rank: endpoints and layouts of their pools."""
     num_tokens: int
-    """Tokens whose KV goes there: the prompt, and output of earlier attempts."""
+    """Tokens whose KV is sent: the prompt, and output of earlier attempts."""
     pages: list[int]
     held_pages: int
 
 
 class Admit(Struct, frozen=True):
-    """A request that the following steps will name by its room only."""
+    """Request that the following steps refer to by its room only."""
 
     room: Room
     prompt_len: int
@@ -34,9 +34,9 @@ class Admit(Struct, frozen=True):
     """Part that owns page 0 when pages are divided over the CP ranks."""
     sampling: Sampling
     target: Target | None
-    """None where KV stays on this replica."""
+    """Target; None if KV stays on this replica."""
     history: list[int] = []
-    """Prompt and output so far; given only where sampling looks back."""
+    """Prompt and output so far; set only if sampling looks back."""
     timed: bool = False
 
 
@@ -50,13 +50,13 @@ class ScheduledRequest(Struct, frozen=True):
     new_pages: list[int]
     """Pages added to the request's page table before this step."""
     samples: bool
-    """The last token's logits give an output token."""
+    """True if the last token's logits give an output token."""
     output_position: int
     """Index of that output token in the request's output."""
     input_from_previous_step: bool = False
-    """The one token here is what the step before samples for the request; ``token_ids`` holds a stand-in."""
+    """True if the one token here is sampled by the previous step; ``token_ids`` then holds a placeholder."""
     targets: list[int] = []
-    """Tokens of the prompt that follow those here, where their log-probabilities are asked for."""
+    """Prompt tokens that follow those here, if their log-probabilities are requested."""
 
 
 class StepPlan(Tagged, frozen=True):
@@ -69,38 +69,39 @@ class StepPlan(Tagged, frozen=True):
     releases: list[Room]
     """Requests to forget before this step."""
     arrived: list[int] = []
-    """Pages that prefill has written since the last plan. Before anything else they come to where they are read: on a
-    GPU, and to all ranks that hold the same heads."""
+    """Pages that prefill has written since the last plan. They are first copied to where they are read: on a GPU, and
+    to all ranks that hold the same heads.
+    """
     layerwise_load: TierJob | None = None
-    """Cached pages that the step's one request reads, and that come from host memory meanwhile, layer by layer."""
+    """Load of the cached pages that the step's one request reads, from host memory, layer by layer during the step."""
     estimate_s: float | None = None
-    """How long the step is expected to take; None where the strategy was not chosen by time."""
+    """Expected time of the step; None if the strategy was not chosen by time."""
     passing: Passing | None = None
-    """How queries meet keys where KV is sharded; None where it is replicated."""
+    """Passing, if KV is sharded; None if it is replicated."""
     shard_lens: list[int] = []
     """Tokens of every attention shard, by dp * cp_size + cp; empty where dp is 1."""
     last_shard_lens: list[int] = []
     """Tokens of every attention shard in the last layer."""
     is_decode: bool = False
-    """Where dp is over 1: every request of the whole step has one token, is sampled, and waits for no pages."""
+    """True if dp is over 1 and every request of the whole step has one token, is sampled, and waits for no pages."""
 
 
 class DropSend(Tagged, frozen=True):
-    """Write nothing more for this room, then report."""
+    """Instruction to stop writing for this room, then report."""
 
     room: Room
     generation: int
 
 
 class ForgetPeer(Tagged, frozen=True):
-    """This start of a decode replica, and all before it, are proven gone: keep nothing of their memory open."""
+    """Proof that this start of a decode replica, and all before it, are gone: its memory can be closed."""
 
     replica: ReplicaId
     incarnation: Incarnation
 
 
 class GiveTimeline(Tagged, frozen=True):
-    """From the router to every rank: send what you keep of a timed request, and forget it."""
+    """Request of the router to every rank to send the trace of a request, and forget it."""
 
     room: Room
     reply_to: str
@@ -113,7 +114,7 @@ class Shutdown(Tagged, frozen=True):
 
 
 class StepResult(Tagged, frozen=True):
-    """Report that a step is computed, from the rank that samples, where that is not the leader itself."""
+    """Report that a step is computed, from the rank that samples, if that is not the leader itself."""
 
     step: int
     dp_rank: int
@@ -126,15 +127,15 @@ class StepWork(Tagged, frozen=True):
     global_rank: int
     num_steps: int
     step_s: float
-    """Time of all these steps, waiting for other ranks in them included."""
+    """Time of all these steps, including waits for other ranks."""
     expert_tokens: Mapping[int, int] = {}
-    """By the model's expert, over all of the rank's layers."""
+    """Tokens by the model's expert, over all of the rank's layers."""
     dropped: Mapping[str, int] = {}
-    """Messages kept out of its inbox, by reason; the leader knows those of its own."""
+    """Messages that the rank's inbox rejected, by reason; the leader knows its own."""
 
 
 class SendReport(Tagged, frozen=True):
-    """One rank's state of one room's transfer changed."""
+    """New state of one room's transfer on one rank."""
 
     room: Room
     generation: int
@@ -142,5 +143,5 @@ class SendReport(Tagged, frozen=True):
     state: SendState
     reason: str = ""
     num_bytes: int = 0
-    """Bytes that this rank wrote, and how long that took."""
+    """Bytes that this rank wrote, and the time that took."""
     write_s: float = 0.0

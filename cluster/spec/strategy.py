@@ -1,29 +1,29 @@
-"""The names of context parallelism: how a step's tokens are cut over CP ranks, and how they meet their keys."""
+"""Names of context parallelism: how a step's tokens are sharded over CP ranks, and how they meet their keys."""
 
 from enum import StrEnum
 
 
 class Strategy(StrEnum):
-    """How the extend tokens of a step are divided over the CP ranks of a replica."""
+    """Division of a step's extend tokens over the CP ranks of a replica."""
 
     NONE = "none"
     """Every rank computes every token; no collective runs."""
     WHOLE_REQUEST = "whole_request"
     """Each request is computed by one rank; ranks are filled by the least attention work."""
     CONTIGUOUS = "contiguous"
-    """Each request is cut into cp consecutive parts."""
+    """Each request is split into cp consecutive parts."""
     ZIGZAG = "zigzag"
-    """Each request is cut into 2*cp parts; rank r computes parts r and 2*cp-1-r."""
+    """Each request is split into 2*cp parts; rank r computes parts r and 2*cp-1-r."""
     INTERLEAVE = "interleave"
     """Token i of the flattened batch goes to rank i mod cp."""
 
 
 ON_ONE_RANK = (Strategy.NONE, Strategy.WHOLE_REQUEST)
-"""Those with which one rank may compute all tokens of a step."""
+"""Strategies with which one rank may compute all tokens of a step."""
 
 
 class StrategySetting(StrEnum):
-    """What may be asked for: one strategy for every step, or the best one for each."""
+    """Configurable value: one strategy for every step, or the best one for each."""
 
     AUTO = "auto"
     """The strategy with the least estimated time, step by step."""
@@ -35,17 +35,17 @@ class StrategySetting(StrEnum):
 
     @property
     def candidates(self) -> tuple[Strategy, ...]:
-        """The strategies that a step may run with."""
+        """Strategies that a step may run with."""
         return tuple(Strategy) if self is StrategySetting.AUTO else (Strategy(self.value),)
 
     @property
     def fullest(self) -> Strategy:
-        """The one of them with which one rank may compute most tokens of a step: all, where that is possible."""
+        """Return the candidate with which one rank may compute most tokens of a step: all, if possible."""
         return next((each for each in ON_ONE_RANK if each in self.candidates), self.candidates[0])
 
 
 class CpMode(StrEnum):
-    """Which KV a CP rank of a prefill replica holds."""
+    """KV that each CP rank of a prefill replica holds."""
 
     GATHER = "gather"
     """All of it: every rank stores the K and V of all ranks."""
@@ -54,7 +54,7 @@ class CpMode(StrEnum):
 
 
 class Collectives(StrEnum):
-    """How the ranks of a replica exchange tensors."""
+    """Exchange of tensors between the ranks of a replica."""
 
     AUTO = "auto"
     """Through shared memory if all of a group are on one host, over TCP otherwise."""
@@ -62,38 +62,38 @@ class Collectives(StrEnum):
 
 
 class DpPolicy(StrEnum):
-    """Which DP rank of a replica gets a request that asks for none."""
+    """Choice of the DP rank of a replica for a request without a preference."""
 
     LEAST_TOKENS = "least_tokens"
-    """The one with the fewest prompt tokens."""
+    """DP rank with the fewest prompt tokens."""
     LEAST_REQUESTS = "least_requests"
-    """The one with the fewest requests."""
+    """DP rank with the fewest requests."""
     FOLLOW_ROOM = "follow_room"
-    """The room's number modulo dp."""
+    """Room number modulo dp."""
 
 
 class MoeDispatch(StrEnum):
-    """How tokens meet their experts where ranks share them."""
+    """Exchange of tokens between ranks that share experts."""
 
     AUTO = "auto"
-    """The way that moves fewer bytes, step by step."""
+    """Method that moves fewer bytes, step by step."""
     GATHER = "gather"
-    """Every rank gets all tokens, and sums come back: all-gather and reduce-scatter."""
+    """Every rank gets all tokens, and partial sums are reduced: all-gather and reduce-scatter."""
     ALL_TO_ALL = "all_to_all"
     """Each token goes to the ranks that hold its experts."""
 
 
 class Passing(StrEnum):
-    """What goes round in ring mode, so that all queries of a step meet all keys."""
+    """Tensors that circulate in ring mode, so that all queries of a step meet all keys."""
 
     PASS_KV = "pass_kv"
     """The keys and values, cached ones included, go from rank to rank."""
     PASS_Q = "pass_q"
-    """The queries go to every rank, and what they found in its cached keys comes back."""
+    """The queries go to every rank, and their attention over its cached keys comes back."""
 
 
 class PassingSetting(StrEnum):
-    """What may be asked for: one passing for every step, or the better one for each."""
+    """Configurable value: one passing for every step, or the better one for each."""
 
     AUTO = "auto"
     """The passing with the least estimated time, step by step."""
@@ -102,5 +102,5 @@ class PassingSetting(StrEnum):
 
     @property
     def candidates(self) -> tuple[Passing, ...]:
-        """The passings that a step may run with."""
+        """Passings that a step may run with."""
         return tuple(Passing) if self is PassingSetting.AUTO else (Passing(self.value),)

@@ -30,14 +30,14 @@ class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierJobKind(StrEnum):
-    """What a tier job does with its pages."""
+    """Operation of a tier job on its pages."""
 
     SAVE = "save"
     """Copy them from device to host memory."""
     LOAD = "load"
     """Copy them from host to device memory."""
     LOOK_UP = "look_up"
-    """Ask which of them are in storage."""
+    """Query which of them are in storage."""
     FETCH = "fetch"
     """Read them from storage into host memory."""
     STORE = "store"
@@ -49,30 +49,30 @@ class TierPage(msgspec.Struct, frozen=True, kw_only=True):
 
     key: bytes
     index: int
-    """Its number under the owner rule of ``cluster.spec.page_key``: of n parts, part ``index % n`` owns the page."""
+    """Index under the owner rule of ``cluster.spec.page_key``: of n parts, part ``index % n`` owns the page."""
     depth: int = 0
-    """Pages before it in its prompt, without which it is useless."""
+    """Number of pages before it in its prompt, without which it is useless."""
     device: int | None = None
-    """Page in the device pools; given where device memory is read or written."""
+    """Page in the device pools; set if device memory is read or written."""
     host: int | None = None
-    """Page h is page h // cp in the host pool of CP rank h % cp; given unless pages are only looked up."""
+    """Host page h is page h // cp in the host pool of CP rank h % cp; set unless pages are only looked up."""
 
 
 class TierJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Work that the leader gives every rank: each does its part, and reports a result whatever comes of it."""
+    """Work for every rank: each does its part, and reports a result whatever the outcome."""
 
     job_id: int
     kind: TierJobKind
     pages: list[TierPage]
     timeout_s: float | None = None
-    """Seconds after which storage is not called any more; counts from the job's arrival at the rank."""
+    """Seconds after which storage is no longer called, counted from the job's arrival at the rank."""
 
 
 class StorageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank knows of storage as a whole, which it may share with others."""
+    """One rank's knowledge of storage as a whole, which may be shared with other ranks."""
 
     used_bytes: int
-    """Bytes that it last saw, and bytes that it has written since."""
+    """Bytes that it last saw, plus bytes that it has written since."""
     num_evicted: int
     """Objects that this rank has evicted since its start."""
     evicted_bytes: int
@@ -84,7 +84,7 @@ class TierJobResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: int
     global_rank: int
     done: list[bool]
-    """For each page, whether this rank has done its part; true where it has none."""
+    """One flag per page: this rank has done its part; true if it has none."""
     num_bytes: int = 0
     """Bytes that this rank has moved."""
     busy_s: float = 0.0
@@ -101,7 +101,7 @@ JOB_BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has done in all jobs of one kind since its start."""
+    """Completed jobs of one kind on one rank since its start."""
 
     kind: TierJobKind
     global_rank: int
@@ -123,11 +123,11 @@ class RankTiers(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     used_host_pages: int
     num_evicted: int
-    """Evicted host pages."""
+    """Number of evicted host pages."""
     num_open: dict[TierJobKind, int]
-    """Jobs without a result from this rank."""
+    """Number of jobs without a result from this rank, by kind."""
     storage: StorageFigures | None
-    """As last reported; None if the backend knows nothing."""
+    """Last report on storage; None if the backend has none."""
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,19 +141,19 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     num_evicted: int
     """Evicted host pages."""
     num_lost: int
-    """Pages that were due to be copied to a tier below and were not."""
+    """Number of pages that were due to be copied to a lower tier and were not."""
     num_late: int
-    """Requests that started without pages that storage did not deliver in time."""
+    """Number of requests that started without pages that storage did not deliver in time."""
     num_stuck: int
-    """Host pages of storage calls that hang; they are not reused until the calls return."""
+    """Number of host pages of storage calls that hang; they are not reused until the calls return."""
     num_waiting: int
-    """Pages that wait to be copied to a tier below."""
+    """Number of pages that wait to be copied to a lower tier."""
     is_attached: bool
-    """Whether storage is used."""
+    """True if storage is used."""
     is_storing: bool
-    """Whether pages are on their way to storage, or wait for it; false while the breaker is open."""
+    """True while pages are being stored, or wait for it; false while the breaker is open."""
     num_opened: int
-    """Times that a breaker opened, because storage failed or was late."""
+    """Number of times that a breaker opened, because storage failed or was late."""
     work: tuple[RankWork, ...]
     ranks: tuple[RankTiers, ...]
 

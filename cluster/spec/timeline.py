@@ -1,4 +1,4 @@
-"""What a process says of one request that is timed: intervals on its own clock, and how that clock stands."""
+"""Trace of one timed request in one process: intervals on its own clock, and how to convert that clock."""
 
 import time
 from functools import cache
@@ -10,33 +10,33 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True):
-    """Something that took time. Intervals of one lane lie beside each other or inside each other."""
+    """Something that took time. Intervals of one lane are disjoint or nested."""
 
     lane: str
-    """What kind of thing it is: ``request``, ``compute``, ``kv sender``."""
+    """Kind of activity: ``request``, ``compute``, ``kv sender``."""
     name: str
     start_s: float
-    """On the monotonic clock of the process's machine, like ``end_s``."""
+    """Start on the monotonic clock of the process's machine, like ``end_s``."""
     end_s: float
     facts: dict[str, int | float | str] = {}
-    """What else is known of it."""
+    """Further attributes."""
 
 
 class ClockReading(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process's monotonic clock stands to those of others."""
+    """Relation of a process's monotonic clock to those of others."""
 
     machine: str
-    """Processes with the same one read the same monotonic clock."""
+    """Machine id; processes with the same one read the same monotonic clock."""
     unix_offset_s: float
-    """Unix time less monotonic time; between machines as good as their clocks are kept."""
+    """Unix time minus monotonic time; between machines it is as accurate as their clocks."""
 
 
 def read_clock() -> ClockReading:
-    """This process's clock."""
+    """Read this process's clock."""
     return ClockReading(machine=_machine(), unix_offset_s=time.time() - time.monotonic())
 
 
 @cache
 def _machine() -> str:
-    """The running kernel's id, which all its containers share."""
+    """Return the running kernel's id, which all its containers share."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "this machine"

@@ -1,37 +1,37 @@
-"""Token ids as they travel: packed, so that a long prompt costs what its bytes cost and no number is made an object."""
+"""Token ids in transit: packed, so that a long prompt costs only its bytes and creates no integer objects."""
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 ID_BYTES = 4
-"""Of each id, signed, little-endian."""
+"""Bytes per id, signed, little-endian."""
 _LOWEST, _HIGHEST = -(2**31), 2**31 - 1
 
 
 class TokenIds(Sequence[int]):
-    """Never changes. A number is made of an id only when somebody asks for it."""
+    """Immutable sequence; an id becomes an integer only when it is read."""
 
     __slots__ = ("packed",)
 
     def __init__(self, packed: bytes) -> None:
-        """Raises ValueError: these are not whole ids."""
+        """Wrap packed ids. Raises ValueError: the bytes are not whole ids."""
         if len(packed) % ID_BYTES:
             raise ValueError(f"token ids: got {len(packed)} bytes; allowed: {ID_BYTES} for each")
         self.packed = packed
 
     @classmethod
     def of(cls, token_ids: Iterable[int]) -> "TokenIds":
-        """The same ids, packed.
+        """Pack ids.
 
         Raises:
-            ValueError: an id has more bytes than ids have.
+            ValueError: an id has too many bytes.
         """
         if isinstance(token_ids, TokenIds):
             return token_ids
         ids = token_ids if isinstance(token_ids, list) else [*token_ids]
         try:
-            # A third of the time that an array takes for the same bytes.
+            # This takes a third of the time of an array for the same bytes.
             return cls(struct.pack(f"<{len(ids)}i", *ids))
         except struct.error as error:
             raise ValueError(f"token ids: allowed: {_LOWEST} to {_HIGHEST}") from error
@@ -70,17 +70,17 @@ class TokenIds(Sequence[int]):
 
 
 def to_wire(value: Any) -> bytes:
-    """For encoders of messages: what MessagePack has no word for."""
+    """Encode a type that MessagePack lacks; the hook of message encoders."""
     if isinstance(value, TokenIds):
         return value.packed
     raise NotImplementedError(f"messages have no {type(value).__name__}")
 
 
 def from_wire(kind: type[Any], value: Any) -> Any:
-    """For decoders of messages: the opposite.
+    """Reverse ``to_wire``; the hook of message decoders.
 
     Raises:
-        TypeError, ValueError: it is not what it should be.
+        TypeError, ValueError: the value does not fit the type.
     """
     if kind is TokenIds and isinstance(value, bytes):
         return TokenIds(value)

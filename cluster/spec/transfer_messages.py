@@ -1,8 +1,8 @@
-"""What prefill and decode leaders say to each other of a handoff, and decode to its ranks of what came.
+"""Messages between prefill and decode leaders about a handoff, and from decode to its ranks about arrived pages.
 
-Room, generation and incarnation travel on every one between replicas that concerns pages, so that a late or foreign one
-can be told apart and dropped. Within a replica, whose ranks start and end as one at addresses of their own, the room is
-enough.
+Every message between replicas that concerns pages carries room, generation and incarnation, so that a late or
+misdirected one is recognized and dropped. Within a replica, whose ranks start and end together at addresses of their
+own, the room is enough.
 """
 
 from enum import IntEnum
@@ -16,7 +16,7 @@ from cluster.spec.wire import Struct, Tagged
 
 
 class SendState(IntEnum):
-    """What one sender rank knows of one room's transfer; the leader folds its ranks by minimum."""
+    """State of one room's transfer on one sender rank; the leader takes the minimum over its ranks."""
 
     FAILED = 0
     """A write failed; final."""
@@ -41,13 +41,13 @@ class Ticket(Tagged, frozen=True):
     """Leading pages of the prompt that decode already has."""
     geometry: KvGeometry
     dp_rank: int = 0
-    """Whose pages they are."""
+    """DP rank that owns the pages."""
     wanted_dp_rank: int | None = None
-    """As in the Submit."""
+    """DP rank that the Submit asks for."""
 
 
 class Revoke(Tagged, frozen=True):
-    """Stop writing for this ticket and say when that is sure."""
+    """Request to stop writing for this ticket, and to confirm once that is certain."""
 
     room: Room
     generation: int
@@ -56,7 +56,9 @@ class Revoke(Tagged, frozen=True):
 
 
 class Refused(Tagged, frozen=True):
-    """The ticket will not be used: the pair does not fit, or the request failed. Nothing more is written."""
+    """Notice that the ticket will not be used: the pair does not fit, or the request failed. Nothing more is
+    written.
+    """
 
     room: Room
     generation: int
@@ -66,7 +68,7 @@ class Refused(Tagged, frozen=True):
 
 
 class Result(Tagged, frozen=True):
-    """What the forward pass gave; sent once by the prefill leader."""
+    """Outcome of the forward pass; sent once by the prefill leader."""
 
     room: Room
     generation: int
@@ -77,37 +79,37 @@ class Result(Tagged, frozen=True):
     senders: list[int]
     """Global ranks whose Done must arrive."""
     num_pages: int
-    """Pages of the ticket that were filled, over all KV groups; each once for every rank that sends a part of it."""
+    """Filled pages of the ticket, over all KV groups; each counts once per rank that sends a part of it."""
     num_bytes: int
-    """Bytes of KV that were written, over all senders."""
+    """Written bytes of KV, over all senders."""
     is_last: bool = False
-    """The request's grammar allows nothing after it."""
+    """True if the request's grammar allows nothing after it."""
     logprobs: list[TokenLogprobs] = []
-    """Of every token here; empty where Sampling does not ask for them."""
+    """Log-probabilities of every token here; empty unless Sampling asks for them."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Of every token of the prompt but the first, where Sampling asks for them."""
+    """Log-probabilities of every token of the prompt but the first, if Sampling asks for them."""
     cached: CachedTokens = CachedTokens()
     """Tokens of the prompt that were not computed."""
     bootstrap_s: float = 0.0
-    """See ``PhaseTimes``."""
+    """Bootstrap time, as in ``PhaseTimes``."""
     prefill_s: float = 0.0
 
 
 class PageDigests(Struct, frozen=True):
-    """What one sender wrote into the pool of one decode rank, page by page."""
+    """Digests of what one sender wrote into the pool of one decode rank, page by page."""
 
     rank: int
     """Global rank of the decode rank."""
     spans: list[tuple[int, int]]
-    """Offset and length of what was written in each page, in bytes."""
+    """Offset and length of the written bytes in each page."""
     pages: list[int]
-    """By their ids in decode."""
+    """Page ids in decode."""
     digests: list[bytes]
-    """Of each page."""
+    """Digest of each page."""
 
 
 class Done(Tagged, frozen=True):
-    """One sender rank has written its part and the transport acknowledged it."""
+    """Report that one sender rank has written its part and the transport acknowledged it."""
 
     room: Room
     generation: int
@@ -117,11 +119,11 @@ class Done(Tagged, frozen=True):
     num_pages: int
     num_bytes: int
     digests: list[PageDigests] = []
-    """Of everything that was written, where `transfer.verify` asks for it."""
+    """Digests of everything that was written, if `transfer.verify` asks for it."""
 
 
 class Drained(Tagged, frozen=True):
-    """No rank of this prefill replica writes, or will write, for this generation."""
+    """Confirmation that no rank of this prefill replica writes, or will write, for this generation."""
 
     room: Room
     generation: int
@@ -130,16 +132,16 @@ class Drained(Tagged, frozen=True):
 
 
 class CheckPages(Tagged, frozen=True):
-    """Compare pages of your pool with what their senders told of them."""
+    """Request to compare pages of the rank's pool with their senders' digests."""
 
     room: Room
     told: list[PageDigests]
 
 
 class PagesChecked(Tagged, frozen=True):
-    """One rank's answer to CheckPages."""
+    """One rank's response to CheckPages."""
 
     room: Room
     rank: int
     wrong: list[int]
-    """Pages that do not hold what was sent."""
+    """Pages that differ from what was sent."""

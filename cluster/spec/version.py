@@ -1,3 +1,3 @@
-"""The version of this code, also where it runs from a folder without being installed."""
+"""Version of this code, also when it runs from a folder without being installed."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""What everything that goes over the wire is: plain data, frozen, MessagePack."""
+"""Wire format: plain frozen data, in MessagePack."""
 
 from typing import TypeVar
 
@@ -8,18 +8,18 @@ _T = TypeVar("_T")
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a message: frozen, keyword-only."""
+    """Part of a message: frozen, keyword-only."""
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message, which may stand alone on the wire; its class name is its tag."""
+    """Message that can stand alone on the wire; its class name is its tag."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
-    """What some bytes say.
+    """Decode bytes.
 
     Raises:
-        msgspec.DecodeError: and nothing else, whatever the bytes are.
+        msgspec.DecodeError: the only error, whatever the bytes are.
     """
     try:
         return decoder.decode(data)

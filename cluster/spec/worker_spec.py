@@ -1,4 +1,4 @@
-"""What a worker or router process is told when it starts."""
+"""Arguments of a worker or router process at its start."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from cluster.spec.registry import KvOwnership, RankCoords
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelKey:
-    """The key pair that the processes of one cluster share: who has it may send to all of them."""
+    """Key pair that the processes of one cluster share: every holder may send to all of them."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)
@@ -18,25 +18,25 @@ class ChannelKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the control services of one cluster are, and what opens them."""
+    """Addresses of a cluster's control services, and their credentials."""
 
     bootstrap_url: str
     token: str = field(repr=False)
     """Bearer token of every bootstrap route."""
     channel_key: ChannelKey | None = None
-    """Without one, whoever reaches a process may send to it."""
+    """Channel key; without one, anyone who reaches a process may send to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterShare:
-    """One router process among those that share a port, and with it the limits of the router."""
+    """One router process among those that share a port and the router's limits."""
 
     name: ReplicaId = ROUTER
     index: int = 0
     num_processes: int = 1
 
     def of(self, limit: int) -> int:
-        """Return this process's part of a limit: equal ones, the remainder to the first; at least 1, but 0 of 0."""
+        """Return this process's part of a limit: equal parts, the remainder to the first; at least 1, but 0 of 0."""
         share, remainder = divmod(limit, self.num_processes)
         return min(limit, max(1, share + (self.index < remainder)))
 
@@ -65,7 +65,7 @@ class WorkerSpec:
     global_rank: int
     world_size: int
     host: str
-    """Address that the other processes reach this worker at."""
+    """Address at which other processes reach this worker."""
 
     @property
     def pool(self) -> PoolConfig:
@@ -73,15 +73,15 @@ class WorkerSpec:
         return self.config.prefill if self.role is Role.PREFILL else self.config.decode
 
     def longest_context(self, of_model: int) -> int:
-        """Most tokens of one request, prompt and answer together, where the model has such a limit of its own."""
+        """Return the maximum tokens of one request, prompt and output together, given the model's own limit."""
         return self.config.model.max_context or of_model
 
     @property
     def ownership(self) -> KvOwnership:
-        """Where the KV of a request lives in this worker's CP group."""
+        """Location of a request's KV in this worker's CP group."""
         return self.pool.ownership
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank schedules."""
+        """True if this rank schedules."""
         return self.global_rank == 0

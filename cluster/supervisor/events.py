@@ -1,4 +1,4 @@
-"""What the supervisor hears, and what it asks for in return."""
+"""Events that the supervisor handles, and the actions it requests in return."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A member is of use."""
+    """A member is ready for use."""
 
     name: str
     incarnation: Incarnation
@@ -36,7 +36,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """No process of a failed member is wanted any more; ``proven`` that none is left."""
+    """No process of a failed member should be left; ``proven`` if none is."""
 
     name: str
     incarnation: Incarnation
@@ -45,7 +45,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """The processes of a start that had ended without a proof are gone."""
+    """Processes of a start that ended without a proof are gone."""
 
     name: str
     incarnation: Incarnation
@@ -53,37 +53,37 @@ class Proven:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Somebody wants the cluster to end; the second time, at once."""
+    """The cluster was asked to stop; the second time, at once."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The router has ended its open requests, or its time was up."""
+    """The router has finished its open requests, or its time ran out."""
 
     complete: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Every process has been ended."""
+    """Every process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableSeen:
-    """The rank table is new, or could be read again."""
+    """The rank table changed, or is readable again."""
 
     ready: frozenset[tuple[str, Incarnation]]
-    """Starts of replicas all of whose ranks show life."""
+    """Starts of replicas whose ranks are all alive."""
     draining: frozenset[tuple[str, Incarnation]]
-    """Those that take no new requests."""
+    """Starts of replicas that take no new requests."""
     silent: Mapping[str, Sequence[int]]
-    """Ranks that show none, by replica."""
+    """Silent ranks by replica."""
 
     @classmethod
     def of(cls, snapshot: TableSnapshot) -> "TableSeen":
-        """What a table tells."""
+        """Convert a table snapshot."""
         entries = snapshot.replicas
         return cls(
             ready=frozenset((entry.replica, entry.incarnation) for entry in entries if entry.ready),
@@ -94,12 +94,12 @@ class TableSeen:
 
 @dataclass(frozen=True, slots=True)
 class TableLost:
-    """The bootstrap service does not answer, or not with a table."""
+    """The bootstrap service does not respond, or not with a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterSeen:
-    """Somebody has looked for a sign of life of a router process."""
+    """Result of a liveness check of a router process."""
 
     answers: bool
     name: str = ROUTER
@@ -107,23 +107,23 @@ class RouterSeen:
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """An operator wants something; answer with Answer, as often as there is something to tell."""
+    """An operator's command arrived; respond with Answer, as often as there is something to report."""
 
     number: int
-    """Told apart by it from other orders."""
+    """Number that identifies the command."""
     order: Order
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """There is room for new replicas, or there is not."""
+    """Result of placing new replicas."""
 
     refusal: BatonError | None
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDrained:
-    """One replica has ended its open requests, or its time was up."""
+    """A replica has finished its open requests, or its time ran out."""
 
     name: str
     incarnation: Incarnation
@@ -132,7 +132,7 @@ class ReplicaDrained:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaResumed:
-    """One replica takes new requests again, or did not say so in time."""
+    """A replica takes new requests again, or did not confirm it in time."""
 
     name: str
     incarnation: Incarnation
@@ -179,7 +179,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """Look again and again whether the processes of an ended start are gone; answer with Proven once they are."""
+    """Check repeatedly whether the processes of an ended start are gone; answer with Proven once they are."""
 
     name: str
     incarnation: Incarnation
@@ -187,7 +187,9 @@ class Prove:
 
 @dataclass(frozen=True, slots=True)
 class MarkEnded:
-    """Tell the rank table that an incarnation, and all before it, are over; proven: their processes are gone."""
+    """Report to the rank table that an incarnation, and all before it, are over; ``proven`` if their processes are
+    gone.
+    """
 
     name: str
     incarnation: Incarnation
@@ -196,46 +198,46 @@ class MarkEnded:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the user that the cluster is up."""
+    """Print that the cluster is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Let the router end its open requests; answer with Drained."""
+    """Drain the router; answer with Drained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End everything in order; answer with Stopped."""
+    """Stop everything in order; answer with Stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End everything at once; answer with Stopped."""
+    """Kill everything at once; answer with Stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the user one line."""
+    """Print one line for the user."""
 
     line: str
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find room for new replicas; answer with Placed."""
+    """Place new replicas; answer with Placed."""
 
     names: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class DrainReplica:
-    """Let a replica take no new requests and end the open ones; answer with ReplicaDrained."""
+    """Drain a replica; answer with ReplicaDrained."""
 
     name: str
     incarnation: Incarnation
     grace_s: float | None
-    """Longest wait; `router.drain_s` by default."""
+    """Maximum wait; `router.drain_s` by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,19 +249,19 @@ class ResumeReplica:
 
 
 class Outcome(StrEnum):
-    """How far an order is."""
+    """Progress of an operator's command."""
 
     GOING_ON = "going on"
     DONE = "done"
     REFUSED = "refused"
     """Nothing was done."""
     FAILED = "failed"
-    """Not everything was done."""
+    """Some of it was not done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tell whoever gave an order how far it is."""
+    """Report the progress of a command to its sender."""
 
     number: int
     line: str

@@ -1,4 +1,4 @@
-"""The driver's loop: moves events to `reconcile` and its actions to threads. Sleeps until something happens."""
+"""Driver's loop: passes events to `reconcile` and its actions to threads. Sleeps until something happens."""
 
 import math
 import queue
@@ -20,11 +20,13 @@ from cluster.supervisor.state import Cluster, Member, Now, Phase
 
 _RETRY_S = 1.0
 _PROVE_S = 30.0
-"""Between two looks at a machine that could not tell whether its processes are gone."""
+"""Interval between checks of a machine that could not prove its processes gone."""
 
 
 class Members(Protocol):
-    """Carries the actions out; Launcher does. Every method may block, and is called from a thread of its own."""
+    """Interface that carries out actions, implemented by Launcher. Methods may block; each call has a thread of its
+    own.
+    """
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -41,7 +43,7 @@ class Members(Protocol):
 
 
 class Supervisor:
-    """Keeps the members of one cluster running until somebody asks for the end."""
+    """Keeps the members of one cluster running until a stop is requested."""
 
     def __init__(
         self,
@@ -50,12 +52,12 @@ class Supervisor:
         report: Callable[[str], None],
         patience_s: float = math.inf,
     ) -> None:
-        """Nothing has started.
+        """Prepare; nothing starts yet.
 
         Args:
             announce: called once, in a thread of its own, when the cluster is up.
-            report: takes lines for the user.
-            patience_s: how long a member may be silent, from when the rank table shows it.
+            report: prints lines for the user.
+            patience_s: maximum silence of a member, from when the rank table shows it.
         """
         self._cluster = Cluster(members={}, backoff_s=backoff_s, patience_s=patience_s)
         self._announce = announce
@@ -68,18 +70,18 @@ class Supervisor:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a stop at once was asked for."""
+        """Return whether a stop at once was requested."""
         return self._is_urgent
 
     def post(self, event: Event) -> None:
-        """Hand over an event; from any thread, and from signal handlers."""
+        """Queue an event; from any thread, and from signal handlers."""
         self._events.put(event)
 
     def run(self, members: Members) -> None:
-        """Start everything, and keep it running until a stop is asked for and done.
+        """Start everything, and keep it running until a stop is requested and done.
 
         Raises:
-            Exception: what ended the first start, mostly a BatonError.
+            Exception: the failure of the first start, usually a BatonError.
         """
         self._cluster = replace(self._cluster, members={name: Member(name=name) for name in members.names})
         self._handle(words.Tick(), members)
@@ -89,7 +91,7 @@ class Supervisor:
             raise self._cluster.failure
 
     def failed(self, name: str, incarnation: Incarnation, error: BaseException) -> None:
-        """One process of a member has ended; from any thread."""
+        """Report that one process of a member has ended; from any thread."""
         self.post(words.Failed(name, incarnation, error))
 
     def request_stop(self, reason: str) -> None:
@@ -101,17 +103,17 @@ class Supervisor:
         self.post(words.TableSeen.of(snapshot))
 
     def lost_table(self) -> None:
-        """The bootstrap service does not answer, or not with a table; from any thread."""
+        """Report that the bootstrap service does not respond, or not with a table; from any thread."""
         self.post(words.TableLost())
 
     def saw_router(self, answers: bool, name: str = ROUTER) -> None:
-        """Somebody has looked for a sign of life of a router process; from any thread."""
+        """Report the result of a liveness check of a router process; from any thread."""
         self.post(words.RouterSeen(answers, name))
 
     def give(self, order: Order) -> Iterator[Answer]:
-        """Have an order carried out; its answers as they come, up to the last one. From any thread.
+        """Carry out an operator's command; yields its responses as they arrive, up to the last one. From any thread.
 
-        An order goes on when nobody asks for its answers any more.
+        The command continues when its responses are no longer read.
         """
         number = next(self._order_numbers)
         answers = self._answers[number] = queue.SimpleQueue[Answer]()
@@ -147,7 +149,7 @@ class Supervisor:
     def _do(self, action: Action, members: Members) -> None:
         try:
             answer = self._carry_out(action, members)
-        except Exception as error:  # whatever it is, the supervisor must hear that the action is over
+        except Exception as error:  # whatever it is, the supervisor must learn that the action is over
             answer = _answer_to_failure(action, error)
             if not isinstance(action, words.Start | words.Place):
                 self._report(f"{type(action).__name__}: {_told(error)}")
@@ -197,7 +199,7 @@ class Supervisor:
         return None
 
     def _mark_ended(self, replica: ReplicaId, incarnation: Incarnation, proven: bool, members: Members) -> None:
-        """Until the table has heard it; one that starts anew is told again."""
+        """Report the end until the table has it; a table that restarts gets it again."""
         while self._cluster.phase is Phase.SERVING:
             try:
                 members.mark_ended(replica, incarnation, proven=proven)

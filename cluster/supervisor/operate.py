@@ -1,7 +1,7 @@
-"""How orders are carried out: pure, as the rest of `reconcile`; one order at a time, and each comes to an end.
+"""Execution of operator commands: pure, as the rest of `reconcile`; one at a time, and each comes to an end.
 
-A replica that an order takes away or starts again is drained first, for as long as the grace allows. Whatever fails on
-the way ends the order with an error; the supervisor still brings every wanted replica back.
+A replica that a command removes or restarts is drained first, within the grace period. Any failure on the way ends the
+command with an error; the supervisor still restores every wanted replica.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ Step = tuple[Cluster, list[Action]]
 
 
 def on_ordered(cluster: Cluster, event: words.Ordered, now: Now) -> Step:
-    """Refuse an order, or begin with it."""
+    """Refuse a command, or start it."""
     if isinstance(event.order, TellOrder):
         return cluster, [words.Answer(event.number, "\n".join(_troubles(cluster)), Outcome.DONE)]
     if reason := refusal(cluster, event.order):
@@ -48,7 +48,7 @@ def _troubles(cluster: Cluster) -> list[str]:
 
 
 def failures_of(member: Member) -> str:
-    """The end of a line about a member: how often it has failed in a row, and how it began."""
+    """Return the end of a line about a member: consecutive failures, and the first error."""
     if not member.num_failures:
         return ""
     times = "once" if member.num_failures == 1 else f"{member.num_failures} times in a row"
@@ -56,7 +56,7 @@ def failures_of(member: Member) -> str:
 
 
 def on_placed(cluster: Cluster, event: words.Placed, now: Now) -> Step:
-    """There is room for the replicas that an order adds, or the order changes nothing."""
+    """Continue the command with new replicas placed, or end it without a change."""
     order = cluster.order
     if order is None or not isinstance(order.order, ScaleOrder) or not order.is_waiting:
         return cluster, []
@@ -66,7 +66,7 @@ def on_placed(cluster: Cluster, event: words.Placed, now: Now) -> Step:
 
 
 def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
-    """A replica has nothing open any more, or its time is up."""
+    """Continue after a replica has drained or its time ran out."""
     member = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING, MemberState.DRAINING)
     order = cluster.order
     if member is None:
@@ -84,7 +84,7 @@ def on_replica_drained(cluster: Cluster, event: words.ReplicaDrained) -> Step:
 
 
 def on_replica_resumed(cluster: Cluster, event: words.ReplicaResumed) -> Step:
-    """A replica has heard that it is to take requests again, or has not said so."""
+    """Continue after a replica takes requests again, or did not confirm it."""
     order = cluster.order
     is_running = cluster.addressed(event.name, event.incarnation, MemberState.RUNNING) is not None
     if order is None or not isinstance(order.order, ResumeOrder) or order.order.replica != event.name or not is_running:
@@ -95,7 +95,7 @@ def on_replica_resumed(cluster: Cluster, event: words.ReplicaResumed) -> Step:
 
 
 def advance(cluster: Cluster, event: Event) -> Step:
-    """After each event: let go what is not wanted, and go on with the open order."""
+    """End unwanted members and continue the open command, after each event."""
     if cluster.phase is not Phase.SERVING:
         return (cluster, []) if cluster.order is None else _close(cluster, "the cluster stops", Outcome.FAILED)
     cluster, actions = _let_go(cluster)
@@ -141,7 +141,7 @@ def _next_turn(cluster: Cluster, order: OpenOrder) -> Step:
 
 
 def _rescale(cluster: Cluster, order: ScaleOrder, now: Now) -> Step:
-    """Add what is missing, and let go what is too much; ``advance`` sees it through."""
+    """Add missing replicas and drain surplus ones; ``advance`` completes the command."""
     missing, extra = difference(cluster, order)
     for name in missing:
         member = cluster.members.get(name, Member(name=name))
@@ -157,7 +157,7 @@ def _rescale(cluster: Cluster, order: ScaleOrder, now: Now) -> Step:
 
 
 def _begin(cluster: Cluster, name: str) -> Step:
-    """Let a replica finish what it has taken, as the first step to its end."""
+    """Drain a replica, as the first step to its end."""
     member = cluster.members[name].moved(MemberState.DRAINING, "order")
     return cluster.with_member(member), [words.Report(f"{name}: draining"), _drain(cluster, member)]
 
@@ -169,14 +169,14 @@ def _drain(cluster: Cluster, member: Member) -> words.DrainReplica:
 
 
 def _failed_with(cluster: Cluster, order: OpenOrder, event: Event) -> str | None:
-    """The replica at work for an order that has failed with this event: by itself, or by its silence until a Tick."""
+    """Return the replica of a command that this event made fail: by itself, or by its silence at a Tick."""
     names = {event.name} & order.at_work if isinstance(event, words.Failed) else order.at_work
     is_due = isinstance(event, words.Failed | words.Tick)
     return next((name for name in sorted(names) if is_due and _has_failed(cluster, name)), None)
 
 
 def _has_failed(cluster: Cluster, name: str) -> bool:
-    """Whether a wanted replica is being ended for a reason of its own."""
+    """Return whether a wanted replica is being ended because of its own failure."""
     member = cluster.members[name]
     return member.state is MemberState.ENDING and member.num_failures > 0 and member.is_wanted
 

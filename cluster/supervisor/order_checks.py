@@ -1,4 +1,4 @@
-"""Which orders make sense for a cluster as it is, and what they change. Pure."""
+"""Validity checks of operator commands against the current cluster, and their effects. Pure."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ _MAX_REPLICAS = 4096
 
 
 def refusal(cluster: Cluster, order: Order) -> str | None:
-    """Why an order cannot be carried out; None if it can."""
+    """Return why a command cannot be carried out; None if it can."""
     if cluster.phase is not Phase.SERVING:
         return f"the cluster is {cluster.phase}; orders are taken while it is {Phase.SERVING}"
     if cluster.order is not None:
@@ -34,7 +34,7 @@ def refusal(cluster: Cluster, order: Order) -> str | None:
 
 
 def difference(cluster: Cluster, order: ScaleOrder) -> tuple[list[str], list[str]]:
-    """The replicas that an order adds, and those that it takes away."""
+    """Return the replicas that a command adds, and those that it removes."""
     missing: list[str] = []
     extra: list[str] = []
     for role, number in numbers_of(order).items():
@@ -46,19 +46,19 @@ def difference(cluster: Cluster, order: ScaleOrder) -> tuple[list[str], list[str
 
 
 def numbers_of(order: ScaleOrder) -> dict[Role, int]:
-    """The numbers of replicas that an order gives, by role."""
+    """Return the numbers of replicas in a command, by role."""
     given = {Role.PREFILL: order.prefill, Role.DECODE: order.decode}
     return {role: number for role, number in given.items() if number is not None}
 
 
 def running(cluster: Cluster) -> tuple[str, ...]:
-    """All replicas that run."""
+    """Return all running replicas."""
     names = [name for role in Role for name in _replicas(cluster, role)]
     return tuple(name for name in names if cluster.members[name].state is MemberState.RUNNING)
 
 
 def why_not_running(cluster: Cluster, name: str) -> str | None:
-    """What a replica is instead of running, if it is one at all."""
+    """Return the state of a replica that is not running; None if it runs."""
     names = [name for role in Role for name in _replicas(cluster, role)]
     if name not in names:
         return f"replica: there is no {name!r}; there are: {', '.join(names)}"
@@ -67,7 +67,7 @@ def why_not_running(cluster: Cluster, name: str) -> str | None:
 
 
 def why_needed(cluster: Cluster, name: str) -> str | None:
-    """Why a replica cannot be spared."""
+    """Return why a replica is needed; None if it is not."""
     role = role_of(ReplicaId(name))
     if _is_served(cluster, role, without=[name]):
         return None
@@ -88,7 +88,7 @@ def _scale_refusal(cluster: Cluster, order: ScaleOrder) -> str | None:
 
 
 def _is_served(cluster: Cluster, role: Role, without: Collection[str]) -> bool:
-    """Whether some replica of a role, other than these, takes new requests."""
+    """Return whether some replica of a role, other than these, takes new requests."""
     others = [cluster.members[name] for name in _replicas(cluster, role) if name not in without]
     return any(
         member.state is MemberState.RUNNING and (member.name, member.incarnation) not in cluster.draining

@@ -1,4 +1,4 @@
-"""The supervisor's rules, one function an event: `reconcile` is pure. The words are in state.py."""
+"""Rules of the supervisor, one function per event: `reconcile` is pure. The types are in state.py."""
 
 from dataclasses import replace
 
@@ -21,19 +21,19 @@ from cluster.supervisor.state import MAX_BACKOFF_S, NEVER, STABLE_S, Cluster, Me
 
 
 def next_incarnation(previous: Incarnation, unix_ms: int) -> Incarnation:
-    """Higher than the previous one, and than those of an earlier cluster of this name."""
+    """Return a number above the previous one, and above those of an earlier cluster of this name."""
     return Incarnation(max(previous + 1, unix_ms))
 
 
 def backoff_s(first_s: float, num_failures: int) -> float:
-    """Wait after a number of failures in a row: doubles, up to a minute."""
+    """Return the wait after a number of consecutive failures: doubles, up to a minute."""
     return float(min(MAX_BACKOFF_S, first_s * 2.0 ** min(num_failures - 1, 16)))
 
 
 def reconcile(cluster: Cluster, event: Event, now: Now) -> Step:
-    """The state after an event, and what is to be done about it.
+    """Return the state after an event, and the actions to take.
 
-    What an earlier start of a member still reports changes nothing.
+    Reports about an earlier start of a member change nothing.
     """
     cluster, told = on_look(cluster, now)
     cluster, actions = _react(cluster, event, now)
@@ -100,7 +100,7 @@ def _on_started(cluster: Cluster, event: words.Started, now: Now) -> Step:
     running = replace(member.moved(MemberState.RUNNING, "started"), running_since_s=now.s)
     cluster = cluster.with_member(running)
     actions: list[Action] = []
-    if event.name == BOOTSTRAP:  # a new table knows nothing of the dead, nor of those that may wake up
+    if event.name == BOOTSTRAP:  # a new table knows nothing of dead members, nor of those that may wake up
         actions += [words.MarkEnded(name, incarnation, True) for name, incarnation in cluster.reaped.items()]
         actions += [words.MarkEnded(name, max(starts), False) for name, starts in cluster.unproven.items() if starts]
     if cluster.phase is Phase.SERVING:
@@ -136,11 +136,11 @@ def _on_ended(cluster: Cluster, event: words.Ended, now: Now) -> Step:
     cluster = cluster.with_member(replace(member.moved(target, "ended"), wake_s=now.s + wait_s))
     actions: list[Action] = []
     if event.name == BOOTSTRAP:
-        pass  # nobody asks whether an earlier table is gone
+        pass  # nothing asks whether an earlier table is gone
     elif event.proven:
         proven = {**cluster.proven, event.name: event.incarnation}
         cluster, actions = _reap(replace(cluster, proven=proven), event.name)
-    else:  # others may know of a start before the driver does
+    else:  # other processes may know of a start before the driver does
         unproven = cluster.unproven.get(event.name, frozenset()) | {event.incarnation}
         cluster = replace(cluster, unproven={**cluster.unproven, event.name: unproven})
         actions = [words.Prove(event.name, event.incarnation)]
@@ -163,7 +163,7 @@ def _on_proven(cluster: Cluster, event: words.Proven) -> Step:
 
 
 def _reap(cluster: Cluster, name: str) -> Step:
-    """Mark what is proven gone now: a mark speaks for all earlier starts, so none of them may be unproven."""
+    """Mark newly proven incarnations: a mark covers all earlier starts, so none of them may be unproven."""
     proven = cluster.proven[name]
     if proven <= cluster.reaped.get(name, NEVER) or any(
         incarnation < proven for incarnation in cluster.unproven.get(name, ())
@@ -197,7 +197,7 @@ def _on_drained(cluster: Cluster, event: words.Drained) -> Step:
 
 
 def _on_stopped(cluster: Cluster, event: words.Stopped) -> Step:
-    """Of a stop in order and of the kill that overtook it, the first to end is the end."""
+    """Finish with the first of an orderly stop and the kill that overtook it."""
     return cluster if cluster.phase is Phase.STOPPED else cluster.moved(Phase.STOPPED, type(event).__name__), []
 
 

@@ -1,4 +1,4 @@
-"""Watches the router for the driver: a process that stands still keeps its port, and its clients wait."""
+"""Liveness check of the router for the driver: a process that hangs keeps its port, and its clients wait."""
 
 import time
 from collections.abc import Callable
@@ -7,9 +7,9 @@ import httpx
 
 
 def follow_router(url: Callable[[], str], on_seen: Callable[[bool], None], timeout_s: float, interval_s: float) -> None:
-    """Report whether a router process answers, at every change and for as long as it does not; for ever.
+    """Report whether a router process responds, at every change and repeatedly while it does not; never returns.
 
-    Any answer in time is one. The connection stays open, so that the driver does not queue behind a crowd of clients.
+    Any response in time counts. The connection stays open, so that the driver does not queue behind a crowd of clients.
     """
     answered: bool | None = None
     with httpx.Client(timeout=timeout_s, trust_env=False) as http:

@@ -1,6 +1,6 @@
-"""Who shows no life, and since when. A process that stands still, or is on a lost machine, does not end by itself.
+"""Silent members, and since when. A process that hangs, or is on a lost machine, does not end by itself.
 
-The rank table tells of replicas; bootstrap service and router are asked themselves.
+The rank table shows replicas; bootstrap service and router are checked directly.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from cluster.supervisor.events import Action
 from cluster.supervisor.state import Cluster, Member, MemberState, Now, Silence
 
 MAX_LATE_S = 1.0
-"""A look that comes so long after it was due proves nothing about others: the driver stood still itself."""
+"""Delay of a check beyond which it proves nothing about others: the driver itself was suspended."""
 
 
 def on_look(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
-    """Before each event: after a time in which the driver could hear of nobody, everybody has the time anew."""
+    """Reset all patience, before each event, if the driver itself was suspended."""
     due_s, looked = cluster.next_look_s(), replace(cluster, looked_s=now.s)
     if due_s is None or now.s <= due_s + MAX_LATE_S:
         return looked, []
@@ -27,7 +27,7 @@ def on_look(cluster: Cluster, now: Now) -> tuple[Cluster, list[Action]]:
 
 
 def on_table_seen(cluster: Cluster, event: words.TableSeen, now: Now) -> Cluster:
-    """Replicas that run and are not ready are silent; the bootstrap service is not."""
+    """Mark running replicas that are not ready as silent; the bootstrap service is alive."""
     silent = {
         member.name: _silence(cluster, member, _who(event.silent.get(member.name, ())), now)
         for member in cluster.members.values()
@@ -39,18 +39,18 @@ def on_table_seen(cluster: Cluster, event: words.TableSeen, now: Now) -> Cluster
 
 
 def on_table_lost(cluster: Cluster, now: Now) -> Cluster:
-    """Nobody can say who shows life, except that the bootstrap service does not."""
+    """Mark the bootstrap service as silent; nothing is known about other members."""
     return replace(cluster, silent={**_routers_of(cluster), **_unanswered(cluster, BOOTSTRAP, now)})
 
 
 def on_router_seen(cluster: Cluster, event: words.RouterSeen, now: Now) -> Cluster:
-    """A router process answers, or it is silent."""
+    """Mark a router process as alive or silent."""
     others = {name: silence for name, silence in cluster.silent.items() if name != event.name}
     return replace(cluster, silent=others if event.answers else {**others, **_unanswered(cluster, event.name, now)})
 
 
 def out_of_patience(cluster: Cluster, now: Now) -> list[tuple[Member, str]]:
-    """Members that have been silent for too long, and what is known of it."""
+    """Return the members that have been silent for too long, with a description."""
     late = [
         (member, silence) for member, silence in cluster.silences() if now.s >= silence.since_s + cluster.patience_s
     ]
@@ -58,7 +58,7 @@ def out_of_patience(cluster: Cluster, now: Now) -> list[tuple[Member, str]]:
 
 
 def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
-    """The silence of a service, if it runs."""
+    """Return the silence of a service, if it runs."""
     member = cluster.members[name]
     if member.state is not MemberState.RUNNING:
         return {}
@@ -66,7 +66,7 @@ def _unanswered(cluster: Cluster, name: str, now: Now) -> dict[str, Silence]:
 
 
 def _routers_of(cluster: Cluster) -> dict[str, Silence]:
-    """What is known of the router, of which no table tells."""
+    """Return the silence of the routers, which no table shows."""
     return {name: silence for name, silence in cluster.silent.items() if is_router(name)}
 
 

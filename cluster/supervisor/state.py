@@ -1,7 +1,7 @@
-"""What the supervisor decides: wanted against actual, as a pure function from state and event to state and actions.
+"""State of the supervisor: wanted against actual, as a pure function from state and event to state and actions.
 
-Everything that has to run is a member: the bootstrap service, the router, each replica. A member that fails is ended
-as a whole and started again, after a wait that doubles. Before the cluster has been up once, a failure ends it all.
+Everything that has to run is a member: the bootstrap service, the router, each replica. A member that fails is ended as
+a whole and restarted, after a wait that doubles. Before the cluster has been up once, any failure ends it all.
 """
 
 import math
@@ -14,25 +14,25 @@ from cluster.spec.lifecycle import Moves, move
 from cluster.supervisor.orders import Order
 
 NEVER = Incarnation(0)
-"""The incarnation of what has not been started yet."""
+"""Incarnation of a member that was never started."""
 MAX_BACKOFF_S = 60.0
 STABLE_S = 60.0
-"""A member that ran this long starts again as if for the first time."""
+"""Uptime after which earlier failures of a member no longer count."""
 LOOK_S = 1.0
-"""Between two looks at members that are silent."""
+"""Interval between checks of silent members."""
 
 
 class MemberState(StrEnum):
-    """Where one member is."""
+    """State of one member."""
 
     WAITING = "waiting"
     """No process; started at ``wake_s``."""
     STARTING = "starting"
-    """Processes exist; not of use yet."""
+    """Processes exist; not ready yet."""
     RUNNING = "running"
-    """Of use."""
+    """Ready for use."""
     DRAINING = "draining"
-    """Of use for what it has taken; ends when that has ended."""
+    """Finishing what it has taken; ends after that."""
     ENDING = "ending"
     """Failed, or drained; its processes are being killed."""
     REMOVED = "removed"
@@ -50,10 +50,10 @@ MEMBER_MOVES: Moves[MemberState] = {
 
 
 class Phase(StrEnum):
-    """Where the whole cluster is."""
+    """Phase of the whole cluster."""
 
     STARTING = "starting"
-    """Not every member has been up yet."""
+    """Some member has never been up."""
     SERVING = "serving"
     """Requests are taken; members that fail are replaced."""
     DRAINING = "draining"
@@ -78,7 +78,7 @@ PHASE_MOVES: Moves[Phase] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """The moment of an event."""
+    """Time of an event."""
 
     s: float
     """Monotonic seconds."""
@@ -92,25 +92,25 @@ class Member:
     name: str
     state: MemberState = MemberState.WAITING
     incarnation: Incarnation = NEVER
-    """Of the latest start."""
+    """Incarnation of the latest start."""
     wake_s: float = 0.0
-    """While waiting: when to start."""
+    """Start time, while waiting."""
     running_since_s: float = 0.0
     num_failures: int = 0
-    """In a row, without a stable run between them."""
+    """Consecutive failures, without a stable run between them."""
     first_error: str = ""
-    """Of these failures."""
+    """First error of these failures."""
     is_wanted: bool = True
-    """Once it has ended it starts again."""
+    """True if it is restarted after it ends."""
 
     def moved(self, target: MemberState, event: str) -> "Member":
-        """The same member in another state."""
+        """Return the member in another state."""
         return replace(self, state=move(MEMBER_MOVES, self.state, target, event, self.name))
 
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Of one start of a member."""
+    """Silence of one start of a member."""
 
     incarnation: Incarnation
     since_s: float
@@ -119,26 +119,26 @@ class Silence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOrder:
-    """An order that is being carried out."""
+    """Command in progress."""
 
     number: int
-    """Whom to answer."""
+    """Number to respond to."""
     order: Order
     at_work: frozenset[str] = frozenset()
-    """Replicas that are being drained, ended or started for it now."""
+    """Replicas that are being drained, ended or started for it."""
     todo: tuple[str, ...] = ()
-    """Replicas whose turn comes when those have settled."""
+    """Replicas that follow when those have settled."""
     is_waiting: bool = False
-    """For the answer to an action."""
+    """True while it waits for the result of an action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The whole of it."""
+    """Complete state of the cluster."""
 
     members: Mapping[str, Member]
     backoff_s: float
-    """First wait before a failed member is started again."""
+    """First wait before a failed member is restarted."""
     phase: Phase = Phase.STARTING
     proven: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation of each member whose own processes are proven gone."""
@@ -147,33 +147,33 @@ class Cluster:
     reaped: Mapping[str, Incarnation] = field(default_factory=dict)
     """Highest incarnation of each member that is proven gone together with all before it."""
     failure: BaseException | None = None
-    """What ended the first start."""
+    """Error of the first start."""
     patience_s: float = math.inf
-    """Longest time for which a member that runs may be silent."""
+    """Maximum silence of a running member."""
     silent: Mapping[str, Silence] = field(default_factory=dict)
-    """Members that run and show no life."""
+    """Running members that are silent."""
     looked_s: float = 0.0
-    """When the latest event came."""
+    """Time of the latest event."""
     draining: frozenset[tuple[str, Incarnation]] = frozenset()
     """Starts of replicas that take no new requests, as the rank table shows them."""
     order: OpenOrder | None = None
-    """The one that is being carried out."""
+    """Command in progress."""
 
     def with_member(self, member: Member) -> "Cluster":
-        """The same cluster with one member changed."""
+        """Return the cluster with one member changed."""
         return replace(self, members={**self.members, member.name: member})
 
     def moved(self, target: Phase, event: str) -> "Cluster":
-        """The same cluster in another phase."""
+        """Return the cluster in another phase."""
         return replace(self, phase=move(PHASE_MOVES, self.phase, target, event, "the cluster"))
 
     def addressed(self, name: str, incarnation: Incarnation, *states: MemberState) -> Member | None:
-        """The member an event is about, if it is about its latest start and not overtaken by another event."""
+        """Return the member of an event; None if the event is about an earlier start or a state already left."""
         member = self.members[name]
         return member if member.incarnation == incarnation and member.state in states else None
 
     def next_wake_s(self) -> float | None:
-        """When a Tick is due; None if only other events matter."""
+        """Return when a Tick is due; None if only other events matter."""
         if self.phase not in (Phase.STARTING, Phase.SERVING):
             return None
         waiting = [member.wake_s for member in self.members.values() if member.state is MemberState.WAITING]
@@ -181,15 +181,15 @@ class Cluster:
         return min([*waiting, *([] if look_s is None else [look_s])], default=None)
 
     def next_look_s(self) -> float | None:
-        """When to look at those who are silent; None while nobody is.
+        """Return when to check silent members; None if there are none.
 
-        Often, so that the driver notices when it does not come to it.
+        Checks are frequent, so that the driver notices when it is suspended.
         """
         patience_ends = [silence.since_s + self.patience_s for _, silence in self.silences()]
         return min([*patience_ends, self.looked_s + LOOK_S]) if patience_ends else None
 
     def silences(self) -> list[tuple[Member, Silence]]:
-        """The members whose silence may end them, with it."""
+        """Return the members whose silence may end them, with it."""
         if self.phase is not Phase.SERVING:
             return []
         states = (MemberState.RUNNING, MemberState.DRAINING)

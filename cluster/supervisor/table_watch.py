@@ -1,4 +1,4 @@
-"""Follows the rank table for the driver, until somebody asks there for the cluster's end."""
+"""Watch on the rank table for the driver, until the table requests the cluster's end."""
 
 import time
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from cluster.spec.errors import BatonError
 from cluster.spec.registry import TableSnapshot
 
 _WATCH_S = 5.0
-"""Not longer: a service that stands still is only seen when its answer is late."""
+"""Long-poll timeout, kept short: a service that hangs is only noticed when its response is late."""
 _NONE = -1
 _RECONNECT_S = 1.0
 
 
 def follow_table(table: Table, on_table: Callable[[TableSnapshot], None], on_lost: Callable[[], None]) -> None:
-    """Show every new table, and return after the first that asks for a stop; waits through the service's absence.
+    """Report every new table, and return after the first that requests a stop; waits while the service is unavailable.
 
     ``on_lost`` is called each time that the service gives no table; when it does again, there is a new one.
     """
@@ -22,7 +22,7 @@ def follow_table(table: Table, on_table: Callable[[TableSnapshot], None], on_los
     while True:
         try:
             snapshot = table.watch(version, _WATCH_S)
-        except BatonError:  # it is not there, or answers with something else than a table
+        except BatonError:  # the service is unavailable, or responds with something else
             on_lost()
             version = _NONE
             time.sleep(_RECONNECT_S)
