@@ -13,7 +13,7 @@ from cluster.spec.strategy import ON_ONE_RANK, Passing
 from workers.models.interface import DecoderConfig, LayerWeights
 
 _PAGE_ID_BYTES = 8
-# Allowances, not measurements: what CUDA keeps of a layer in a graph, and cuBLAS for the stream of capture.
+# Allowances, not measurements: what CUDA keeps per layer of a graph, and cuBLAS for the capture stream.
 _GRAPH_LAYER_BYTES = 256 << 10
 _WORKSPACE_BYTES = 32 << 20
 _PASSED_QUERY_BYTES = 16
@@ -36,10 +36,11 @@ def expected_memory(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
 def _activation_bytes(pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
     """Widest layer, for the most tokens of a step on one rank, and sampling of a token for every request."""
     num_tokens, config, hidden = _most_tokens(pool), model.config, model.config.hidden_size
-    # What multiplies a hidden state is as wide as its weights are many.
+    # Every matrix that multiplies a hidden state is as wide as its number of weights per hidden element.
     width = max(weights.used for weights in _layers(config)) / hidden
     widths = width / pool.parallel.tp + _answers_width(config) / pool.parallel.ep
-    # The more shards' tokens a rank gathers, the less of the width it computes; but it holds them all, and their sums.
+    # The more shards' tokens a rank gathers, the less of the width it computes; but it holds all of them, and their
+    # sums.
     gathered = 2 * hidden * (_num_shards(pool.parallel, config) - 1)
     layer = num_tokens * (4 * hidden + widths + gathered) * DTYPE_BYTES[model.dtype]
     return layer + _DRAW_BYTES * pool.max_requests * config.vocab_size
@@ -64,7 +65,9 @@ def _exchange_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, mo
 
 
 def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model: ModelFacts) -> float:
-    """Memory of the largest step, which all graphs share; each has its own page tables, and the driver's copy of it."""
+    """Return the memory of the largest step, which all graphs share; each has its own page tables, and the driver's
+    copy of it.
+    """
     if not captures_decode(config, pool):
         return 0.0
     sizes = batch_sizes(pool.max_requests)
@@ -72,7 +75,7 @@ def _graph_bytes(config: DeployConfig, pool: PrefillConfig | DecodeConfig, model
     parallel, hidden, shards = pool.parallel, model.config.hidden_size, _num_shards(pool.parallel, model.config)
     attention = max(weights.queries + weights.kv for weights in _layers(model.config)) / hidden
     own = 4 * hidden + attention / parallel.tp + 2 * hidden * (shards - 1)
-    # All choices of any shard's tokens get rows, wherever their experts are.
+    # All choices of any shard's tokens get rows, whichever rank has their experts.
     inner = max(
         weights.dense / (parallel.dp * parallel.tp) + weights.routed / moe_tp_size(parallel)
         for weights in _layers(model.config)
@@ -87,10 +90,10 @@ def _layers(config: DecoderConfig) -> list[LayerWeights]:
 
 
 def _answers_width(config: DecoderConfig) -> int:
-    """Width of what a token's experts answer, each for itself."""
+    """Return the summed output width of a token's experts."""
     return config.moe.top_k * config.hidden_size if config.moe else 0
 
 
 def _num_shards(parallel: ParallelConfig, config: DecoderConfig) -> int:
-    """Attention shards whose tokens meet in one feed-forward block."""
+    """Return the number of attention shards whose tokens are gathered for one feed-forward block."""
     return parallel.dp * parallel.cp // parallel.moe_dp if config.moe else parallel.dp

@@ -1,4 +1,4 @@
-"""How much host memory `baton plan` expects workers to take, and whether a machine has it."""
+"""Host memory that `baton plan` expects workers to take, and checks of the machine's memory against it."""
 
 from cluster.planner.model import ModelFacts
 from cluster.planner.weights import weights_gib
@@ -13,7 +13,7 @@ Pool = PrefillConfig | DecodeConfig
 
 
 def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, pool_gib: float) -> HostMemory:
-    """Of the worker with most weights, whose pool is so large."""
+    """Return the host memory of the worker with most weights, given its pool."""
     storage = config.hicache.storage
     is_store = storage.backend is StorageBackendName.MOONCAKE_STORE
     return HostMemory(
@@ -26,14 +26,15 @@ def expected_host_memory(config: DeployConfig, pool: Pool, model: ModelFacts, po
 
 
 def host_memory_problems(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]]) -> list[Problem]:
-    """What the machine that the configuration tells of lacks."""
+    """Return the problems of the configured machine's host memory."""
     given = config.resources.machine_memory_gib
     lack = host_memory_lack(config, expected, given) if given is not None else ""
     return [Problem("resources.machine_memory_gib", f"got {given:g}; allowed: {lack}")] if lack else []
 
 
 def host_memory_lack(config: DeployConfig, expected: dict[str, tuple[Pool, HostMemory]], given_gib: float) -> str:
-    """What a machine must have for all workers, or for the largest where they may be on several; empty if it has it.
+    """Return how much memory a machine needs for all workers, or for the largest if they may be on several; empty if it
+    has it.
 
     ``expected`` is by name of role.
     """

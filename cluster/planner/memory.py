@@ -1,4 +1,4 @@
-"""How much KV each worker holds, and what a model refuses about the way it is cut."""
+"""KV capacity of each worker, and problems of a model with its layout."""
 
 import math
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ POOL_AXES = "[page, group, head, layer, part, slot, dim]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleKv:
-    """The pool of one role's fullest worker: the one with most layers."""
+    """Pool of one role's fullest worker: the one with most layers."""
 
     page_bytes: int
     pages_per_worker: int
-    """Pages that requests can have."""
+    """Pages available to requests."""
     tokens_per_worker: int
     tokens_per_request: int
-    """Most of one request: what one worker holds, times the workers that its pages are divided over."""
+    """Maximum tokens of one request: what one worker holds, times the workers that its pages are divided over."""
     tokens_per_replica: int
-    """Of distinct tokens: those of all DP ranks, which have requests of their own."""
+    """Distinct tokens over all DP ranks, which have requests of their own."""
     pool_bytes: int
     host: HostMemory
     gpu: GpuMemory | None = None
-    """What the rest of a GPU's memory is expected to go to."""
+    """Expected use of the rest of a GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class KvPlan:
     """KV groups of the model."""
     page_size: int
     bytes_per_token: int
-    """Of the whole model: all layers and heads."""
+    """Bytes over all layers and heads of the model."""
     page_bytes: int
     pages_per_worker: int
     tokens_per_worker: int
@@ -60,7 +60,7 @@ class KvPlan:
 
 
 def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
-    """The KV memory of a configuration that model_problems accepts."""
+    """Return the KV memory of a configuration that model_problems accepts."""
     geometry = model.geometry
     roles = {role: _role_kv(config, pool, model) for role, pool in _pools(config).items()}
     fewest = min(roles.values(), key=lambda role: role.tokens_per_request)
@@ -80,9 +80,10 @@ def kv_plan(config: DeployConfig, model: ModelFacts) -> KvPlan:
 
 
 def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = True) -> list[Problem]:
-    """What this model refuses: a cut that its heads or layers do not allow, too little memory, too long a context.
+    """Return this model's problems: a layout that its heads or layers do not allow, too little memory, too long a
+    context.
 
-    Not with_gpu: what is expected of a GPU's memory is left to the worker, which measures it.
+    Without ``with_gpu``, a GPU's memory is left to the worker, which measures it.
     """
     problems = []
     is_reckoned = with_gpu or config.resources.device is Device.CPU
@@ -97,7 +98,7 @@ def model_problems(config: DeployConfig, model: ModelFacts, *, with_gpu: bool = 
 
 
 def memory_wanted(config: DeployConfig, model: ModelFacts, num_tokens: int) -> dict[str, float]:
-    """The keys that must be raised, with the GiB that are enough, for every replica to hold so long a request."""
+    """Return the keys to raise, with sufficient GiB, for every replica to hold so long a request."""
     num_pages = pages_for(num_tokens, config.kv.page_size)
     wanted: dict[str, float] = {}
     for role, pool in _pools(config).items():
@@ -130,7 +131,7 @@ def _role_kv(config: DeployConfig, pool: Pool, model: ModelFacts) -> RoleKv:
 
 
 def memory_lack(config: DeployConfig, model: ModelFacts, machine_gib: float) -> str:
-    """What a machine with so much memory must have for the workers; empty if it has it."""
+    """Return how much memory a machine must have for the workers; empty if ``machine_gib`` is enough."""
     return host_memory_lack(config, _expected(config, model), machine_gib)
 
 
@@ -145,13 +146,13 @@ def _layouts(config: DeployConfig, pool: Pool, model: ModelFacts) -> list[PoolLa
 
 
 def pool_gib(config: DeployConfig, pool: Pool, model: ModelFacts) -> float:
-    """Memory of the pool of one worker; on a GPU, where nothing else is said, what is expected to be left."""
+    """Return the memory of one worker's pool; on a GPU without a configured size, the expected remainder."""
     given = config.kv_memory_gib(pool)
     return expected_memory(config, pool, model).left if given is None else given
 
 
 def _memory_key(role: Role, config: DeployConfig, pool: PoolConfig) -> str:
-    """What says how large a role's pools are."""
+    """Return the key that sets the size of a role's pools."""
     if config.kv_memory_gib(pool) is None:
         return "kv.memory_fraction"
     return "kv.memory_gib" if pool.kv_memory_gib is None else f"{role}.kv_memory_gib"
@@ -173,7 +174,7 @@ def _memory_problems(config: DeployConfig, role: Role, pool: Pool, model: ModelF
 
 
 def _cached_problems(config: DeployConfig, role: Role, layout: PoolLayout) -> list[Problem]:
-    """Host memory or files for cached pages that hold none would be none, and nobody would be told."""
+    """Reject host memory or files for cached pages that are too small for a page; they would silently be useless."""
     hicache, storage = config.hicache, config.hicache.storage
     if not hicache.has_host or not config.kv.prefix_cache:
         return []

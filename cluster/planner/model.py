@@ -13,7 +13,7 @@ from workers.models.registry import parse_model_config, read_model_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model, and how this deployment stores its KV."""
+    """Model with the KV format of this deployment."""
 
     config: DecoderConfig
     geometry: KvGeometry
@@ -23,7 +23,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class UnknownModel:
-    """A model whose shape cannot be read here and now."""
+    """Model whose shape cannot be read here."""
 
     reason: str
 
@@ -79,7 +79,7 @@ def _find_folder(path: str) -> Path | None:
             f"allowed: {', '.join(recall_weights.BUILT_IN)}, a local folder, a Hugging Face repository"
         )
         raise ConfigError([Problem("model.path", message)])
-    # Importing it takes longer than the rest of the command.
+    # The import takes longer than the rest of the command.
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(path, "config.json")

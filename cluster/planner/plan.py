@@ -1,4 +1,4 @@
-"""What `baton up` would start: replicas with their ranks and groups, KV memory, ports, and every check. Pure."""
+"""Plan of a deployment: replicas with their ranks and groups, KV memory, ports, and every check. Pure."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,19 +23,19 @@ class ReplicaPlan:
     role: Role
     name: ReplicaId
     ranks: list[Position]
-    """By global rank."""
+    """Ranks by global rank."""
     groups: dict[GroupName, list[list[int]]]
     head_copies: list[list[int]]
-    """Ranks of decode that hold the same KV heads; empty where none do, or the model's shape is unknown."""
+    """Decode ranks that hold the same KV heads; empty if none do, or the model's shape is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsPlan:
-    """How prefill computes prompts."""
+    """Settings of prefill steps."""
 
     strategy: StrategySetting
     mode: CpMode
-    """`gather` also where a ring was asked for and there is but one rank."""
+    """Context-parallel mode; `gather` also if a ring was configured for a single rank."""
     passing: PassingSetting | None
     """None in gather mode."""
     chunk_tokens: int
@@ -48,7 +48,7 @@ class CheckResult:
     rule: str
     passed: bool
     detail: str
-    """Why not; empty when it holds."""
+    """Reason for a failure; empty when the rule holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,20 @@ class Plan:
 
     name: str
     model: str
-    """Name clients use."""
+    """Model name for clients."""
     replicas: list[ReplicaPlan]
     steps: StepsPlan
     kv: KvPlan | None
-    """None when the model's shape is unknown."""
+    """KV memory; None if the model's shape is unknown."""
     ports: list[PortPlan]
     checks: list[CheckResult]
 
 
 def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
-    """What would be started for a configuration.
+    """Return the plan of a configuration.
 
     Raises:
-        ConfigError: the model cannot be cut or stored the way the configuration says.
+        ConfigError: the model does not allow the configured layout or KV format.
     """
     if isinstance(model, ModelFacts) and (problems := model_problems(config, model)):
         raise ConfigError(problems)
@@ -88,7 +88,7 @@ def make_plan(config: DeployConfig, model: ModelFacts | UnknownModel) -> Plan:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain JSON values."""
+    """Return the plan as plain JSON values."""
     return asdict(plan)
 
 

@@ -1,4 +1,4 @@
-"""The TCP ports that Baton's processes listen on. Ray's own, and those of NCCL, are not ours to know."""
+"""TCP ports that Baton's processes listen on. Ports of Ray and NCCL are unknown here."""
 
 from dataclasses import dataclass
 
@@ -15,20 +15,20 @@ _EXPERTS = (GroupName.MOE_SHARDS, GroupName.MOE_BLOCK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortPlan:
-    """TCP ports to be listened on."""
+    """Listening TCP ports."""
 
     process: str
     purpose: str
     host: str | None
-    """None: the address of the node the process is placed on."""
+    """Host; None for the address of the node the process is placed on."""
     port: int | None
-    """None: a free one, taken at start."""
+    """Port; None for a free one, taken at start."""
     count: int
-    """How many there are at most."""
+    """Maximum number of ports."""
 
 
 def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[PortPlan]:
-    """All of them; those between ranks only as far as the model's shape is known."""
+    """Return all ports; those between ranks only as far as the model's shape is known."""
     router = config.router
     pools: list[tuple[Role, PoolConfig]] = [(Role.PREFILL, config.prefill), (Role.DECODE, config.decode)]
     sizes = [(pool.replicas, world_size(sizes_of(pool.parallel))) for _, pool in pools]
@@ -57,14 +57,14 @@ def ports_of(config: DeployConfig, model: ModelFacts | UnknownModel) -> list[Por
 
 
 def _uses_gloo(config: DeployConfig) -> bool:
-    """Whether ranks may meet over TCP: where they are told to, or are CPUs that need not be on one machine."""
+    """Return whether ranks may use TCP: if configured, or if they are CPUs that may be on several machines."""
     if config.resources.collectives is Collectives.TCP:
         return True
     return config.resources.device is Device.CPU and config.transfer.backend is not TransferBackendName.SHARED_MEMORY
 
 
 def _num_endpoints(role: Role, pool: PoolConfig, model: ModelFacts | UnknownModel) -> int:
-    """Return the endpoints of one replica: every rank of each group of several ranks listens for itself."""
+    """Return the endpoints of one replica: every rank of each group of several ranks listens separately."""
     by_name, ranks = groups(pool.parallel), positions(pool.parallel)
     joined = [members for name in _ATTENTION for members in by_name[name]]
     if isinstance(model, ModelFacts):

@@ -1,4 +1,4 @@
-"""The bootstrap service: the real table behind calls that take time and may not arrive."""
+"""Simulated bootstrap service: the real table behind calls that take time and may not arrive."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cluster.spec.registry import TableSnapshot
 
 LEASE_S = 3.0
 _LOOK_S = 0.5
-"""How often leases are looked at, and how soon a watcher that was cut off tries again."""
+"""Interval between lease checks, and retry delay of a disconnected watcher."""
 
 Answer = Callable[[TableRefusedError | PeerUnreachableError | None], None]
 OnTable = Callable[[TableSnapshot], None]
@@ -27,31 +27,31 @@ class _Watcher:
 
 
 class Bootstrap:
-    """One service for the whole simulation; dies and comes back with an empty table."""
+    """Single service of a simulation; dies and comes back with an empty table."""
 
     def __init__(self, around: Surroundings) -> None:
         self.table: BootstrapTable | None = None
-        """None while it is down."""
+        """Current table; None while the service is down."""
         self._around = around
         self._watchers: list[_Watcher] = []
         self._snapshot: TableSnapshot | None = None
         around.after(_LOOK_S, self._look)
 
     def start(self) -> None:
-        """Serve a new table; versions count on from the clock, as the real service's."""
+        """Serve a new table; versions continue from the clock, as in the real service."""
         self.table = BootstrapTable(LEASE_S, first_version=int(self._around.now_s() * 1000) + 1)
         self._announce()
 
     def kill(self) -> None:
-        """End; the table is forgotten."""
+        """Stop; the table is lost."""
         self.table = None
 
     def call(self, machine: str, ask: Callable[[BootstrapTable], None], on_answer: Answer) -> None:
-        """Ask the table something from a machine; the answer is None, a refusal, or that nobody answered."""
+        """Call the table from a machine; the response is None, a refusal, or a failure to reach it."""
         self._around.after(self._delay_s(machine), partial(self._serve, machine, ask, on_answer))
 
     def watch(self, machine: str, on_table: OnTable) -> Callable[[], None]:
-        """Show a process every new table from now on, the newest only; returns what ends that."""
+        """Show a process every new table from now on, only the newest; returns a function that ends the watch."""
         watcher = _Watcher(machine, on_table)
         self._watchers.append(watcher)
         self._make_due(watcher)

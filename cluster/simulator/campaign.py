@@ -20,13 +20,13 @@ class Campaign:
     num_seeds: int = 0
     num_requests: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    """Faults and hazards that came true, by kind."""
+    """Faults and hazards that occurred, by kind."""
     moved: Counter[str] = field(default_factory=Counter)
-    """Pages that went from tier to tier by kind, and early sends."""
+    """Pages moved between tiers, by kind, and early sends."""
     ends: Counter[str] = field(default_factory=Counter)
-    """Requests by how they ended."""
+    """Requests by their end."""
     violations: dict[int, str] = field(default_factory=dict)
-    """The broken promise of each failing seed."""
+    """Broken promise of each failing seed."""
 
     def run(self, seeds: Iterable[int]) -> None:
         """Simulate the scenario of each seed."""
@@ -57,7 +57,7 @@ def shrink(scenario: Scenario) -> tuple[Scenario, Outcome]:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios that lack one thing, those that lack most first."""
+    """Yield scenarios that lack one thing, largest reductions first."""
     asks, faults = scenario.asks, scenario.faults
     if len(asks) > 2:
         yield replace(scenario, asks=asks[: len(asks) // 2])
@@ -75,7 +75,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _simpler_shapes(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with one property of the simplest cluster; replicas that faults name stay."""
+    """Yield scenarios with one property of the simplest cluster; replicas named by faults stay."""
     named = {name for fault in scenario.faults for name in (fault.member, fault.other)}
     for name in (
         "num_prefill",

@@ -1,4 +1,4 @@
-"""One client: what it asked, what came, and the promise that it hears the end exactly once."""
+"""Simulated client: its request, its output, and the promise that it sees exactly one end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from cluster.simulator.scenario import Ask
 
 
 class End(StrEnum):
-    """How a request ended for its client."""
+    """End of a request, as its client sees it."""
 
     FINISHED = "finished"
     FAILED = "failed"
     LEFT = "left"
-    """The client did."""
+    """The client left."""
     REFUSED = "refused"
     """No replica was ready; nothing was sent."""
     DISCONNECTED = "disconnected"
@@ -24,7 +24,7 @@ class End(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """Knows its answer by heart, and looks at every token."""
+    """Client that knows its answer in advance and checks every token."""
 
     ask: Ask
     tokens: bytes = b""
@@ -36,7 +36,7 @@ class Client:
         self.expected = answer(self.ask.prompt, self.ask.max_tokens)
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Tokens came."""
+        """Check tokens that arrived."""
         self.tokens += bytes(token_ids)
         if self.end is not None:
             raise Violation(f"tokens came after the request had {self.end}")
@@ -44,7 +44,7 @@ class Client:
             raise Violation(f"wrong tokens: {list(self.tokens)} came, {list(self.expected)} are right")
 
     def finish(self, end: End, reason: str = "") -> None:
-        """The request is over."""
+        """Record the end of the request."""
         if self.end is not None:
             raise Violation(f"the request {end} after it had {self.end}")
         if end is End.FINISHED and self.tokens != self.expected[: self.ask.enough]:

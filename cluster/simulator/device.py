@@ -1,4 +1,4 @@
-"""One rank's device: follows step plans, layer after layer, and computes by arithmetic on what its pages hold."""
+"""Simulated device of one rank: follows step plans, layer by layer, and computes by arithmetic on its pages."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from workers.handoff.kv_sender import KvSender
 
 
 def next_token(tokens: bytes, output_position: int) -> int:
-    """The simulated model and its chance, which depends on the output position."""
+    """Return the token of the simulated model, which depends on tokens and output position."""
     return zlib.crc32(tokens, output_position) % VOCAB_SIZE
 
 
 def answer(prompt: bytes, count: int) -> bytes:
-    """The tokens that follow a prompt."""
+    """Return the tokens that follow a prompt."""
     tokens = prompt
     for position in range(count):
         tokens += bytes([next_token(tokens, position)])
@@ -41,7 +41,7 @@ class VirtualDevice:
         self._known: dict[Room, _Known] = {}
 
     def begin(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Send what was cached; returns whom to call for every layer that the step has stored, if anybody."""
+        """Send cached pages; returns a callback for every layer that the step has stored, if one is needed."""
         self._sender.before_step(plan)
         on_stored = self._sender.during_step(plan, self._known)
         for room in plan.releases:
@@ -58,7 +58,7 @@ class VirtualDevice:
         return on_stored
 
     def take_copies(self, pages: Sequence[int], mates: Sequence[Memory]) -> None:
-        """Get pages that have arrived from the ranks that they were sent to, if these hold the same heads."""
+        """Copy arrived pages from the ranks that received them, if these hold the same heads."""
         mine = self._memory.row
         num_copies = num_head_copies(mine)
         for page in pages if num_copies > 1 else ():
@@ -67,13 +67,13 @@ class VirtualDevice:
             self._memory.put(page, source.page(page))
 
     def compute(self, plan: StepPlan, layers: range) -> None:
-        """Read the KV that some layers of this rank have of all requests of the step, and write that of its tokens."""
+        """Read the KV of all requests of the step in some layers, and write that of the step's tokens."""
         pieces = self._memory.pieces(layers)
         for row in plan.scheduled:
             self._compute(row, self._known[row.room], layers, pieces)
 
     def end(self, plan: StepPlan) -> dict[Room, Sampled]:
-        """Sample, and send the pages that are whole."""
+        """Sample, and send complete pages."""
         sampled = {}
         for row in plan.scheduled if self.draws else ():
             if row.samples:
@@ -89,7 +89,7 @@ class VirtualDevice:
         return coords.cp == coords.tp == 0 and coords.pp == sizes.pp - 1
 
     def _compute(self, row: ScheduledRequest, known: _Known, layers: range, pieces: Pieces) -> None:
-        """Go through the pages that this rank has: all of them, or those it owns."""
+        """Compute on the pages of this rank: all of them, or those it owns."""
         memory, mine = self._memory, self._memory.row
         num_owners, layout, text = mine.num_owners, mine.layout, known.text
         first, end = row.first_position, row.first_position + len(row.token_ids)
@@ -105,8 +105,8 @@ class VirtualDevice:
                 memory.put_pieces(page // num_owners, text.page(number, end, layout), pieces)
 
     def _check_own(self, page: int) -> None:
-        """See that a page is written to by its request alone."""
-        # Followers may be some steps behind their leader, whose allocator says what is true there.
+        """Check that only its own request writes to a page."""
+        # Followers may be some steps behind their leader, whose allocator is authoritative only for rank 0.
         if self._memory.row.global_rank == 0 and not self._memory.allocator.is_held(page):
             raise Violation(f"{self._memory.session} computes into page {page}, which no sequence holds alone")
         self._around.tickets.end(self._memory, page)

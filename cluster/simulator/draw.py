@@ -1,4 +1,4 @@
-"""From a seed to a scenario: how big, how busy and how bad."""
+"""Scenario generator: size, load and faults from a seed."""
 
 from dataclasses import replace
 from random import Random
@@ -23,7 +23,7 @@ from cluster.spec.strategy import DpPolicy
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed; one of eight is calm, and one mild."""
+    """Return the scenario of a seed; one in eight is calm, and one is mild."""
     random = Random(seed)
     shape = _draw_shape(random)
     asks = _draw_asks(random, shape)
@@ -100,7 +100,7 @@ def _draw_tiers(random: Random) -> TierShape:
 
 
 def _draw_asks(random: Random, shape: Shape) -> tuple[Ask, ...]:
-    """Prompts that begin alike now and then, and that fit into the smaller pool with their answers."""
+    """Return prompts that sometimes share a prefix, and that fit into the smaller pool with their answers."""
     num_tokens = min(shape.prefill_pages, shape.decode_pages) * PAGE_SIZE
     beginnings = [_draw_tokens(random, num_tokens // 3) for _ in range(2)]
     asks = []

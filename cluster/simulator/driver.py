@@ -1,4 +1,4 @@
-"""The supervisor's loop on virtual time: the real rules decide, members are started and ended as they say."""
+"""Supervisor's loop on virtual time: the real rules decide which members start and end."""
 
 from functools import partial
 from itertools import count
@@ -23,15 +23,15 @@ from cluster.supervisor.state import Cluster, Member, MemberState, Now, Phase
 
 BACKOFF_S = 0.5
 _PATIENCE_S = 4.0
-"""Longest silence of a replica in the table."""
+"""Maximum silence of a replica in the table."""
 _READY_S = 0.5
-"""From the start of a member's processes to their use."""
+"""Delay from the start of a member's processes to their readiness."""
 _START_TIMEOUT_S = 6.0
 _MAX_LATE_S = 6.0
-"""Longest time for which the driver does not see that the table shows a start ready; longer than a lease."""
+"""Maximum delay before the driver sees a start ready in the table; longer than a lease."""
 _RETRY_S = 1.0
 DRAIN_S = 60.0
-"""Longest time that a replica has for its open requests."""
+"""Maximum time of a replica for its open requests."""
 _LOOK_S = 0.5
 BOOTSTRAP = "bootstrap"
 
@@ -43,11 +43,11 @@ class Driver:
         self.bootstrap = Bootstrap(around)
         self.router: RouterProcess | None = None
         self.replicas: dict[str, Replica] = {}
-        """The newest start of each."""
+        """Newest start of each replica."""
         self.open_orders: set[int] = set()
-        """Orders without a last answer."""
+        """Commands without a last response."""
         self._unproven: dict[tuple[str, Incarnation], Replica] = {}
-        """Ended on a machine that could not be reached, so perhaps still at work."""
+        """Starts that ended on an unreachable machine, so perhaps still running."""
         self._around = around
         self._machines = count()
         self._orders = count()
@@ -62,7 +62,7 @@ class Driver:
 
     @property
     def is_serving(self) -> bool:
-        """Every member that is wanted runs, and no other."""
+        """Return whether exactly the wanted members run."""
         settled = (
             member.state is (MemberState.RUNNING if member.is_wanted else MemberState.REMOVED)
             for member in self._cluster.members.values()
@@ -71,17 +71,17 @@ class Driver:
 
     @property
     def running(self) -> dict[str, Replica]:
-        """The replicas that run, by name."""
+        """Return the running replicas by name."""
         members = self._cluster.members
         return {name: it for name, it in self.replicas.items() if members[name].state is MemberState.RUNNING}
 
     @property
     def is_stopped(self) -> bool:
-        """The cluster has come to its end."""
+        """Return whether the cluster has stopped."""
         return self._cluster.phase is Phase.STOPPED
 
     def post(self, event: Event) -> None:
-        """Something happened."""
+        """Handle an event."""
         now = Now(s=self._around.now_s(), unix_ms=int(self._around.now_s() * 1000))
         self._cluster, actions = reconcile(self._cluster, event, now)
         for action in actions:
@@ -89,22 +89,22 @@ class Driver:
             self._carry_out(action)
         wake_s = self._cluster.next_wake_s()
         if wake_s is not None:
-            # A little late, so that the time has come whatever the rounding.
+            # Slightly late, so that the time has come despite rounding.
             self._around.after(max(0.0, wake_s - now.s) + 1e-6, partial(self._wake, wake_s))
 
     def report_failed(self, name: str, incarnation: Incarnation, reason: str) -> None:
-        """A process of a member has ended; the supervisor hears of it a little later."""
+        """Report that a process of a member has ended; the supervisor sees it a little later."""
         event = words.Failed(name, incarnation, BatonError(reason))
         self._around.after(self._around.random.uniform(0.05, 2.0), partial(self.post, event))
 
     def give(self, order: Order) -> None:
-        """An operator orders something."""
+        """Submit an operator's command."""
         number = next(self._orders)
         self.open_orders.add(number)
         self.post(words.Ordered(number, order))
 
     def fail_member(self, name: str) -> None:
-        """The newest start of a member has lost its process."""
+        """Handle the death of a process of a member's newest start."""
         self.report_failed(name, self._cluster.members[name].incarnation, "its process died")
 
     def _follow_table(self) -> None:
@@ -194,7 +194,7 @@ class Driver:
         self._around.after(random.choice((_READY_S, random.uniform(_READY_S, _MAX_LATE_S))), look)
 
     def _machine_for(self, name: str) -> str:
-        """The one it ran on before, or another one where an earlier start may still sit."""
+        """Return the member's previous machine, or another one if an earlier start may still run there."""
         machine = self.replicas[name].machine if name in self.replicas else name
         is_taken = any(replica.machine == machine for replica in self._unproven.values())
         return f"{name}@{next(self._machines)}" if is_taken else machine
@@ -220,7 +220,7 @@ class Driver:
         self._around.after(self._around.random.uniform(0.05, 0.5), partial(self.post, words.Stopped()))
 
     def _prove(self, name: str, incarnation: Incarnation) -> None:
-        """Kill what could not be reached, as soon as it can."""
+        """Kill an unreachable start as soon as it can be reached."""
         replica = self._unproven[name, incarnation]
         if self._around.network.is_cut(replica.machine, HOME):
             self._around.after(_RETRY_S, partial(self._prove, name, incarnation))

@@ -1,4 +1,4 @@
-"""Lets the faults of a scenario come true."""
+"""Injector of a scenario's faults."""
 
 from functools import partial
 
@@ -13,11 +13,11 @@ from cluster.supervisor.orders import DrainOrder, Order, RestartOrder, ResumeOrd
 
 
 class Faults:
-    """One scenario's faults over one driver's members."""
+    """Faults of one scenario over one driver's members."""
 
     def __init__(self, around: Surroundings, driver: Driver) -> None:
         self.num_open = len(around.scenario.faults)
-        """Faults that have not passed yet."""
+        """Number of faults that have not passed yet."""
         self._around = around
         self._driver = driver
         for fault in around.scenario.faults:

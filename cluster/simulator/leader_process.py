@@ -1,4 +1,4 @@
-"""The process of rank 0: the loop of ``workers.worker`` around the real leader, its heartbeats and its table."""
+"""Process of rank 0: the loop of ``workers.worker`` around the real leader, its heartbeats and its table."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ IDLE_WAIT_S = 1.0
 
 
 class LeaderProcess(RankProcess):
-    """Takes in what has arrived, lets time pass, computes one step, says what is to be said."""
+    """Handles arrived messages, lets time pass, computes one step, and sends what is due."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LeaderProcess(RankProcess):
         made: Sequence[tuple[Leader, PageAllocator]],
         on_refused: Callable[[str], None],
     ) -> None:
-        """``on_refused`` is called when the table will not have this replica.
+        """Start the process; ``on_refused`` is called when the table refuses this replica.
 
         Args:
             made: a leader and its pages for each DP rank.
@@ -59,16 +59,16 @@ class LeaderProcess(RankProcess):
         self._inbox: deque[Message] = deque()
         self._load = ReplicaLoad()
         self.num_news: dict[str, int] = {}
-        """News sent to each router, by its address, since it was sent the whole cache."""
+        """Number of messages sent to each router, by its address, since the whole cache was sent."""
         self._outgoing: list[tuple[str, Message]] = []
-        """Messages that the checks have seen."""
+        """Outgoing messages that the checks have seen."""
         self._unwatch = bootstrap.watch(machine_of(self.address), self._on_table)
         self.every(HEARTBEAT_S, self._beat)
         self.every(IDLE_WAIT_S, self._turn)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is left of any request or transfer, and nobody holds a page."""
+        """Return whether no request or transfer is open, and nothing holds a page."""
         pages_are_free = all(allocator.num_free == allocator.num_pages for allocator in self._allocators)
         is_done = not self.is_computing and all(leader.is_idle() for leader in self._leaders)
         return is_done and pages_are_free and super().is_idle
@@ -78,18 +78,17 @@ class LeaderProcess(RankProcess):
         return {key for allocator in self._allocators for key in allocator.cached_keys()}
 
     def kill(self) -> None:
-        """Die."""
         if not self.is_dead:
             self._unwatch()
         super().kill()
 
     def take(self, message: Message) -> None:
-        """A message has arrived."""
+        """Queue an arrived message."""
         self._inbox.append(message)
         self.when_running(self._turn)
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Commit the part of the step that this rank has drawn."""
+        """Commit the part of the step that this rank has sampled."""
         if self.device.draws and plan.scheduled:
             self.leader.commit(0, sampled, self.around.now_s())
         self._close_turn()
@@ -113,7 +112,7 @@ class LeaderProcess(RankProcess):
         if not plans:
             self._close_turn()
         else:
-            # First tokens, tickets and pages that are loaded do not wait for the step.
+            # First tokens, tickets and loaded pages do not wait for the step.
             self._emit()
             computed = {row.room: len(row.token_ids) for plan in plans for row in plan.scheduled}
             self.around.trace.add(self.address, "computes", computed)
@@ -122,16 +121,16 @@ class LeaderProcess(RankProcess):
             self.begin(plans[0])
 
     def _close_turn(self) -> None:
-        if self.around.scenario.is_mild:  # nobody else asks
+        if self.around.scenario.is_mild:  # no other process asks
             load = self.leader.load()
-            # The limit is one for every DP rank's own pages, which are as many as the others'.
+            # The limit applies to the pages of each DP rank, and all have the same number.
             limit = self.around.shape.quarantine_limit * load.total_pages / len(self._leaders)
             if load.quarantined_pages > limit:
                 self.around.was_quarantined = True
         self._emit()
 
     def _emit(self) -> None:
-        """Send what the leaders have to say."""
+        """Send the leaders' messages."""
         self._show_new()
         outgoing, self._outgoing = self._outgoing, []
         for address, message in outgoing:
@@ -141,7 +140,7 @@ class LeaderProcess(RankProcess):
                 self.send(address, message)
 
     def _show_new(self) -> None:
-        """Let the checks see what permits writing, and what reads, before anything is computed."""
+        """Show the checks what permits writing, and what reads, before anything is computed."""
         for leader in self._leaders:
             leader.check_integrity()
         new = self.leader.take_outgoing()
@@ -166,7 +165,7 @@ class LeaderProcess(RankProcess):
         self._bootstrap.call(machine_of(self.address), self._renew, self._on_answer)
 
     def _renew(self, table: BootstrapTable) -> None:
-        """Renew as the lease keeper does: one heartbeat; where the rows are unknown, all of them first."""
+        """Renew like the lease keeper: one heartbeat; if the rows are unknown, all of them first."""
         try:
             table.heartbeat(self._heartbeat(), self.around.now_s())
         except TableRefusedError as error:
@@ -175,7 +174,7 @@ class LeaderProcess(RankProcess):
             for row in self.rows:
                 table.register(row)
             table.heartbeat(self._heartbeat(), self.around.now_s())
-        for row in self.rows[1:]:  # a replica that pauses does so with all its ranks
+        for row in self.rows[1:]:  # a paused replica pauses with all its ranks
             table.alive(row.replica, row.incarnation, row.global_rank, self.around.now_s())
 
     def _heartbeat(self) -> Heartbeat:

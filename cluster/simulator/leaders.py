@@ -1,4 +1,4 @@
-"""The real leader of a simulated replica, with its pages and tiers: one leader a DP rank."""
+"""Real leader of a simulated replica, with its pages and tiers: one leader per DP rank."""
 
 from collections.abc import Sequence
 
@@ -26,18 +26,18 @@ TICKET_TIMEOUT_S = 5.0
 
 
 def shard_of(rows: Sequence[RankRow], dp_rank: int) -> list[RankRow]:
-    """The rows of one DP rank, by global rank."""
+    """Return the rows of one DP rank, by global rank."""
     return [row for row in rows if row.coords.dp == dp_rank]
 
 
 def step_depth(row: RankRow) -> int:
-    """Steps under way at once, as ``workers.build`` has it."""
+    """Return the number of steps in flight, as in ``workers.build``."""
     num_stages = row.sizes.pp
     return num_stages + (num_stages > 1 and row.role is Role.PREFILL)
 
 
 def make_leader(around: Surroundings, me: Peer, rows: Sequence[RankRow], dp_rank: int) -> tuple[Leader, PageAllocator]:
-    """Make a DP rank's leader as ``workers.build`` does; ``rows`` are those of all ranks."""
+    """Create a DP rank's leader like ``workers.build``; ``rows`` are those of all ranks."""
     own = shard_of(rows, dp_rank)
     first = own[0]
     tree = PrefixTree(first.num_owners) if around.shape.prefix_cache else None

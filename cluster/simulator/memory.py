@@ -1,7 +1,7 @@
-"""The KV that every page must hold, the page memory of every rank, and who may write to it.
+"""KV that every page must hold, the page memory of every rank, and the write permissions.
 
 A KV byte depends on every token up to its own, on the head, the layer, and on K or V: a page that is stale, torn,
-short, or in the wrong place shows in each head and layer where it is.
+short, or misplaced shows in each of its heads and layers.
 """
 
 import math
@@ -20,36 +20,36 @@ from workers.cache.page_allocator import PageAllocator
 
 
 class Violation(AssertionError):  # noqa: N818
-    """A promise is broken; the message says which."""
+    """Broken promise; the message says which."""
 
 
 _NOTHING = VOCAB_SIZE
-"""The byte of a slot that no token is in."""
+"""Byte of an empty slot."""
 TORN = 255
-"""The byte that a failed copy leaves."""
+"""Byte left by a failed copy."""
 _MAX_LAYERS = 8
 _TABLES = [
     bytes((seed + salt) % _NOTHING for seed in range(_NOTHING)) + bytes(range(_NOTHING, 256)) for salt in range(128)
 ]
-"""From the seed of a token to its KV byte, by head, layer, and K or V."""
+"""Tables from the seed of a token to its KV byte, by head, layer, and K or V."""
 
 Pieces = Sequence[tuple[int, int]]
 """First and last byte of ranges in a page."""
 
 
 class Text:
-    """The tokens of one request so far, and the KV that they have."""
+    """Tokens of one request so far, and their KV."""
 
     def __init__(self, prompt: bytes) -> None:
         self._tokens = bytearray()
         self._seeds = bytearray()
-        """For each token a byte that depends on it and on all before it."""
+        """One byte per token that depends on it and on all before it."""
         self._digest = 0
         self._images: dict[tuple[int, int, tuple[GroupLayout, ...]], bytes] = {}
         self.put(0, prompt)
 
     def put(self, first: int, tokens: bytes) -> None:
-        """Take in tokens that a rank computes from a position on; all ranks must compute the same ones."""
+        """Add tokens that a rank computes from a position on; all ranks must compute the same ones."""
         num_known = len(self._tokens) - first
         if num_known < 0 or not tokens.startswith(bytes(self._tokens[first : first + len(tokens)])):
             raise Violation(f"wrong tokens: {list(tokens)} are computed behind {list(self._tokens[:first])}")
@@ -59,11 +59,11 @@ class Text:
             self._seeds.append(self._digest % _NOTHING)
 
     def tokens(self, length: int) -> bytes:
-        """The first tokens."""
+        """Return the first tokens."""
         return bytes(self._tokens[:length])
 
     def page(self, number: int, length: int, layout: PoolLayout) -> bytes:
-        """The page of this number, as a pool holds it when the first ``length`` tokens have KV."""
+        """Return a page as a pool holds it when the first ``length`` tokens have KV."""
         end = min(length, (number + 1) * PAGE_SIZE)
         image = self._images.get((number, end, layout.groups))
         if image is None:
@@ -79,21 +79,21 @@ class Text:
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """One rank's device pool and host pool."""
+    """Device pool and host pool of one rank."""
 
     row: RankRow
     allocator: PageAllocator
-    """The leader's, which all ranks of a DP rank follow."""
+    """Allocator of the leader, which all ranks of a DP rank follow."""
     pool: bytearray
     host: bytearray
     filled: set[int] = field(default_factory=set)
     """Pages of the host pool that were ever written."""
     is_gone: bool = False
-    """Its process is dead."""
+    """True after its process has died."""
 
     @classmethod
     def empty(cls, row: RankRow, allocator: PageAllocator) -> Self:
-        """Nothing is in any page."""
+        """Create pools with empty pages."""
         host_bytes = row.host_endpoint.num_bytes if row.host_endpoint is not None else 0
         return cls(row, allocator, bytearray([_NOTHING]) * row.layout.pool_bytes, bytearray([TORN]) * host_bytes)
 
@@ -103,7 +103,7 @@ class Memory:
         return self.row.endpoint.session
 
     def page(self, page: int) -> bytes:
-        """All bytes of a page."""
+        """Return all bytes of a page."""
         size = self.row.layout.page_bytes
         return bytes(self.pool[page * size : (page + 1) * size])
 
@@ -113,7 +113,7 @@ class Memory:
         self.pool[start : start + len(image)] = image
 
     def holds(self, page: int, image: bytes, pieces: Pieces) -> bool:
-        """Return whether some pieces of a page are those of an image."""
+        """Return whether some pieces of a page equal those of an image."""
         start = page * len(image)
         return all(self.pool[start + first : start + last] == image[first:last] for first, last in pieces)
 
@@ -124,25 +124,25 @@ class Memory:
             self.pool[start + first : start + last] = image[first:last]
 
     def host_page(self, page: int) -> memoryview:
-        """A page of the host pool."""
+        """Return a page of the host pool."""
         size = self.row.layout.page_bytes
         return memoryview(self.host)[page * size : (page + 1) * size]
 
     def filled_host_page(self, page: int) -> memoryview:
-        """A page of the host pool that somebody has written."""
+        """Return a page of the host pool, checking that it was written."""
         if page not in self.filled:
             raise Violation(f"host page {page} of {self.session} is read, which nobody has filled")
         return self.host_page(page)
 
     def pieces(self, layers: range) -> Pieces:
-        """The bytes of some layers in a page; layers count from the rank's first one."""
+        """Return the bytes of some layers in a page; layers count from the rank's first one."""
         layout = self.row.layout
         page = PageRange(layout, [0], layout.layers[layers.start : layers.stop])
         return [(span.source_offset, span.source_offset + span.num_bytes) for span in page.spans_to(page)]
 
 
 def _tables(group: GroupLayout) -> Iterator[tuple[bytes, int]]:
-    """Yield the table and the bytes per token of each (head, layer, part) of a group, as they lie in a page."""
+    """Yield the table and the bytes per token of each (head, layer, part) of a group, in page order."""
     first = len(_TABLES) // 2 * (group.name != FULL_ATTENTION)
     for head in group.heads:
         for layer in group.layers:
@@ -161,28 +161,28 @@ class _Permission:
     room: Room
     generation: int
     number: int
-    """Page of the prompt that it is for."""
+    """Prompt page of the permission."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     memories: Sequence[Memory]
-    """One for each rank of the DP rank."""
+    """Memory of each rank of the DP rank."""
     text: Text
     num_tokens: int
 
 
 class Tickets:
-    """Every permission to write that was given, from the messages that give it."""
+    """All write permissions, from the messages that grant them."""
 
     def __init__(self) -> None:
         self._permissions: dict[PageAllocator, dict[int, _Permission]] = {}
-        """By DP rank, which is named by its allocator, and by page."""
+        """Permissions by DP rank, identified by its allocator, and by page."""
         self._transfers: dict[Room, _Transfer] = {}
-        """For a room's newest ticket."""
+        """Transfer of a room's newest ticket."""
 
     def give(self, memories: Sequence[Memory], ticket: Ticket, text: Text, num_tokens: int) -> None:
-        """Decode lets prefill write to the pages of a ticket."""
+        """Grant prefill the pages of a ticket."""
         self._transfers[ticket.room] = _Transfer(memories, text, num_tokens)
         allocator = memories[0].allocator
         permissions = self._permissions.setdefault(allocator, {})
@@ -192,7 +192,7 @@ class Tickets:
             permissions[page] = _Permission(ticket.room, ticket.generation, number)
 
     def check_write(self, memory: Memory, page: int, room: Room, generation: int) -> None:
-        """Some bytes of prefill arrive in a page."""
+        """Check a write of prefill to a page."""
         permission = self._permissions.get(memory.allocator, {}).get(page)
         if permission is None or (permission.room, permission.generation) != (room, generation):
             raise Violation(f"room {room} writes into page {page} of {memory.session}, for which it has no ticket")
@@ -202,13 +202,13 @@ class Tickets:
             raise Violation(f"room {room} writes into page {page} of {memory.session}, which has it from another rank")
 
     def end(self, memory: Memory, page: int) -> None:
-        """Let nobody write to a page any more: its replica does so itself."""
+        """End all write permissions of a page: its replica writes to it."""
         permissions = self._permissions.get(memory.allocator)
         if permissions:
             permissions.pop(page, None)
 
     def check_start(self, room: Room) -> None:
-        """Decode reads the pages of a room from now on: all of them must be there, and nobody may write any more."""
+        """Check that decode may read the pages of a room: all of them are there, and none can still be written."""
         transfer = self._transfers.pop(room, None)
         if transfer is None:
             return
@@ -222,10 +222,10 @@ class Tickets:
 
 
 def num_head_copies(row: RankRow) -> int:
-    """TP ranks that hold the same heads; they are neighbours."""
+    """Return the number of TP ranks that hold the same heads; they are neighbours."""
     return math.gcd(*(max(1, row.sizes.tp // group.num_heads) for group in row.geometry.groups))
 
 
 def _is_sent_to(row: RankRow, page: int) -> bool:
-    """Return whether prefill sends a page to this rank of decode, of those that hold the same heads."""
+    """Return whether prefill sends a page to this decode rank, among those that hold the same heads."""
     return (row.coords.tp - page) % num_head_copies(row) == 0

@@ -1,7 +1,7 @@
-"""The network between processes, as ZeroMQ over TCP behaves, and worse where the scenario says so.
+"""Network between processes: behaves like ZeroMQ over TCP, and worse where the scenario says so.
 
-The messages of one sender to one address arrive in order and are not lost while both live. What a peer cannot get now
-(it is cut off, or nobody listens) waits at the sender. When a sender dies, what had not left with it is lost.
+The messages of one sender to one address arrive in order and are not lost while both live. Messages to a peer that is
+unreachable or not listening wait at the sender. When a sender dies, its queued messages are lost.
 """
 
 from collections import Counter, deque
@@ -15,13 +15,13 @@ from cluster.simulator.timeline import Timeline, Trace
 from cluster.spec.messages import Message
 
 HOME = "home"
-"""The machine of supervisor, bootstrap and router."""
+"""Machine of supervisor, bootstrap and router."""
 
 Deliver = Callable[[Message], None]
 
 
 def machine_of(address: str) -> str:
-    """The machine on which an address is; addresses are ``machine/process``."""
+    """Return the machine of an address; addresses are ``machine/process``."""
     return address.partition("/")[0]
 
 
@@ -31,9 +31,9 @@ class _Connection:
     address: str
     pending: deque[Message] = field(default_factory=deque)
     last_s: float = 0.0
-    """When the newest message arrives."""
+    """Arrival time of the newest message."""
     num_stalled: int = 0
-    """Pending messages whose time has come, and that wait for the peer."""
+    """Number of due messages that wait for the peer."""
 
     @property
     def crosses(self) -> bool:
@@ -41,11 +41,11 @@ class _Connection:
 
 
 class Network:
-    """Carries messages and says who can reach whom."""
+    """Carries messages and decides which machines can reach each other."""
 
     def __init__(self, timeline: Timeline, random: Random, hazards: Hazards, trace: Trace) -> None:
         self.happened: Counter[str] = Counter()
-        """Messages that met with a hazard, by its name."""
+        """Messages affected by a hazard, by its name."""
         self._timeline = timeline
         self._random = random
         self._hazards = hazards
@@ -55,16 +55,16 @@ class Network:
         self._cuts: Counter[frozenset[str]] = Counter()
 
     def listen(self, address: str, deliver: Deliver) -> None:
-        """Messages to this address come here from now on, also those that have waited."""
+        """Deliver messages to this address from now on, including those that have waited."""
         self._listeners[address] = deliver
         self._resume()
 
     def unlisten(self, address: str) -> None:
-        """Nobody reads at this address."""
+        """Stop delivering to this address."""
         self._listeners.pop(address, None)
 
     def end_sender(self, sender: str) -> None:
-        """A process died: of what it has sent, the last messages are lost."""
+        """Lose the last messages of a process that died."""
         for key in [key for key in self._connections if key[0] == sender]:
             connection = self._connections.pop(key)
             left = 0 if connection.num_stalled else self._random.randint(0, len(connection.pending))
@@ -76,17 +76,17 @@ class Network:
         return bool(self._cuts) and frozenset((machine, other)) in self._cuts
 
     def cut(self, machine: str, other: str) -> None:
-        """Part two machines; cuts are counted."""
+        """Separate two machines; cuts are counted."""
         self._cuts[frozenset((machine, other))] += 1
 
     def heal(self, machine: str, other: str) -> None:
-        """Take one cut back."""
+        """Undo one cut."""
         self._cuts.subtract([frozenset((machine, other))])
         self._cuts += Counter()
         self._resume()
 
     def delay_s(self, crosses: bool) -> float:
-        """How long a message takes."""
+        """Return the delay of a message."""
         if not crosses:
             return self._random.uniform(1e-4, 2e-3)
         return self._random.uniform(0.1, 2.0) if self._random.random() < 0.03 else self._random.uniform(2e-4, 2e-2)

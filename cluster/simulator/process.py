@@ -1,4 +1,4 @@
-"""One simulated process: it listens, sends, waits, stands still, and dies."""
+"""Simulated process: it listens, sends, waits, pauses, and dies."""
 
 from abc import ABC, abstractmethod
 from functools import partial
@@ -9,7 +9,7 @@ from cluster.spec.messages import Message
 
 
 class Process(ABC):
-    """Whatever has an address."""
+    """Process with an address."""
 
     def __init__(self, around: Surroundings, address: str) -> None:
         self.around = around
@@ -17,47 +17,45 @@ class Process(ABC):
         self.is_dead = False
         self._is_paused = False
         self._waiting: list[Event] = []
-        """Events put off until it runs again."""
+        """Events postponed until it runs again."""
         around.network.listen(address, self.take)
 
     @abstractmethod
     def take(self, message: Message) -> None:
-        """A message has arrived."""
+        """Handle an arrived message."""
 
     def send(self, address: str, message: Message) -> None:
-        """Send a message."""
         self.around.network.send(self.address, address, message)
 
     def when_running(self, event: Event) -> None:
-        """Let something happen now, or when the process is no longer paused; never, if it is dead."""
+        """Run an event now, or when the process is no longer paused; never if it is dead."""
         if self._is_paused:
             self._waiting.append(event)
         elif not self.is_dead:
             event()
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Let the process do something later."""
+        """Schedule an event of the process."""
         self.around.after(delay_s, partial(self.when_running, event))
 
     def every(self, interval_s: float, event: Event) -> None:
-        """Let the process do something now and again and again."""
+        """Repeat an event of the process."""
         self.when_running(event)
         if not self.is_dead:
             self.around.after(interval_s, partial(self.every, interval_s, event))
 
     def pause(self) -> None:
-        """Stand still."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Do what has waited, and go on."""
+        """Run the postponed events and continue."""
         self._is_paused = False
         waiting, self._waiting = self._waiting, []
         for event in waiting:
             self.when_running(event)
 
     def kill(self) -> None:
-        """Die: nothing that was planned happens."""
+        """Die: no scheduled event runs."""
         self.around.trace.add(self.address, "dies")
         self.is_dead = True
         self.around.network.unlisten(self.address)

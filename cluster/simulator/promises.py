@@ -1,4 +1,4 @@
-"""Promises about messages: what router and leaders owe each other, and what the router knows of the caches."""
+"""Promises about messages: obligations between router and leaders, and the router's knowledge of the caches."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -> None:
-    """Let a leader take a message in, and see that it drops one for another start of its replica."""
+    """Deliver a message to a leader, and check that it drops one for another start of its replica."""
     incarnation = _addressed(message, me)
     if incarnation in (None, me.incarnation):
         leader.on_message(message, now_s)
@@ -30,7 +30,7 @@ def hand_over(leader: ReplicaLeader, me: Peer, message: Message, now_s: float) -
 
 
 def _addressed(message: Message, me: Peer) -> Incarnation | None:
-    """Return the start that a message is for; None where it does not say."""
+    """Return the incarnation that a message is for; None if it has none."""
     match message:
         case Submit():
             legs = filter(None, (message.prefill, message.decode))
@@ -50,15 +50,15 @@ def _num_dropped(leader: ReplicaLeader) -> int:
 
 
 class Duties:
-    """What one start of the router owes to replicas: it stops every leg that works for an attempt that is over."""
+    """Obligations of one router start: it stops every target that works for a finished attempt."""
 
     def __init__(self) -> None:
         self._at_work: dict[Room, set[str]] = {}
-        """By attempt, the addresses of legs that have neither done their part nor been told to stop."""
+        """Addresses of targets, by attempt, that have neither done their part nor been told to stop."""
         self._submits: dict[Room, Submit] = {}
 
     def note_sent(self, send: Send) -> None:
-        """Note that the router starts a leg, or stops it."""
+        """Record that the router starts or stops a target."""
         message = send.message
         if isinstance(message, Submit):
             self._submits[message.room] = message
@@ -67,7 +67,7 @@ class Duties:
             self._drop(message.room, send.address)
 
     def note_heard(self, message: Output | Failure) -> None:
-        """Note that a leg has done its part, or will not do it."""
+        """Record that a target has done its part, or will not do it."""
         submit = self._submits.get(message.room)
         if submit is None:
             return
@@ -81,7 +81,7 @@ class Duties:
             self._drop(message.room, submit.prefill.address)
 
     def check(self, is_under_way: Callable[[Room], bool]) -> None:
-        """See that every leg at work belongs to an attempt under way."""
+        """Check that every working target belongs to a current attempt."""
         for room, addresses in self._at_work.items():
             if not is_under_way(room):
                 raise Violation(f"the attempt in room {room} is over, and {', '.join(sorted(addresses))} not told so")
@@ -94,7 +94,7 @@ class Duties:
 
 
 class KnownPages:
-    """One start of the router's index of the caches: it asks and hears as ``router.relay`` does."""
+    """Cache index of one router start: it asks and receives like ``router.relay``."""
 
     def __init__(self, me: Peer, directory: Directory, picker: Picker, send: Callable[[str, Message], None]) -> None:
         self._me, self._directory, self._picker, self._send = me, directory, picker, send
@@ -105,20 +105,20 @@ class KnownPages:
             self._follow(peer)
 
     def on_news(self, news: PageNews, now_s: float) -> None:
-        """Take in a replica's news; where some of it is missing, follow it anew."""
+        """Apply a replica's page news; if some of it is missing, follow the replica anew."""
         if self._picker.pages.on_news(news, now_s):
             for peer in self._peers:
                 if (peer.replica, peer.incarnation) == (news.replica, news.incarnation):
                     self._follow(peer)
 
     def check(self, leader: "LeaderProcess") -> None:
-        """See that the index is right where it has heard all of a leader's news."""
+        """Check the index against a leader whose news have all arrived."""
         pages, me = self._picker.pages, leader.me
         number = pages.next_number(me)
         if number is None or number != leader.num_news[self._me.address]:
             return
         known, cached = pages.keys_of(me), leader.cached_keys()
-        # Of a page in the caches of several DP ranks nothing is known any more when one of them has given it up.
+        # A page in the caches of several DP ranks is unknown once one of them has evicted it.
         if not known <= cached or (known != cached and leader.row.sizes.dp == 1):
             raise Violation(
                 f"the router has heard all of {me.replica}'s news, and knows other pages than it has cached"

@@ -1,4 +1,4 @@
-"""A process that is one rank of a replica, and the loop of those ranks that are not the leader."""
+"""Process of one rank of a replica, and the loop of ranks other than the leader."""
 
 from abc import abstractmethod
 from collections import deque
@@ -28,16 +28,16 @@ from workers.handoff.kv_sender import KvSender
 from workers.memory.layerwise_load import LayerwiseLoad
 
 _CHECK_S = 0.1
-"""Longest time in which a rank compares the pages of one request."""
+"""Maximum time for checking the pages of one request."""
 
 
 class RankProcess(Process):
-    """Has a device, with page memory that dies with it."""
+    """Rank with a device, whose page memory dies with it."""
 
     def __init__(
         self, around: Surroundings, rows: Sequence[RankRow], global_rank: int, leader: Peer, allocator: PageAllocator
     ) -> None:
-        """``rows`` are those of all ranks of the replica, ``allocator`` is that of the DP rank."""
+        """Create a rank; ``rows`` are those of all ranks of the replica, ``allocator`` is that of the DP rank."""
         row, shape = rows[global_rank], around.shape
         super().__init__(around, row.address)
         self.row = row
@@ -45,14 +45,14 @@ class RankProcess(Process):
         self.shard: list[RankProcess] = []
         """All ranks of its DP rank, by global rank."""
         self.num_begun = 0
-        """Steps."""
+        """Number of steps begun."""
         self.num_computed = 0
         self._step: StepPlan | None = None
-        """The current one."""
+        """Current step."""
         self._num_layers = 0
-        """Layers of it that are computed."""
+        """Number of its computed layers."""
         self._ends: deque[int] = deque()
-        """Numbers of layers after which this rank shows what it has computed."""
+        """Numbers of layers after which this rank shows its progress."""
         self._part_s = 0.0
         self._layerwise_load: LayerwiseLoad | None = None
         self._waits_for_layers = False
@@ -72,7 +72,7 @@ class RankProcess(Process):
         self.device = VirtualDevice(around, self.memory, self.sender)
 
     def obey(self, message: Message) -> bool:
-        """Do what every rank does when its leader says so; False where it is nothing of the kind."""
+        """Handle a message that every rank handles; False for any other."""
         match message:
             case TierJob():
                 self.tier_worker.submit(message)
@@ -88,11 +88,11 @@ class RankProcess(Process):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is left of any transfer, and no copy is on its way."""
+        """Return whether no transfer is open, and no copy is in flight."""
         return not self.sender.num_open and self.tier_worker.is_idle
 
     def kill(self) -> None:
-        """Die; what the sender has handed to the wire may still arrive."""
+        """Die; writes in flight may still arrive."""
         if self.is_dead:
             return
         super().kill()
@@ -100,28 +100,28 @@ class RankProcess(Process):
         self.memory.is_gone = True
 
     def _check_pages(self, message: CheckPages) -> None:
-        """Check pages as ``workers.handoff.page_checker`` does on a thread."""
+        """Check pages, as ``workers.handoff.page_checker`` does on a thread."""
         wrong = wrong_pages(memoryview(self.memory.pool), self.row.layout, message.told)
         answer = PagesChecked(room=message.room, rank=self.row.global_rank, wrong=wrong)
         self.send(self.leader_address, answer)
 
     @property
     def is_computing(self) -> bool:
-        """A step has begun and not ended."""
+        """Return whether a step is in progress."""
         return self._step is not None
 
     @property
     def mates(self) -> "list[RankProcess]":
-        """The ranks that meet this one in every layer: those of its TP group."""
+        """Ranks that exchange tensors with this one in every layer: those of its TP group."""
         coords = self.row.coords
         return [rank for rank in self.shard if (rank.row.coords.cp, rank.row.coords.pp) == (coords.cp, coords.pp)]
 
     @abstractmethod
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """The step is over, with this outcome."""
+        """Handle the end of a step."""
 
     def begin(self, plan: StepPlan) -> None:
-        """Begin a step; the last one of the TP group to do so lets all of it compute."""
+        """Begin a step; the last rank of the TP group to do so lets all of it compute."""
         self._step, self._num_layers = plan, 0
         self.num_begun += 1
         self._on_stored = self.device.begin(plan)
@@ -131,7 +131,7 @@ class RankProcess(Process):
                 mate.when_running(partial(mate._start, plan))
 
     def _start(self, plan: StepPlan) -> None:
-        """Compute layers in as many parts as others can see."""
+        """Compute layers in as many parts as others can observe."""
         self.device.take_copies(plan.arrived, [mate.memory for mate in self.mates])
         layout = self.row.layout
         job = plan.layerwise_load
@@ -144,7 +144,7 @@ class RankProcess(Process):
         self.after(self._part_s, self._compute_layers)
 
     def _on_layers(self) -> None:
-        """More layers can be read."""
+        """Continue when more layers can be read."""
         if self._waits_for_layers:
             self._waits_for_layers = False
             self._compute_layers()
@@ -174,7 +174,7 @@ class RankProcess(Process):
             who_draws.when_running(who_draws.end_if_over)
 
     def end_if_over(self) -> None:
-        """End the step when this rank has computed it; the one that draws waits for all that it meets in it."""
+        """End the step when this rank has computed it; a rank that samples waits for all ranks of its step."""
         plan = self._step
         if plan is None or self.num_computed < self.num_begun:
             return
@@ -184,19 +184,19 @@ class RankProcess(Process):
         self.on_ended(plan, self.device.end(plan))
 
     def _met(self, plan: StepPlan) -> "list[RankProcess]":
-        """The ranks that compute a step together with this one; followers in other CP ranks may lag behind."""
+        """Return the ranks that compute a step together with this one; followers in other CP ranks may lag behind."""
         if plan.strategy is not Strategy.NONE or self.row.num_owners > 1:
             return self.shard
         return [rank for rank in self.shard if rank.row.coords.cp == self.row.coords.cp]
 
     def step_s(self, plan: StepPlan) -> float:
-        """How long this rank computes a step."""
+        """Return how long this rank computes a step."""
         num_tokens = sum(len(row.token_ids) for row in plan.scheduled)
         return self.around.hazards.slowness * (self.around.random.uniform(2e-3, 3e-2) + 1e-4 * num_tokens)
 
 
 class Follower(RankProcess):
-    """Obeys step plans."""
+    """Rank that follows step plans."""
 
     def __init__(
         self, around: Surroundings, rows: Sequence[RankRow], global_rank: int, leader: Peer, allocator: PageAllocator
@@ -205,12 +205,12 @@ class Follower(RankProcess):
         self._inbox: deque[Message] = deque()
 
     def take(self, message: Message) -> None:
-        """A message has arrived."""
+        """Handle an arrived message."""
         self._inbox.append(message)
         self.when_running(self._turn)
 
     def on_ended(self, plan: StepPlan, sampled: Mapping[Room, Sampled]) -> None:
-        """Report to the leader what was drawn, and go on."""
+        """Report the sampled tokens to the leader, and continue."""
         if self.device.draws and plan.scheduled:
             result = StepResult(step=plan.step, dp_rank=self.row.coords.dp, sampled=sampled)
             self.send(self.leader_address, result)
@@ -226,7 +226,7 @@ class Follower(RankProcess):
 
 
 class _Post:
-    """A process's outbox."""
+    """Outbox of a process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -235,4 +235,4 @@ class _Post:
         self._process.send(address, message)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

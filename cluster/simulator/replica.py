@@ -13,12 +13,12 @@ from cluster.spec.registry import RankRow
 
 
 class Replica:
-    """They live and die together, if the supervisor sees to it."""
+    """Processes that live and die together, if the supervisor works correctly."""
 
     def __init__(
         self, around: Surroundings, bootstrap: Bootstrap, rows: list[RankRow], on_failed: Callable[[str], None]
     ) -> None:
-        """``on_failed`` is called when a process has ended."""
+        """Start the processes; ``on_failed`` is called when one has ended."""
         first = rows[0]
         self.machine = machine_of(first.address)
         self.incarnation = first.incarnation
@@ -27,7 +27,7 @@ class Replica:
         made = [make_leader(around, me, rows, dp_rank) for dp_rank in range(first.sizes.dp)]
         self.leader = LeaderProcess(around, bootstrap, rows, me, made, self._on_refused)
         self.ranks: list[RankProcess] = [self.leader]
-        """The processes by global rank."""
+        """Processes by global rank."""
         for row in rows[1:]:
             _, allocator = made[row.coords.dp]
             self.ranks.append(Follower(around, rows, row.global_rank, me, allocator))
@@ -36,11 +36,11 @@ class Replica:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is left of any request, on no rank."""
+        """Return whether no request is open on any rank."""
         return all(rank.is_idle for rank in self.ranks)
 
     def lose_rank(self, rank: int) -> bool:
-        """One process dies; False if it was dead."""
+        """Kill one process; False if it was dead."""
         process = self.ranks[rank % len(self.ranks)]
         if process.is_dead:
             return False
@@ -49,7 +49,6 @@ class Replica:
         return True
 
     def kill(self) -> None:
-        """All processes die."""
         for process in self.ranks:
             process.kill()
 

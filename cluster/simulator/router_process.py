@@ -38,13 +38,13 @@ from router.request import (
 )
 
 _LOOK_S = 0.25
-"""How often deadlines are looked at."""
+"""Interval between deadline checks."""
 
 _SESSIONS = ("", "a", "b")
 
 
 class RouterProcess(Process):
-    """Sends requests to pairs of replicas and their tokens to clients."""
+    """Routes requests to pairs of replicas and returns their tokens to clients."""
 
     def __init__(self, around: Surroundings, bootstrap: Bootstrap, incarnation: Incarnation) -> None:
         super().__init__(around, f"{HOME}/{ROUTER}.{incarnation}")
@@ -57,25 +57,25 @@ class RouterProcess(Process):
         self.requests = RequestTable(me, config.router, load, breakers, picker.pick, self._draw_room)
         self._duties = Duties()
         self._first: RequestId | None = None
-        """The newest request that is no further choice."""
+        """Newest request that is not a further choice."""
         self._first_prompt = b""
         self._clients: dict[RequestId, Client] = {}
-        """Of the open requests."""
+        """Clients of the open requests."""
         self._unwatch = bootstrap.watch(HOME, self._on_table)
         self.every(_LOOK_S, self._look)
 
     @property
     def is_idle(self) -> bool:
-        """No request is open, and none is counted anywhere."""
+        """Return whether no request is open, and none is counted anywhere."""
         return not self._clients and not self.requests.num_open and not self.requests.load.lines()
 
     @property
     def num_again(self) -> int:
-        """Attempts after the first one of a request."""
+        """Return the number of attempts after the first one of each request."""
         return self.requests.num_retries + self.requests.num_continuations
 
     def kill(self) -> None:
-        """Die; whoever waits loses its connection."""
+        """Die; waiting clients lose their connections."""
         if self.is_dead:
             return
         super().kill()
@@ -84,7 +84,7 @@ class RouterProcess(Process):
             client.finish(End.DISCONNECTED)
 
     def open(self, client: Client) -> None:
-        """A client sends its request."""
+        """Accept a client's request."""
         if not all(self.directory.ready(role) for role in Role):
             client.finish(End.REFUSED)
             return
@@ -101,7 +101,7 @@ class RouterProcess(Process):
             self.after(client.ask.patience_s, partial(self._leave, request_id))
 
     def take(self, message: Message) -> None:
-        """A replica said something."""
+        """Handle a message of a replica."""
         match message:
             case Output():
                 self._duties.note_heard(message)
@@ -158,7 +158,7 @@ class RouterProcess(Process):
                     names = (peer.replica for peer in action.targets.peers)
                     self.around.trace.add("request", action.request_id, "in room", action.room, "of", *names)
                 case Wait():
-                    pass  # it looks often enough
+                    pass  # deadlines are checked often enough
                 case OutputChunk():
                     self._pass_on(action)
                 case Fail():

@@ -1,4 +1,4 @@
-"""The rows of a simulated replica: a few layers and heads, with one byte for K and for V of each token."""
+"""Rows of a simulated replica: a few layers and heads, with one byte for K and for V of each token."""
 
 from cluster.simulator.scenario import PAGE_SIZE, Shape
 from cluster.spec.config import TransferBackendName
@@ -10,11 +10,11 @@ from cluster.spec.ranks import coords_of, world_size
 from cluster.spec.registry import Endpoint, KvOwnership, RankCoords, RankRow
 
 _BYTE = "float8_e4m3fn"
-"""A type of one byte."""
+"""Dtype of one byte."""
 
 
 def make_rows(shape: Shape, replica: ReplicaId, incarnation: Incarnation, machine: str) -> list[RankRow]:
-    """The rows of one start of a replica, by global rank."""
+    """Return the rows of one start of a replica, by global rank."""
     role = Role(replica.partition("-")[0])
     if role is Role.PREFILL:
         sizes = RankCoords(dp=shape.dp, cp=shape.cp, tp=shape.tp, pp=shape.pp)
@@ -63,7 +63,7 @@ def _row(
 
 
 def geometry_of(shape: Shape) -> KvGeometry:
-    """Return K and V in every layer and, in some scenarios, one head of two unlike parts in every second one."""
+    """Return K and V in every layer and, in some scenarios, one head of two unequal parts in every second one."""
     groups = [key_value_group(range(shape.num_layers), shape.num_kv_heads, 1, _BYTE)]
     if shape.has_extra_group:
         parts = (KvPart(name="latent", dim=2, dtype=_BYTE), KvPart(name="keys", dim=1, dtype=_BYTE))

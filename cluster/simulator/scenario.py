@@ -1,4 +1,4 @@
-"""The input of one simulation: the cluster, its requests and its faults."""
+"""Input of one simulation: the cluster, its requests and its faults."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +13,7 @@ PAGE_SIZE = 4
 VOCAB_SIZE = 251
 
 MACHINE_LOST_S = 15.0
-"""A lost machine cannot be reached for so much longer than the fault says, at most."""
+"""Maximum time for which a lost machine stays unreachable beyond the fault's duration."""
 
 
 class FaultKind(StrEnum):
@@ -22,85 +22,85 @@ class FaultKind(StrEnum):
     KILL = "kill"
     """One process of a member dies."""
     PAUSE = "pause"
-    """All processes of a replica stand still for a while."""
+    """All processes of a replica pause for a while."""
     PARTITION = "partition"
     """Two machines cannot reach each other for a while."""
     LOSE_MACHINE = "lose_machine"
-    """A replica's machine cannot be reached from home; its processes live on, or stand still for a part of it."""
+    """A replica's machine becomes unreachable from home; its processes live on, or pause for a part of it."""
     DRAIN = "drain"
-    """A replica is asked to take no new requests."""
+    """A replica is drained."""
     RESTART = "restart"
-    """An operator orders a rolling restart of a replica."""
+    """An operator restarts a replica with a rolling restart."""
     SCALE = "scale"
-    """An operator orders replicas of a role up to this one."""
+    """An operator scales a role up to this replica."""
     STAND_BY = "stand_by"
-    """An operator lets a replica drain, and later take requests again."""
+    """An operator drains a replica and resumes it later."""
 
 
 ORDERS = frozenset({FaultKind.RESTART, FaultKind.SCALE, FaultKind.STAND_BY})
-"""Nothing goes wrong in these."""
+"""Kinds in which nothing fails."""
 
 
 _MILD = frozenset({FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.LOSE_MACHINE})
 _LOSSY_TIMEOUT_S = 600.0
-"""Time for every attempt of every request, one after the other, though each loses some messages."""
+"""Timeout with enough time for every attempt of every request in sequence, though each loses some messages."""
 _MAX_MILD_FAULTS = 3
-"""The number of a request's further attempts."""
+"""Maximum number of retries of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault at one time."""
+    """Single fault at a point in time."""
 
     kind: FaultKind
     at_s: float
     member: str
     other: str = ""
-    """The other side of a partition; ``home`` is where supervisor, bootstrap and router run."""
+    """Other side of a partition; ``home`` is where supervisor, bootstrap and router run."""
     rank: int = 0
-    """Which process of the member dies."""
+    """Rank of the process that dies."""
     duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazards:
-    """Rates at which messages between machines, writes and tier jobs go wrong, from 0 to 1."""
+    """Rates of failing messages between machines, writes and tier jobs, from 0 to 1."""
 
     drop: float = 0.0
     duplicate: float = 0.0
-    """A second copy arrives later."""
+    """Rate of messages that arrive twice."""
     reorder: float = 0.0
-    """Later messages of the same sender overtake it."""
+    """Rate of messages overtaken by later ones of the same sender."""
     stale: float = 0.0
-    """A late word of the ticket before it follows a ticket."""
+    """Rate of tickets followed by a late message about the previous ticket."""
     fail_write: float = 0.0
     slow_write: float = 0.0
     flip: float = 0.0
-    """A page arrives with one bit changed; only where pages are verified."""
+    """Rate of pages that arrive with one bit changed; only where pages are verified."""
     fail_move: float = 0.0
-    """A tier job fails on one rank."""
+    """Rate of tier jobs that fail on one rank."""
     slow_move: bool = False
-    """Some tier jobs take seconds."""
+    """True if some tier jobs take seconds."""
     slowness: float = 1.0
     """Factor on the time of steps and writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request of one client."""
+    """Request of one client."""
 
     at_s: float
     prompt: bytes
-    """One byte a token."""
+    """Prompt, one byte per token."""
     max_tokens: int
     patience_s: float | None = None
-    """The client leaves so long after it came."""
+    """Time after which the client leaves."""
     dp_rank: int | None = None
-    """The DP rank that the client wants."""
+    """DP rank that the client asks for."""
     enough: int | None = None
-    """Tokens after which the client's stop string is complete."""
+    """Number of tokens after which the client's stop string is complete."""
     is_choice: bool = False
-    """Another choice of the request before it, which came at the same time."""
+    """True for another choice of the previous request, arriving at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,33 +108,33 @@ class TierShape:
     """Host memory, and storage that outlives replicas."""
 
     host_pages: int
-    """In each rank's host memory."""
+    """Pages in each rank's host memory."""
     write: WritePolicy
     prefetch: PrefetchPolicy
     shares_host: bool = True
-    """Ranks of a replica can read each other's host memory even when its owner is dead."""
+    """True if ranks of a replica can read each other's host memory even when its owner is dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The cluster."""
+    """Size and settings of the cluster."""
 
     num_prefill: int = 1
     num_decode: int = 1
     cp: int = 1
     dp: int = 1
-    """DP ranks of prefill; each has requests and pages of its own."""
+    """Number of DP ranks of prefill; each has requests and pages of its own."""
     tp: int = 1
-    """TP ranks of prefill; cp and pp are prefill's, too."""
+    """Number of TP ranks of prefill; cp and pp are prefill's, too."""
     pp: int = 1
     decode_dp: int = 1
     decode_tp: int = 1
     decode_pp: int = 1
     num_layers: int = 4
     has_extra_group: bool = False
-    """Whether layers store a second KV group, of one head."""
+    """True if layers store a second KV group, of one head."""
     num_kv_heads: int = 2
-    """Ranks of a larger TP group share heads."""
+    """Number of KV heads; ranks of a larger TP group share heads."""
     dp_policy: DpPolicy = DpPolicy.LEAST_TOKENS
     prefill_pages: int = 24
     """Pages of one DP rank of prefill; sharded, its ranks divide them evenly."""
@@ -143,16 +143,16 @@ class Shape:
     mode: TransferMode = TransferMode.ALL_RANKS
     page_filter: PageFilter = PageFilter.MODULAR
     ownership: KvOwnership = KvOwnership.REPLICATED
-    """Where prefill keeps KV; sharded, every rank sends the pages it owns."""
+    """Location of prefill's KV; sharded, every rank sends the pages it owns."""
     prefix_cache: bool = True
     tiers: TierShape | None = None
-    """Below the device caches; needs the prefix cache."""
+    """Tiers below the device caches; need the prefix cache."""
     skip_below_tokens: int = 0
-    """Decode computes shorter prompts itself."""
+    """Prompt length below which decode computes the prompt itself."""
     settle_s: float = 0.0
-    """How long bytes are on their way after their sender died or failed."""
+    """Time in which bytes may still arrive after their sender died or failed."""
     reuses_addresses: bool = False
-    """A replica that starts again listens where it did before."""
+    """True if a restarted replica listens at its previous address."""
     verify: Verify = Verify.COUNTS
     transfer_timeout_s: float = 5.0
     quarantine_limit: float = 0.25
@@ -161,7 +161,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Everything that decides a run: two runs of one scenario are the same."""
+    """Complete input of a run: two runs of one scenario are identical."""
 
     seed: int
     shape: Shape
@@ -171,12 +171,14 @@ class Scenario:
 
     @property
     def is_calm(self) -> bool:
-        """Nothing goes wrong, so every request must be answered, whatever an operator orders."""
+        """Return whether nothing goes wrong, so that every request must be answered, whatever an operator does."""
         return self.hazards == Hazards() and all(fault.kind in ORDERS for fault in self.faults)
 
     @cached_property
     def is_mild(self) -> bool:
-        """A replica of each role, the router and the network are spared, so every request must be answered."""
+        """Return whether a replica of each role, the router and the network are spared, so that every request must be
+        answered.
+        """
         struck = {fault.member for fault in self.faults} - {"bootstrap"}
         spared = set(self.members) - struck
         return (
@@ -189,7 +191,7 @@ class Scenario:
 
     @property
     def is_lossy(self) -> bool:
-        """Messages are lost, and nothing else goes wrong, so no request may be ended by its deadline."""
+        """Return whether only messages are lost, so that no request may be ended by its deadline."""
         hazards = self.hazards
         on_messages = Hazards(
             drop=hazards.drop, duplicate=hazards.duplicate, reorder=hazards.reorder, stale=hazards.stale
@@ -198,11 +200,11 @@ class Scenario:
 
     @property
     def request_timeout_s(self) -> float:
-        """When the router gives a request up."""
+        """Time after which the router gives up on a request."""
         return _LOSSY_TIMEOUT_S if self.is_lossy else self.shape.request_timeout_s
 
     @property
     def members(self) -> list[str]:
-        """Return the names of all that the supervisor runs."""
+        """Return the names of all members."""
         prefill = [f"prefill-{index}" for index in range(self.shape.num_prefill)]
         return ["bootstrap", "router", *prefill, *(f"decode-{index}" for index in range(self.shape.num_decode))]

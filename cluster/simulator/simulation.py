@@ -1,4 +1,4 @@
-"""One run of one scenario, from the start of the cluster until nothing is left of any request."""
+"""One run of one scenario, from the start of the cluster until no request is open."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from cluster.supervisor.events import StopRequested
 
 _START_LIMIT_S = 60.0
 _SLACK_S = 60.0
-"""For what follows the last deadline: restarts with their waits, and what comes late."""
+"""Time after the last deadline for restarts with their waits, and for late messages."""
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one run."""
+    """Outcome of one run."""
 
     violation: str | None
-    """The promise that was broken; None when all were kept."""
+    """Broken promise; None when all were kept."""
     ends: Counter[str]
-    """Requests by how they ended."""
+    """Requests by their end."""
     happened: Counter[str]
-    """Faults and hazards that came true, by kind."""
+    """Faults and hazards that occurred, by kind."""
     moved: Counter[str]
     """Pages of tier jobs, by kind."""
     trace: list[str]
@@ -37,7 +37,7 @@ class Outcome:
 
 
 class Simulation:
-    """The whole world of one scenario."""
+    """World of one scenario."""
 
     def __init__(self, scenario: Scenario, traced: bool = False) -> None:
         self._scenario = scenario
@@ -48,7 +48,7 @@ class Simulation:
         self._faults: Faults | None = None
 
     def run(self) -> Outcome:
-        """Until all is quiet, or a promise is broken. An error in the code under test is a broken promise, too."""
+        """Run until all is quiet, or a promise is broken. An error in the code under test is a broken promise, too."""
         violation = None
         try:
             if not self._run_until(self._is_up):
@@ -87,7 +87,7 @@ class Simulation:
             router.open(client)
 
     def _run_until(self, is_reached: Callable[[], bool]) -> bool:
-        """Let events happen until then; False when the time limit came first."""
+        """Run events until a condition holds; False when the time limit came first."""
         look_s = 0.0
         while self._around.now_s() < self._limit_s:
             if self._around.now_s() >= look_s:
@@ -110,7 +110,7 @@ class Simulation:
         return shape.num_prefill if role is Role.PREFILL else shape.num_decode
 
     def _left_over(self) -> list[str]:
-        """Return all that has not ended."""
+        """Return everything that has not ended."""
         assert self._faults is not None
         driver = self._driver
         left = [f"{self._faults.num_open} faults"] if self._faults.num_open else []
@@ -124,7 +124,7 @@ class Simulation:
         return left
 
     def _check_known_pages(self) -> None:
-        """Check the router's index, unless news were reordered: streams of news have no names to sort them by."""
+        """Check the router's index, unless page news were reordered: streams of news have no names to sort them by."""
         hazards, router = self._scenario.hazards, self._driver.router
         if hazards.duplicate or hazards.reorder or router is None:
             return

@@ -1,7 +1,7 @@
-"""Late words of another ticket than the one at hand.
+"""Late messages about another ticket than the current one.
 
-A room has one ticket, and one start of either replica has to do with it, so the simulator makes up what an earlier
-ticket, or one between earlier starts, would have left on its way.
+A room has one ticket, handled by one start of either replica, so the simulator makes up what an earlier ticket, or one
+between earlier starts, would have left in flight.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from cluster.spec.transfer_messages import Done, Drained, Result, Ticket
 
 
 def send_late_words(around: Surroundings, ticket: Ticket, page_bytes: int) -> None:
-    """Now and then, let prefill's answer to another ticket of the room arrive after this one was sent."""
+    """Sometimes deliver prefill's response to another ticket of the room after this one was sent."""
     if around.random.random() >= around.hazards.stale:
         return
     around.happened["stale"] += 1
@@ -54,7 +54,7 @@ def _result(ticket: Ticket, prefill: Peer, num_pages: int, page_bytes: int) -> R
 
 
 def _names(ticket: Ticket, prefill: Peer) -> dict[str, Any]:
-    """Return the fields that identify an answer to a ticket."""
+    """Return the fields that identify a response to a ticket."""
     return {
         "room": ticket.room,
         "generation": ticket.generation,

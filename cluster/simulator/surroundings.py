@@ -1,4 +1,4 @@
-"""The world of simulated processes: time, chance, the network, all memories, and what the checks see."""
+"""World of simulated processes: time, randomness, the network, all memories, and what the checks see."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from cluster.spec.messages import Submit
 
 @dataclass(slots=True)
 class Surroundings:
-    """One simulation's world around its processes."""
+    """World around one simulation's processes."""
 
     scenario: Scenario
     trace: Trace
@@ -23,33 +23,33 @@ class Surroundings:
     network: Network
     tickets: Tickets = field(default_factory=Tickets)
     memories: dict[str, Memory] = field(default_factory=dict)
-    """By session."""
+    """Memories by session."""
     storage: dict[tuple[bytes, str, int, int], bytes] = field(default_factory=dict)
     """KV of stored pages by key, head and layer."""
     texts: dict[Room, Text] = field(default_factory=dict)
     submits: dict[Room, Submit] = field(default_factory=dict)
-    """Every request that was ever sent."""
+    """Submits of all requests ever sent."""
     happened: Counter[str] = field(default_factory=Counter)
-    """Faults and hazards that came true."""
+    """Faults and hazards that occurred."""
     was_quarantined: bool = False
-    """A replica took no requests for a while, since too many of its pages were not proven free."""
+    """True if a replica took no requests for a while, since too many of its pages were not proven free."""
     moved: Counter[str] = field(default_factory=Counter)
     """Pages of tier jobs, by kind, once for each rank."""
 
     def text_of(self, room: Room) -> Text:
-        """The tokens of a request."""
+        """Return the tokens of a request."""
         if room not in self.texts:
             self.texts[room] = Text(bytes(self.submits[room].prompt_ids))
         return self.texts[room]
 
     @property
     def shape(self) -> Shape:
-        """The cluster's shape."""
+        """Shape of the cluster."""
         return self.scenario.shape
 
     @property
     def hazards(self) -> Hazards:
-        """How often messages, writes and tier jobs go wrong."""
+        """Rates of failing messages, writes and tier jobs."""
         return self.scenario.hazards
 
     def now_s(self) -> float:
@@ -57,12 +57,12 @@ class Surroundings:
         return self.timeline.now_s()
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Let something happen later."""
+        """Schedule an event."""
         self.timeline.after(delay_s, event)
 
 
 def make_surroundings(scenario: Scenario, traced: bool) -> Surroundings:
-    """Fresh ones, at time 0."""
+    """Create the world of a scenario at time 0."""
     timeline, random = Timeline(), Random(scenario.seed)
     trace = Trace(timeline, traced)
     network = Network(timeline, random, scenario.hazards, trace)

@@ -37,7 +37,7 @@ class _Queued:
 
 
 class VirtualTierWorker:
-    """Queues that do one job after another."""
+    """Queues that run one job after another."""
 
     def __init__(
         self,
@@ -47,7 +47,9 @@ class VirtualTierWorker:
         memory: Memory,
         on_layers: Callable[[], None],
     ) -> None:
-        """``rows`` are those of all ranks of the replica; ``on_layers`` is called when a step can read more layers."""
+        """Create the queues; ``rows`` are those of all ranks of the replica, ``on_layers`` is called when a step can
+        read more layers.
+        """
         self._process, self._around, self._leader_address = process, process.around, leader_address
         self._row, self._memory, self._on_layers = memory.row, memory, on_layers
         self._queues: dict[str, deque[_Queued]] = {queue: deque() for queue in _QUEUES.values()}
@@ -58,15 +60,15 @@ class VirtualTierWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is open."""
+        """Return whether no job is open."""
         return not any(self._queues.values())
 
     def submit(self, job: TierJob) -> None:
-        """Do a job, after those that came before it."""
+        """Queue a job."""
         self._enqueue(_Queued(job))
 
     def submit_layerwise(self, job: TierJob) -> LayerwiseLoad:
-        """Load pages that a step waits for, layer after layer. Such copies do not fail."""
+        """Load pages that a step waits for, layer by layer. Such copies do not fail."""
         load = LayerwiseLoad()
         self._enqueue(_Queued(job, load))
         return load
@@ -91,7 +93,7 @@ class VirtualTierWorker:
     def _load_layers(self, queue: deque[_Queued], load: LayerwiseLoad, layers: Iterator[None], layer_s: float) -> None:
         """Load the next layers, and end the job with the last ones."""
         job = queue[0].job
-        if self._row.global_rank == 0:  # others may be behind their leader
+        if self._row.global_rank == 0:  # followers may be behind their leader
             self._check_held(job)
         next(layers)
         self._on_layers()
@@ -147,7 +149,7 @@ class VirtualTierWorker:
         return True
 
     def _move(self, kind: TierJobKind, page: TierPage, *, fails: bool) -> bool:
-        """This rank's part of one page; true where it has none."""
+        """Move this rank's part of one page; True if it has none."""
         assert self._copier is not None
         if not self._copier.owns(page):
             return True
@@ -159,14 +161,14 @@ class VirtualTierWorker:
             return not fails and self._store(page.key, bytes(self._memory.filled_host_page(slot)))
         self._memory.filled.add(slot)
         if kind is TierJobKind.SAVE and not fails:
-            # As it is now; the leader throws the copy away if the page was given up meanwhile.
+            # The copy is of the current bytes; the leader discards it if the page was evicted meanwhile.
             return self._copier.save([page], None) > 0
         found = None if fails else self._stored(page)
         self._copier.host_page(page)[:] = found if found is not None else bytes([TORN]) * self._row.layout.page_bytes
         return found is not None
 
     def _pieces(self, key: bytes) -> list[tuple[bytes, str, int, int]]:
-        """The names of a page in storage: ranks of other layouts know them, too."""
+        """Return the names of a page's pieces in storage, which are the same for all layouts."""
         groups = self._row.layout.groups
         return [(key, group.name, head, layer) for group in groups for head in group.heads for layer in group.layers]
 
@@ -185,14 +187,14 @@ class VirtualTierWorker:
 
 
 class _TierMemory:
-    """The copier's view of a rank's pages, in place of ``workers.memory.tier_memory``."""
+    """Copier's view of a rank's pages, in place of ``workers.memory.tier_memory``."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.region = Region(memoryview(memory.pool), memory.row.endpoint)
 
     def record_event(self) -> None:
-        """Return nothing: whatever was started is done."""
+        """Return nothing: all operations complete at once."""
 
     def host_page(self, slot: int) -> memoryview:
         return self._memory.host_page(slot)
@@ -209,14 +211,14 @@ class _TierMemory:
             self._memory.put_pieces(page, bytes(self._memory.filled_host_page(slot)), pieces)
 
     def take_in(self, pages: Sequence[int], layers: range | None, after: None) -> None:
-        """Do nothing: peers' pages are read to where they belong."""
+        """Do nothing: peers' pages are read directly to their destination."""
 
     def wait_loads(self) -> None:
-        """Do nothing: loads are done on return."""
+        """Do nothing: loads are complete on return."""
 
 
 class _Reads:
-    """The half of a transfer backend that reads peers' host memory."""
+    """Reading half of a transfer backend, for peers' host memory."""
 
     def __init__(self, memories: dict[str, Memory], mine: Memory) -> None:
         self._memories, self._mine = memories, mine

@@ -1,4 +1,4 @@
-"""Virtual time, and the trace of what happened in it: events come in the order of their times and take none."""
+"""Virtual time, and the trace of events in it: events run in the order of their times and take none."""
 
 import heapq
 from collections.abc import Callable
@@ -22,11 +22,11 @@ class Timeline:
         return self._now_s
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Let something happen; of two at the same time, the one that was asked for first."""
+        """Schedule an event; events at the same time run in the order of scheduling."""
         heapq.heappush(self._events, (self._now_s + delay_s, next(self._numbers), event))
 
     def step(self) -> bool:
-        """Let the next event happen; False when there is none."""
+        """Run the next event; False when there is none."""
         if not self._events:
             return False
         self._now_s, _, event = heapq.heappop(self._events)
@@ -38,7 +38,7 @@ _SHOWN = ("room", "generation", "sender_rank", "pages", "held_pages", "num_pages
 
 
 class Trace:
-    """Collects lines; costs next to nothing while it is off."""
+    """Log of a run; costs next to nothing while it is off."""
 
     def __init__(self, timeline: Timeline, is_on: bool) -> None:
         self.lines: list[str] = []
@@ -46,7 +46,7 @@ class Trace:
         self._is_on = is_on
 
     def add(self, *parts: object) -> None:
-        """One line of parts, which are put into words only if somebody wants them."""
+        """Add one line; its parts are formatted only if the trace is on."""
         if self._is_on:
             self.lines.append(f"{self._timeline.now_s():9.4f}  {' '.join(map(_in_words, parts))}")
 

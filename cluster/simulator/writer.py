@@ -1,4 +1,4 @@
-"""The sender thread on virtual time: it writes page by page, fails, and leaves bytes in flight when it dies.
+"""Sender thread on virtual time: it writes page by page, fails, and leaves bytes in flight when it dies.
 
 It stands in for ``transfer.sender.SenderThread`` and keeps its promises.
 """
@@ -20,17 +20,17 @@ from transfer.page_range import Span, total_bytes
 from transfer.sender import Dropped, Outcome, SendJob, Write, WriteFailed, Written
 
 WRITE_TIMEOUT_S = 5.0
-"""How long a write to a machine that is cut off tries."""
+"""Time for which a write to an unreachable machine is retried."""
 
 _Key = tuple[Room, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """All that one job writes into one page."""
+    """Everything that one job writes into one page."""
 
     session: str
-    """The target pool."""
+    """Session of the target pool."""
     page: int
     """Page of the target pool."""
     spans: list[Span]
@@ -40,17 +40,17 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The job that is being written."""
+    """Job that is being written."""
 
     job: SendJob
     digests: list[PageDigests]
     num_bytes: int
     copies: Iterator[_Copy]
-    """Copies still to be made."""
+    """Remaining copies."""
 
 
 class VirtualWriter:
-    """Writes jobs in the order they come, one page at a time."""
+    """Writes jobs in order, one page at a time."""
 
     def __init__(
         self,
@@ -59,22 +59,22 @@ class VirtualWriter:
         when_running: Callable[[Event], None],
         on_outcome: Callable[[Outcome], None],
     ) -> None:
-        """``when_running`` runs an event now, or when its process is no longer paused."""
+        """Create the writer; ``when_running`` runs an event now, or when its process is no longer paused."""
         self._around = around
         self._machine = machine_of(source.session)
         self._source = source
         self._when_running = when_running
         self._on_outcome = on_outcome
         self._queue: deque[SendJob | Dropped | _Key] = deque()
-        """Jobs, drops, and transfers that failed, behind their last job."""
+        """Jobs, drops, and failed transfers, behind their last job."""
         self._barred: set[_Key] = set()
         self._is_busy = False
         self._on_way: tuple[SendJob, _Copy] | None = None
-        """In flight."""
+        """Copy in flight."""
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is queued or running."""
+        """Return whether nothing is queued or running."""
         return not self._queue and not self._is_busy
 
     def send(self, job: SendJob) -> None:
@@ -87,10 +87,10 @@ class VirtualWriter:
         self._enqueue(Dropped(room, generation))
 
     def forget(self, target: Endpoint) -> None:
-        """Nothing is held open for a target."""
+        """Do nothing: no connection is held open."""
 
     def close(self) -> None:
-        """Die: what is queued is lost, what is in flight may arrive, or a part of it."""
+        """Die: queued jobs are lost, bytes in flight may arrive completely or partly."""
         self._queue.clear()
         if self._on_way is not None:
             self._straggle(*self._on_way)
@@ -172,7 +172,7 @@ class VirtualWriter:
         self._next()
 
     def _straggle(self, job: SendJob, copy: _Copy) -> None:
-        """Let bytes that nobody waits for any more arrive within ``settle_s``, all of them, a part, or none."""
+        """Deliver bytes of a dropped copy within ``settle_s``: all of them, a part, or none."""
         settle_s, random = self._around.shape.settle_s, self._around.random
         if settle_s and random.random() < 0.5:
             part = _Copy(copy.session, copy.page, copy.spans[: random.randint(1, len(copy.spans))], copy.share)
@@ -189,7 +189,7 @@ class VirtualWriter:
         self._flip(target, copy.spans)
 
     def _flip(self, target: Memory, spans: Sequence[Span]) -> None:
-        """Change one bit of what arrives, now and then."""
+        """Sometimes change one bit of what arrives."""
         random = self._around.random
         if not self._around.hazards.flip or random.random() >= self._around.hazards.flip:
             return
@@ -205,7 +205,7 @@ class VirtualWriter:
             pages: dict[int, list[Span]] = {}
             for source, target, num_bytes in write.spans:
                 for offset in range(-(target % size), num_bytes, size):
-                    # From here to the end of the page, or of the span.
+                    # The rest of the page or of the span, whichever ends first.
                     first, last = max(offset, 0), min(offset + size, num_bytes)
                     piece = Span(source + first, target + first, last - first)
                     pages.setdefault(piece.target_offset // size, []).append(piece)
